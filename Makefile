@@ -1,0 +1,79 @@
+# `make train` and `make test` set up everything they need on a machine with Python 3.12, make, git and a C++ compiler.
+# Set PYTHON to choose the interpreter, ARGS to pass arguments on: `make train ARGS="--steps 100"`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+LATEST := .venv-latest/bin
+INSTALL := pip install --quiet --disable-pip-version-check --retries 10
+# Without their dependencies (4 GB of CUDA libraries): enough to compile JAX programs for a GPU that is not there.
+COMPILE_ONLY := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+TEST_ENV := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 OMP_NUM_THREADS=1
+WORKERS ?= 2
+ARGS ?=
+
+# A python3.12 on PATH may be a shim that cannot run, so candidates are tried, not looked up.
+define find_python
+for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
+    "$$(pyenv root 2>/dev/null)"/versions/3.12*/bin/python "$$HOME"/.pyenv/versions/3.12*/bin/python; do \
+  [ -n "$$candidate" ] && "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' \
+    >/dev/null 2>&1 && echo "$$candidate" && exit 0; \
+done; echo "no Python 3.12 that runs was found; set PYTHON=/path/to/python3.12" >&2; exit 1
+endef
+
+.PHONY: help train test test-slow test-latest lint format parity clean
+
+help:
+	@echo "make train        set up, then train the tiny language model on the standard library's sources"
+	@echo "make test         set up, then run the CPU tests (under ten minutes on two cores)"
+	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
+	@echo "make test-latest  the CPU tests with the newest torch, triton, jax and NumPy"
+	@echo "make parity       run the parity table on this machine"
+	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
+
+.venv/bin/python:
+	@python=$$($(find_python)); echo "setting up .venv with $$("$$python" --version)"; "$$python" -m venv .venv
+
+.venv/.train: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing what training needs (about a minute)"
+	@$(BIN)/$(INSTALL) --constraint constraints.txt --editable ".[flax]"
+	@touch $@
+
+.venv/.dev: .venv/bin/python pyproject.toml constraints.txt
+	@echo "installing what the tests need (two minutes and 6 GB: PyTorch comes with its CUDA libraries)"
+	@$(BIN)/$(INSTALL) --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/$(INSTALL) --constraint constraints.txt --no-deps $(COMPILE_ONLY)
+	@touch $@ .venv/.train
+
+.venv-latest/.dev: pyproject.toml .venv/bin/python
+	@python=$$($(find_python)); rm -rf .venv-latest; "$$python" -m venv .venv-latest
+	@$(LATEST)/$(INSTALL) --upgrade --editable ".[dev]"
+	@touch $@
+
+train: .venv/.train
+	@$(BIN)/python -m flax_models.train $(ARGS)
+
+test: .venv/.dev
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+
+test-slow: .venv/.dev
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(ARGS)
+
+test-latest: .venv-latest/.dev
+	@$(LATEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|jax|jaxlib|numpy|flax|optax) '
+	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+
+parity: .venv/.dev
+	@$(BIN)/python -m parity $(ARGS)
+
+lint: .venv/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+format: .venv/.dev
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .venv-latest build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,195 @@
+"""The meaning of a call: its options and the arrays it admits, checked once for both frameworks.
+
+`LossSpec` holds every option that changes what the loss *means*; how fast it is computed lives elsewhere and never
+changes a result beyond rounding. A spec is frozen and hashable, so it serves as a static argument of `jax.jit` and as a
+constant of `torch.compile`. `check_arrays` states which shapes and dtypes a call admits, in one place, for PyTorch,
+JAX and NumPy alike: it sees shapes and the names of dtypes, never an array.
+"""
+
+import math
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
+
+Reduction = Literal["mean", "sum", "none"]
+
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
+FLOAT_DTYPES = ("float16", "bfloat16", "float32")
+DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace above inputs and gradients
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns `value` as a finite float; names the argument otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    """Returns `value` as an int; names the argument otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
+    return int(value)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """The options of one loss, validated.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+        ignore_index: target value of rows that contribute nothing.
+        label_smoothing: in [0, 1]; `torch.nn.functional.cross_entropy`'s meaning.
+        z_loss_weight: >= 0; adds `z_loss_weight * lse**2` to each token's loss.
+        softcap: > 0 or None; `logits = softcap * tanh(raw / softcap)`.
+        logit_scale: factor on `input @ linear_weight.T + linear_bias`, before the cap.
+        vocab_size: number of classes; rows of linear_weight past it are padding. None: all rows are classes.
+
+    Raises:
+        TypeError: an option is not of its type.
+        ValueError: an option is outside its range.
+    """
+
+    reduction: Reduction = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss_weight: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {self.reduction!r}")
+        smoothing = _number("label_smoothing", self.label_smoothing)
+        if not 0.0 <= smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must lie in [0, 1], got {smoothing}")
+        z_loss_weight = _number("z_loss_weight", self.z_loss_weight)
+        if z_loss_weight < 0.0:
+            raise ValueError(f"z_loss_weight must not be negative, got {z_loss_weight}")
+        softcap = None if self.softcap is None else _number("softcap", self.softcap)
+        if softcap is not None and softcap <= 0.0:
+            raise ValueError(f"softcap must be positive or None, got {softcap}")
+        vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        # Plain Python values, so that equal calls hash and compare equal whatever number types they came in.
+        object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
+        object.__setattr__(self, "label_smoothing", smoothing)
+        object.__setattr__(self, "z_loss_weight", z_loss_weight)
+        object.__setattr__(self, "softcap", softcap)
+        object.__setattr__(self, "logit_scale", _number("logit_scale", self.logit_scale))
+        object.__setattr__(self, "vocab_size", vocab_size)
+
+    def classes(self, rows: int) -> int:
+        """Returns the number of classes of a head with `rows` rows (V); raises ValueError if vocab_size exceeds it."""
+        if self.vocab_size is None:
+            return rows
+        if self.vocab_size > rows:
+            raise ValueError(f"vocab_size must not exceed linear_weight's {rows} rows, got {self.vocab_size}")
+        return self.vocab_size
+
+
+class ArrayInfo(NamedTuple):
+    """What `check_arrays` needs to know of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str  # "float32", "bfloat16", "int64", ...
+
+
+def check_arrays(
+    *,
+    input: ArrayInfo,
+    linear_weight: ArrayInfo,
+    target: ArrayInfo,
+    spec: LossSpec,
+    linear_bias: ArrayInfo | None = None,
+    weight: ArrayInfo | None = None,
+    token_weight: ArrayInfo | None = None,
+    normalizer: ArrayInfo | None = None,
+    vocab_axis: int = 0,
+) -> None:
+    """Raises one error that names the argument whose shape or dtype a call does not admit, and what it got.
+
+    Args:
+        input: (..., D), float16, bfloat16 or float32.
+        linear_weight: (V, D), or (D, V) where `vocab_axis` is 1; input's dtype or float32.
+        target: (...), any integer dtype.
+        spec: the options; `vocab_size` is checked against V, `normalizer` against the reduction.
+        linear_bias: (V,), input's dtype or float32.
+        weight: (V,), any of the three float dtypes.
+        token_weight: (...), target's shape, any of the three float dtypes.
+        normalizer: (), any of the three float dtypes or an integer dtype.
+        vocab_axis: which axis of linear_weight is the vocabulary.
+
+    Raises:
+        TypeError: a dtype.
+        ValueError: a shape, or `vocab_axis`.
+    """
+    if vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis must be 0 or 1, got {vocab_axis!r}")
+    _check_dtype("input", input, FLOAT_DTYPES)
+    if len(input.shape) < 1:
+        raise ValueError("input must have shape (..., D), got ()")
+    layout = "(V, D)" if vocab_axis == 0 else "(D, V)"
+    head_dtypes = tuple(dict.fromkeys((input.dtype, "float32")))
+    if len(linear_weight.shape) != 2:
+        raise ValueError(f"linear_weight must have shape {layout}, got {linear_weight.shape}")
+    _check_dtype("linear_weight", linear_weight, head_dtypes, f" (input is {input.dtype})")
+    vocab, hidden = linear_weight.shape[vocab_axis], linear_weight.shape[1 - vocab_axis]
+    if hidden != input.shape[-1]:
+        raise ValueError(
+            f"linear_weight must have shape {layout} with D = {input.shape[-1]} as in input {input.shape}, "
+            f"got {linear_weight.shape}"
+        )
+    if vocab < 1 or hidden < 1:
+        raise ValueError(f"linear_weight must have at least one row and one column, got {linear_weight.shape}")
+    if not target.dtype.startswith(("int", "uint")):
+        raise TypeError(f"target must have an integer dtype, got {target.dtype}")
+    _check_shape("target", target, input.shape[:-1], "input without its last axis")
+    if linear_bias is not None:
+        _check_dtype("linear_bias", linear_bias, head_dtypes, f" (input is {input.dtype})")
+        _check_shape("linear_bias", linear_bias, (vocab,), "(V,)")
+    if weight is not None:
+        _check_dtype("weight", weight, FLOAT_DTYPES)
+        _check_shape("weight", weight, (vocab,), "(V,)")
+    if token_weight is not None:
+        _check_dtype("token_weight", token_weight, FLOAT_DTYPES)
+        _check_shape("token_weight", token_weight, target.shape, "target's shape")
+    if normalizer is not None:
+        if spec.reduction != "mean":
+            raise ValueError(f'normalizer needs reduction "mean", got reduction {spec.reduction!r}')
+        if not normalizer.dtype.startswith(("int", "uint")):
+            _check_dtype("normalizer", normalizer, (*FLOAT_DTYPES, "float64"))
+        _check_shape("normalizer", normalizer, (), "a scalar")
+    spec.classes(vocab)
+
+
+def _check_dtype(name: str, array: ArrayInfo, allowed: Sequence[str], why: str = "") -> None:
+    if array.dtype not in allowed:
+        raise TypeError(f"{name} must be {' or '.join(allowed)}, got {array.dtype}{why}")
+
+
+def _check_shape(name: str, array: ArrayInfo, expected: tuple[int, ...], what: str) -> None:
+    if array.shape != expected:
+        raise ValueError(f"{name} must have shape {expected} ({what}), got {array.shape}")
+
+
+def check_memory_budget(memory_budget: int | None) -> int:
+    """Returns the budget in bytes, 512 MiB for None; raises TypeError or ValueError if it is no positive int."""
+    if memory_budget is None:
+        return DEFAULT_MEMORY_BUDGET
+    budget = _integer("memory_budget", memory_budget)
+    if budget < 1:
+        raise ValueError(f"memory_budget must be positive (bytes), got {budget}")
+    return budget
+
+
+def check_choice[T: str](name: str, value: object, choices: Sequence[T]) -> T:
+    """Returns `value` if it is one of `choices`; raises ValueError naming the argument, the choices and the value."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return cast(T, value)
