@@ -1,0 +1,25 @@
+"""Fused linear + cross-entropy for PyTorch: `loss(x @ W.T + b, target)` and its gradients without the N x V logits."""
+
+from core_triton.linear_ce import (
+    Implementation,
+    LogProbs,
+    LossStats,
+    check_targets,
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_with_stats,
+    linear_log_probs,
+)
+from core_triton.module import LinearCrossEntropy
+
+__all__ = [
+    "Implementation",
+    "LinearCrossEntropy",
+    "LogProbs",
+    "LossStats",
+    "check_targets",
+    "explain",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
+    "linear_log_probs",
+]

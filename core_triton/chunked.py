@@ -1,0 +1,365 @@
+"""The loss with PyTorch's own products: the path for every device without a kernel, and the baseline that the kernels
+are held against.
+
+Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
+
+    plan A  `loss_and_gradients`   a chunk's logits are kept in float32, its statistics and then its d_logits come
+    from them: 3 products
+    plan B  `statistics`           no gradient: 1 product, a tile of logits at a time
+    plan C  `gradients`            any upstream gradient: the tile is computed again from the inputs once lse is
+    known: 1 + 3 products
+
+A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
+vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
+without other code.
+
+Logits are kept in float32, not in a 16-bit input's dtype: rounding them costs a probability |logit| * 2**-9 of its
+value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_triton import rows
+from core_triton.rows import Coefficients, Partial, RowStatistics
+from core_triton.tiles import ChunkConfig
+from parity.spec import LossSpec
+
+FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arrays of one call and its options.
+
+    Args:
+        input: (N, D).
+        linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
+        linear_bias: (V,), of the same rows, or None.
+        target: (N,) int64, class indices of the whole vocabulary.
+        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        class_weight: (K,) float32 of the whole vocabulary, or None.
+        spec: the options.
+        classes: K of the whole vocabulary.
+        vocab_offset: class index of linear_weight's first row.
+    """
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    row_weight: Tensor
+    class_weight: Tensor | None
+    spec: LossSpec
+    classes: int
+    vocab_offset: int = 0
+
+    @property
+    def local_classes(self) -> int:
+        """How many rows of linear_weight are classes; the rest is padding."""
+        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
+
+    def chunks(self, size: int) -> Iterator[slice]:
+        tokens = self.input.shape[0]
+        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+    def slabs(self, size: int) -> list[slice]:
+        return [slice(start, min(start + size, self.local_classes)) for start in range(0, self.local_classes, size)]
+
+    def slab_class_weight(self, slab: slice) -> Tensor | None:
+        if self.class_weight is None:
+            return None
+        return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
+
+    def rows(self, chunk: slice) -> Tensor:
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+        return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
+
+
+class Gradients(NamedTuple):
+    """None where not asked for."""
+
+    d_input: Tensor | None  # (N, D), input's dtype
+    d_weight: Tensor | None  # (V, D), linear_weight's dtype
+    d_bias: Tensor | None  # (V,), linear_bias's dtype
+
+
+class Wanted(NamedTuple):
+    """Which gradients a call computes; the others cost nothing."""
+
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in float32 with float32 accumulation, for two operands that `_operand` made."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def upcasts(input: Tensor) -> bool:
+    """Whether products of `input`'s dtype run on float32 copies on its device."""
+    return input.dtype != torch.float32 and not input.is_cuda
+
+
+def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `tensor` as an operand of products in `dtype`: rounded to it, a float32 copy where the device needs one."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.is_cuda else tensor.float()
+
+
+def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
+    """Returns the logits of rows `x` against the slab `w` of the head, (n, v) float32, scaled and capped. MATH.md"""
+    logits = _product(x, w.T)
+    if problem.linear_bias is not None:
+        logits += problem.linear_bias[slab]
+    if problem.spec.logit_scale != 1.0:
+        logits *= problem.spec.logit_scale
+    if problem.spec.softcap is not None:
+        logits = logits.div_(problem.spec.softcap).tanh_().mul_(problem.spec.softcap)
+    return logits
+
+
+def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, *, entropy: bool) -> Partial:
+    """Returns the statistics of one tile of logits. MATH.md"""
+    top = logits.amax(1)
+    shift = torch.where(top == -torch.inf, 0.0, top)  # all -inf: sums of 0, not NaN
+    local, inside = _local_target(problem, target, slab)
+    target_logit = torch.where(inside, logits.gather(1, local[:, None])[:, 0], 0.0)
+    weighted_sum = None
+    if problem.spec.label_smoothing:
+        class_weight = problem.slab_class_weight(slab)
+        weighted_sum = logits.sum(1) if class_weight is None else logits @ class_weight
+    shifted = logits - shift[:, None]
+    if not entropy:
+        return Partial(top, shifted.exp_().sum(1), target_logit, weighted_sum, None)
+    exponentials = shifted.clamp_(min=NO_PROBABILITY).exp()
+    sum_exp = exponentials.sum(1)
+    return Partial(top, sum_exp, target_logit, weighted_sum, exponentials.mul_(shifted).sum(1))
+
+
+def chunk_statistics(
+    problem: Problem, chunk: slice, slab_size: int, *, entropy: bool = False, kept: list[Tensor] | None = None
+) -> Partial:
+    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; tiles of logits go to `kept`."""
+    x, target = problem.rows(chunk), problem.target[chunk]
+    x = _operand(x, x.dtype)
+    merged = None
+    for slab in problem.slabs(slab_size):
+        logits = logits_tile(problem, x, _operand(problem.linear_weight[slab], problem.input.dtype), slab)
+        partial = tile_partial(problem, logits, target, slab, entropy=entropy)
+        merged = partial if merged is None else rows.merge(merged, partial)
+        if kept is not None:
+            kept.append(logits)
+    return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
+
+
+def tile_d_logits(
+    problem: Problem,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    contributes: Tensor,
+    slab: slice,
+) -> Tensor:
+    """Overwrites one tile of logits with d_logits before scale and cap, (n, v) float32. MATH.md"""
+    slope = None
+    if problem.spec.softcap is not None:  # d tanh = 1 - tanh**2
+        slope = (logits / problem.spec.softcap).square_().neg_().add_(1.0)
+    log_prob = logits.sub_(lse[:, None])
+    if coefficients.beta is None:
+        d_logits = log_prob.exp_().mul_(coefficients.alpha[:, None])
+    else:
+        factor = log_prob.clamp_(min=NO_PROBABILITY).mul(coefficients.beta[:, None]).add_(coefficients.alpha[:, None])
+        d_logits = log_prob.exp_().mul_(factor)
+    if coefficients.sigma is not None:
+        class_weight = problem.slab_class_weight(slab)
+        if class_weight is None:
+            d_logits -= coefficients.sigma[:, None]
+        else:
+            d_logits.addr_(coefficients.sigma, class_weight, alpha=-1)
+    local, inside = _local_target(problem, target, slab)
+    at_target = d_logits.gather(1, local[:, None]) - torch.where(inside, coefficients.tau, 0.0)[:, None]
+    d_logits.scatter_(1, local[:, None], at_target)
+    if slope is not None:
+        d_logits *= slope
+    return d_logits.masked_fill_(~contributes[:, None], 0.0)
+
+
+class _ClassSum:
+    """A gradient of the head, summed over chunks by slab: in a float32 buffer if `float32_sum`, else where it is returned."""
+
+    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
+        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.total[classes:] = 0  # padding
+        self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
+
+    def put(self, slab: slice, product: Tensor, *, first: bool) -> None:
+        if not first:
+            product += self.sum[slab]
+        self.sum[slab] = product
+
+    def result(self, *, empty: bool) -> Tensor:
+        if empty:
+            return self.total.zero_()
+        if self.sum.dtype != self.total.dtype:
+            self.total[: len(self.sum)] = self.sum
+        return self.total
+
+
+class _GradientSums:
+    """The gradients of a call while its chunks add to them."""
+
+    def __init__(self, problem: Problem, wanted: Wanted, config: ChunkConfig) -> None:
+        x, w, b = problem.input, problem.linear_weight, problem.linear_bias
+        classes = problem.local_classes
+        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
+        self.d_weight = _ClassSum(w, classes, float32_sum=config.float32_sum) if wanted.d_weight else None
+        self.d_bias = None
+        if wanted.d_bias:
+            assert b is not None
+            self.d_bias = _ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+
+    def result(self, *, empty: bool) -> Gradients:
+        return Gradients(
+            d_input=self.d_input,
+            d_weight=None if self.d_weight is None else self.d_weight.result(empty=empty),
+            d_bias=None if self.d_bias is None else self.d_bias.result(empty=empty),
+        )
+
+
+def chunk_gradients(
+    problem: Problem,
+    chunk: slice,
+    slab_size: int,
+    lse: Tensor,
+    coefficients: Coefficients,
+    sums: _GradientSums,
+    *,
+    kept: list[Tensor] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Second pass over a chunk: writes its rows of d_input, adds to d_weight and d_bias.
+
+    Args:
+        lse: (n,) of the whole vocabulary.
+        coefficients: (n,) each; they carry the upstream gradient.
+        kept: the first pass's tiles of logits, consumed; None computes them again.
+        scales: () factors on d_input and on the gradients of the head.
+    """
+    dtype, x, target = problem.input.dtype, problem.rows(chunk), problem.target[chunk]
+    contributes = problem.row_weight[chunk] != 0
+    coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
+    x_head = x  # the operand of d_weight
+    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    if dtype == torch.float16:
+        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        top = exponent.max()
+        x_head = (x * torch.ldexp(torch.ones_like(lse), exponent - top)[:, None]).to(dtype)
+        input_scale = torch.ldexp(torch.ones_like(lse), exponent - FLOAT16_HEADROOM)
+        head_scale = torch.ldexp(torch.ones_like(lse[0]), top - FLOAT16_HEADROOM)
+        bias_scale = input_scale
+        if scales is not None:
+            input_scale, head_scale, bias_scale = (
+                input_scale * scales[0],
+                head_scale * scales[1],
+                bias_scale * scales[1],
+            )
+    x, x_head = _operand(x, dtype), _operand(x_head, dtype)
+    d_input = None
+    for slab in problem.slabs(slab_size):
+        w = _operand(problem.linear_weight[slab], dtype)
+        logits = logits_tile(problem, x, w, slab) if kept is None else kept.pop(0)
+        d_logits = tile_d_logits(problem, logits, target, lse, coefficients, contributes, slab)
+        del logits  # d_logits is the same memory: gone when that is
+        if dtype == torch.float16:
+            d_logits *= 2.0**FLOAT16_HEADROOM
+        if sums.d_bias is not None:
+            summed = d_logits.sum(0) if bias_scale is None else bias_scale @ d_logits
+            sums.d_bias.put(slab, summed, first=chunk.start == 0)
+        d_logits = _operand(d_logits, dtype)
+        if sums.d_input is not None:
+            product = _product(d_logits, w)
+            d_input = product if d_input is None else d_input.add_(product)
+        if sums.d_weight is not None:
+            product = _product(d_logits.T, x_head)
+            if head_scale is not None:
+                product *= head_scale
+            sums.d_weight.put(slab, product, first=chunk.start == 0)
+    if d_input is not None and sums.d_input is not None:
+        if input_scale is not None:
+            d_input *= input_scale[:, None]
+        sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
+
+
+def statistics(problem: Problem, config: ChunkConfig, *, entropy: bool = False) -> RowStatistics:
+    """Plan B: statistics of every row, no gradient."""
+    parts = [
+        rows.finish(
+            chunk_statistics(problem, chunk, config.slab, entropy=entropy),
+            problem.target[chunk],
+            problem.row_weight[chunk],
+            problem.classes,
+        )
+        for chunk in problem.chunks(config.rows)
+    ]
+    return _concatenate(parts, problem, entropy=entropy)
+
+
+def loss_and_gradients(
+    problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
+    sums, classes = _GradientSums(problem, wanted, config), problem.classes
+    losses, parts = [], []
+    for chunk in problem.chunks(config.rows):
+        target, row_weight = problem.target[chunk], problem.row_weight[chunk]
+        kept: list[Tensor] = []
+        partial = chunk_statistics(problem, chunk, config.slab, kept=kept)
+        part = rows.finish(partial, target, row_weight, classes)
+        losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        chunk_gradients(problem, chunk, config.slab, part.lse, coefficients, sums, kept=kept, scales=scales)
+        parts.append(part)
+    loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
+    return loss, _concatenate(parts, problem, entropy=False), sums.result(empty=not parts)
+
+
+def gradients(
+    problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+) -> Gradients:
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    sums = _GradientSums(problem, wanted, config)
+    for chunk in problem.chunks(config.rows):
+        part = coefficients.map(lambda c, chunk=chunk: c[chunk])
+        chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums)
+    return sums.result(empty=problem.input.shape[0] == 0)
+
+
+def _local_target(problem: Problem, target: Tensor, slab: slice) -> tuple[Tensor, Tensor]:
+    """Returns each row's target as a column of the slab, within bounds, and whether it lies in the slab."""
+    local = target - (problem.vocab_offset + slab.start)
+    width = slab.stop - slab.start
+    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+
+
+def _concatenate(parts: list[RowStatistics], problem: Problem, *, entropy: bool) -> RowStatistics:
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(field: str) -> Tensor:
+        return torch.cat([problem.row_weight.new_empty(0), *(getattr(part, field) for part in parts)])
+
+    return RowStatistics(
+        lse=joined("lse"),
+        target_logit=joined("target_logit"),
+        max=joined("max"),
+        weighted_sum=joined("weighted_sum") if problem.spec.label_smoothing else None,
+        entropy=joined("entropy") if entropy else None,
+    )

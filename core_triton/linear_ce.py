@@ -1,0 +1,411 @@
+"""The public functions: fused linear + cross-entropy for PyTorch, never the N x V logits.
+
+A public function checks its call and reduces it to arrays (`_prepare`), runs one of the operators of `ops.py`
+(`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
+denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
+
+    no gradient asked for                   `row_losses`, forward alone                     plan B, 1 product
+    scalar reduction                        `loss_and_gradients`, scaled backward           plan A, 3 products
+    reduction="none", frozen head           `loss_and_gradients`, rows scaled backward      2 products
+    reduction="none", any other; log-probs  `row_losses`, `log_probs`, backward recomputes  plan C, 4 products
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from core_triton import ops, rows
+from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+
+IMPLEMENTATIONS = ("chunked",)
+
+
+class LossStats(NamedTuple):
+    """What `linear_cross_entropy_with_stats` reports besides the loss; none of it carries a gradient.
+
+    Rows that contribute nothing (ignored, or of token_weight 0) have lse and target_logit 0.
+    """
+
+    lse: Tensor  # (...,) float32, log-sum-exp of the logits
+    target_logit: Tensor  # (...,) float32, NaN for a target that is no class
+    z_loss: Tensor  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
+    accuracy: Tensor  # () float32, share of contributing tokens whose target has the largest logit; ties count
+    n_valid: Tensor  # () int64, targets that are not ignore_index
+
+
+class LogProbs(NamedTuple):
+    """Per-token results of `linear_log_probs`, each (...,) float32 and differentiable."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+class Implementation(NamedTuple):
+    """Which implementation a call runs, and why."""
+
+    name: str
+    reason: str
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    r"""Cross-entropy of a linear layer's logits, without the logits.
+
+    .. math::
+        \ell_i = \mathrm{lse}_i - z_{i,y_i}, \qquad z = \mathrm{cap}(\mathrm{logit\_scale} \cdot (x W^\top + b)), \qquad
+        \mathrm{cap}(t) = \mathrm{softcap} \cdot \tanh(t / \mathrm{softcap})
+
+    Where `torch.nn.functional.cross_entropy` has an option its meaning is kept to the last digit, with one deviation:
+    where nothing is counted (no valid target, an empty batch, a zero denominator) the loss is 0 with zero gradients,
+    not NaN.
+
+    Args:
+        input: (..., D) float16, bfloat16 or float32 hidden states.
+        linear_weight: (V, D) head, any strides; input's dtype, or float32 (then rounded to input's dtype slab by
+            slab, its gradient in float32).
+        target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
+            row's loss and gradients NaN; `check_targets` finds such rows.
+        linear_bias: (V,) input's dtype or float32.
+        weight: (V,) class weights. With "mean" the denominator is their sum over the counted targets.
+        token_weight: (...,) factor on each token's loss; not in the denominator, not differentiated.
+        reduction: "mean", "sum" or "none".
+        normalizer: () denominator of "mean" instead of the number of counted tokens (of a global batch, of all
+            micro-batches); not differentiated.
+        ignore_index: target of tokens that contribute nothing, whatever they hold.
+        label_smoothing: in [0, 1].
+        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss; class weights do not touch it.
+        softcap: bound on the logits, or None.
+        logit_scale: factor on the raw logits.
+        vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
+        memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
+        implementation: "chunked", or None for the best on this device (`explain` tells which). A named one never
+            falls back.
+
+    Returns:
+        float32 loss, () or, for reduction "none", (...,).
+
+    Raises:
+        TypeError: an argument is no tensor, or has a dtype that is not admitted.
+        ValueError: a shape, device, option, or a memory_budget that cannot hold the smallest piece; the message names
+            the argument.
+
+    Example:
+        >>> import torch, core_triton
+        >>> x, w = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> core_triton.linear_cross_entropy(x, w, torch.arange(6)).backward()
+        >>> w.grad.shape
+        torch.Size([100, 16])
+
+    Source:
+        Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
+            slab: Wijmans et al.,
+        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md.
+    """
+    return linear_cross_entropy_with_stats(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        normalizer=normalizer,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        memory_budget=memory_budget,
+        implementation=implementation,
+    )[0]
+
+
+def linear_cross_entropy_with_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, LossStats]:
+    """`linear_cross_entropy` together with the statistics that its pass over the logits leaves behind.
+
+    Args:
+        input: as all other arguments, see `linear_cross_entropy`.
+
+    Returns:
+        The loss and `LossStats`; only the loss carries a gradient.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+
+    Example:
+        >>> import torch, core_triton
+        >>> x, w = torch.randn(6, 16), torch.randn(100, 16)
+        >>> loss, stats = core_triton.linear_cross_entropy_with_stats(x, w, torch.arange(6))
+        >>> int(stats.n_valid)
+        6
+    """
+    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    call = _prepare(
+        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
+    )
+    loss, lse, target_logit, top = _loss(call)
+    row_weight, leading = call.row_weight, target.shape
+    contributes = row_weight != 0
+    z_loss = row_weight * spec.z_loss_weight * lse.square()
+    right = contributes & (target_logit >= top)
+    stats = LossStats(
+        lse=lse.reshape(leading),
+        target_logit=target_logit.reshape(leading),
+        z_loss=z_loss.reshape(leading) if spec.reduction == "none" else z_loss.sum(),
+        accuracy=right.sum() / contributes.sum().clamp(min=1),
+        n_valid=call.n_valid,
+    )
+    return (loss.reshape(leading) if spec.reduction == "none" else loss), stats
+
+
+def linear_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> LogProbs:
+    r"""Log-probability of each target, entropy and log-sum-exp of each row, without the logits; differentiable each.
+
+    .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
+
+    Args:
+        input: as all other arguments, see `linear_cross_entropy`.
+
+    Returns:
+        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and take no gradient.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+
+    Example:
+        >>> import torch, core_triton
+        >>> x, w = torch.randn(2, 6, 16, requires_grad=True), torch.randn(100, 16)
+        >>> out = core_triton.linear_log_probs(x, w, torch.zeros(2, 6, dtype=torch.long))
+        >>> (out.log_prob.sum() - 0.01 * out.entropy.sum()).backward()
+
+    Source:
+        Entropy from running sums: parity/MATH.md.
+    """
+    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
+    log_prob, entropy, lse = ops.log_probs(*call.arrays(), **call.options())
+    return LogProbs(*(result.reshape(target.shape) for result in (log_prob, entropy, lse)))
+
+
+def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
+    """Raises if a target is neither a class nor `ignore_index`; reads the tensor, so it waits for the device.
+
+    Args:
+        target: (...,) integer.
+        vocab_size: number of classes.
+        ignore_index: the one value outside [0, vocab_size) that is admitted.
+
+    Raises:
+        ValueError: names how many there are, and the first positions with their values.
+
+    Example:
+        >>> import torch, core_triton
+        >>> core_triton.check_targets(torch.tensor([1, -100]), vocab_size=10)
+    """
+    bad = ((target < 0) | (target >= vocab_size)) & (target != ignore_index)
+    positions = bad.nonzero()
+    if len(positions):
+        first = ", ".join(f"target{p} = {int(target[tuple(p)])}" for p in positions[:5].tolist())
+        raise ValueError(
+            f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
+            f"got {len(positions)} others: {first}"
+        )
+
+
+def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None = None) -> Implementation:
+    """Returns which implementation a call with these arrays runs, and why.
+
+    Args:
+        input: (..., D).
+        linear_weight: (V, D).
+        implementation: as given to the call.
+
+    Raises:
+        ValueError: `implementation` is no implementation.
+    """
+    if implementation is not None:
+        return Implementation(check_choice("implementation", implementation, IMPLEMENTATIONS), "asked for by name")
+    return Implementation("chunked", f"no kernel for {input.device.type} devices")
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call, checked and flattened; only the rows of the head that are classes."""
+
+    spec: LossSpec
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    linear_bias: Tensor | None  # (V,)
+    target: Tensor  # (N,) int64
+    row_weight: Tensor  # (N,) float32
+    class_weight: Tensor | None  # (V,) float32
+    n_valid: Tensor  # ()
+    memory_budget: int
+    implementation: str
+
+    def arrays(self) -> tuple[Any, ...]:
+        return self.input, self.linear_weight, self.linear_bias, self.target, self.row_weight, self.class_weight
+
+    def options(self) -> dict[str, Any]:
+        """The options in the types that an operator's schema knows."""
+        return {
+            "label_smoothing": self.spec.label_smoothing,
+            "z_loss_weight": self.spec.z_loss_weight,
+            "softcap": self.spec.softcap,
+            "logit_scale": self.spec.logit_scale,
+            "vocab_size": self.spec.classes(self.linear_weight.shape[0]),
+            "memory_budget": self.memory_budget,
+            "implementation": self.implementation,
+        }
+
+
+def _prepare(
+    spec: LossSpec,
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    linear_bias: Tensor | None,
+    weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | float | None,
+    memory_budget: int | None,
+    implementation: str | None,
+) -> _Call:
+    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
+    named = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "token_weight": token_weight,
+    }
+    for name, tensor in named.items():
+        optional = name not in ("input", "linear_weight", "target")
+        if not (isinstance(tensor, Tensor) or (tensor is None and optional)):
+            raise TypeError(f"{name} must be a Tensor{' or None' if optional else ''}, got {type(tensor).__name__}")
+        if not torch.compiler.is_compiling() and tensor is not None and is_functorch_wrapped_tensor(tensor):
+            raise TypeError(
+                f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad"
+            )
+    if isinstance(normalizer, (bool, complex)) or not isinstance(normalizer, (Tensor, int, float, type(None))):
+        raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = torch.full((), normalizer, dtype=torch.float32, device=input.device)
+    if torch.is_autocast_enabled(
+        input.device.type
+    ):  # the head's product is in autocast's dtype, as torch.nn.functional.linear's is
+        compute = torch.get_autocast_dtype(input.device.type)
+        input = named["input"] = input.to(compute)
+        if linear_weight.dtype != torch.float32:
+            linear_weight = named["linear_weight"] = linear_weight.to(compute)
+        if linear_bias is not None and linear_bias.dtype != torch.float32:
+            linear_bias = named["linear_bias"] = linear_bias.to(compute)
+    infos = {}
+    for name, tensor in (*named.items(), ("normalizer", normalizer)):
+        if tensor is None:
+            continue
+        if tensor.device != input.device:
+            raise ValueError(f"{name} must be on input's device {input.device}, got {tensor.device}")
+        if name in ("weight", "token_weight", "normalizer") and tensor.requires_grad:
+            raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
+        infos[name] = ArrayInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    check_arrays(spec=spec, **infos)
+    budget = check_memory_budget(memory_budget)
+    chosen = explain(input, linear_weight, implementation=implementation)
+    classes = spec.classes(linear_weight.shape[0])
+    flat_target = target.reshape(-1).long()
+    class_weight = None if weight is None else weight.float()
+    row_weight, n_valid = rows.row_weights(
+        spec,
+        flat_target,
+        class_weight,
+        None if token_weight is None else token_weight.reshape(-1),
+        normalizer,
+        classes,
+    )
+    return _Call(
+        spec=spec,
+        input=input.reshape(-1, input.shape[-1]),
+        linear_weight=linear_weight,
+        linear_bias=linear_bias,
+        target=flat_target,
+        row_weight=row_weight,
+        class_weight=class_weight,
+        n_valid=n_valid,
+        memory_budget=budget,
+        implementation=chosen.name,
+    )
+
+
+def _loss(call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
+    head = [t for t in (call.linear_weight, call.linear_bias) if t is not None]
+    d_head = torch.is_grad_enabled() and any(t.requires_grad for t in head)
+    d_input = torch.is_grad_enabled() and call.input.requires_grad
+    scalar = call.spec.reduction != "none"
+    if (d_head and scalar) or (d_input and (scalar or not d_head)):
+        bias = call.linear_bias
+        results = ops.loss_and_gradients(
+            *call.arrays(),
+            **call.options(),
+            reduce=scalar,
+            d_input=d_input,
+            d_weight=d_head and call.linear_weight.requires_grad,
+            d_bias=d_head and bias is not None and bias.requires_grad,
+        )
+        return results[:4]
+    loss, *statistics = ops.row_losses(*call.arrays(), **call.options())
+    return loss.sum() if scalar else loss, *statistics

@@ -1,0 +1,104 @@
+"""The loss as a module that owns its head."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core_triton.linear_ce import linear_cross_entropy
+from parity.spec import LossSpec, Reduction, check_memory_budget
+
+
+class LinearCrossEntropy(nn.Module):
+    """A linear head and its cross-entropy, `linear_cross_entropy(input, self.weight, target, linear_bias=self.bias,
+    ...)`.
+
+    The parameters are named and initialised as those of `torch.nn.Linear(hidden_size, num_classes)`, so a head's
+    state dict loads as it is; a tied head is set with `module.weight = embedding.weight`.
+
+    Args:
+        hidden_size: D.
+        num_classes: V.
+        bias: whether the head has a bias.
+        weight: (V,) class weights, kept as a buffer.
+        reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget,
+            implementation: as for `linear_cross_entropy`.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: an option that `linear_cross_entropy` does not admit.
+
+    Example:
+        >>> import torch, core_triton
+        >>> head = core_triton.LinearCrossEntropy(16, 100)
+        >>> head(torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.long)).backward()
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        reduction: Reduction = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss_weight: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        vocab_size: int | None = None,
+        memory_budget: int | None = None,
+        implementation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+        self.spec.classes(num_classes)
+        check_memory_budget(memory_budget)
+        self.memory_budget = memory_budget
+        self.implementation = implementation
+        self.weight = nn.Parameter(torch.empty(num_classes, hidden_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("class_weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias uniformly within 1/sqrt(hidden_size), as `torch.nn.Linear` does."""
+        bound = 1.0 / math.sqrt(self.weight.shape[1])
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        token_weight: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+    ) -> Tensor:
+        """Returns the loss of input (..., D) and target (...,), float32."""
+        options: dict[str, Any] = vars(self.spec)
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            token_weight=token_weight,
+            normalizer=normalizer,
+            memory_budget=self.memory_budget,
+            implementation=self.implementation,
+            **options,
+        )
+
+    def extra_repr(self) -> str:
+        num_classes, hidden_size = self.weight.shape
+        changed = {name: value for name, value in vars(self.spec).items() if value != getattr(LossSpec, name)}
+        shown = "".join(f", {name}={value!r}" for name, value in changed.items())
+        return f"{hidden_size}, {num_classes}, bias={self.bias is not None}{shown}"

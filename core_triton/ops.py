@@ -1,0 +1,362 @@
+"""The custom operators behind the public functions, with their fake implementations and backward formulas.
+
+As operators of `torch.library` they are opaque to torch.compile, which therefore traces a model around them without a
+graph break. Each is functional. Gradients that are not asked for come back as empty tensors: an operator's schema has
+no optional results.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core_triton import chunked, rows
+from core_triton.chunked import Problem, Wanted
+from core_triton.rows import Coefficients
+from core_triton.tiles import ChunkConfig, choose_chunks, workspace_model
+from parity.spec import LossSpec
+
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+ARRAYS = 6  # input, linear_weight, linear_bias, target, row_weight, class_weight lead every operator's arguments
+OPTIONS = 7
+
+
+def _once(backward: Backward) -> Backward:
+    """Refuses create_graph=True: the gradients are made without a graph, and a second derivative would silently be 0."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_cross_entropy and linear_log_probs have no second derivative: create_graph must be False"
+            )
+        return backward(ctx, *d_outputs)
+
+    return checked
+
+
+@torch.library.custom_op("linear_ce::loss_and_gradients", mutates_args=())
+def loss_and_gradients(
+    input: Tensor,  # (N, D)
+    linear_weight: Tensor,  # (V, D)
+    linear_bias: Tensor | None,  # (V,)
+    target: Tensor,  # (N,) int64
+    row_weight: Tensor,  # (N,) float32
+    class_weight: Tensor | None,  # (V,) float32
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_size: int,
+    memory_budget: int,
+    implementation: str,
+    reduce: bool,
+    d_input: bool,
+    d_weight: bool,
+    d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Plan A. Returns loss (() if `reduce`, else (N,)), lse, target_logit, max (N,), d_input, d_weight, d_bias,
+    scales (2,).
+
+    The gradients are those of the sum of the rows' losses times a power of two, scales[0] for d_input and scales[1]
+    for the head's, which is 1 unless input is float16. Without `reduce` only d_input may be asked for.
+    """
+    problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
+    with _plain(input):
+        config = _config(problem, wanted, memory_budget, keeps_logits=True)
+        scales = _saved_scales(problem)
+        loss, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, (scales[0], scales[1]))
+        return (
+            loss.sum() if reduce else loss,
+            statistics.lse,
+            statistics.target_logit,
+            statistics.max,
+            *_or_empty(gradients, input),
+            scales,
+        )
+
+
+@loss_and_gradients.register_fake
+def _(input, linear_weight, linear_bias, target, row_weight, *options):
+    *_, reduce, d_input, d_weight, d_bias = options
+    row = torch.empty_like(row_weight)
+    return (
+        row.new_empty(()) if reduce else row,
+        torch.empty_like(row),
+        torch.empty_like(row),
+        torch.empty_like(row),
+        *_fake_gradients(input, linear_weight, linear_bias, Wanted(d_input, d_weight, d_bias)),
+        row.new_empty(2),
+    )
+
+
+def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.wanted = inputs[-3:]
+    ctx.reduce = inputs[-4]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(inputs[4], *output[4:])
+
+
+@_once
+def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
+    results: list[Tensor | None] = [None] * (ARRAYS + OPTIONS + 4)
+    if d_loss is None:
+        return tuple(results)
+    if not ctx.reduce:  # only d_input was made; a row that does not contribute takes nothing from any upstream gradient
+        d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
+    for index, (wanted, saved, scale) in enumerate(
+        zip(ctx.wanted, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
+    ):
+        if wanted:
+            results[index] = _scaled(saved, d_loss / scale)
+    return tuple(results)
+
+
+loss_and_gradients.register_autograd(_loss_and_gradients_backward, setup_context=_loss_and_gradients_context)
+
+
+def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+    """Returns saved * factor: in place where no second backward pass can come, else in a new tensor."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return scaled(saved, factor)
+    scale_(saved, factor)
+    return saved
+
+
+@torch.library.custom_op("linear_ce::scaled", mutates_args=())
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """Returns gradient * factor, rounded once; `factor` is () or (N, 1) float32 on the device."""
+    result = gradient.clone()
+    _scale_in_place(result, factor)
+    return result
+
+
+@scaled.register_fake
+def _(gradient, factor):
+    return torch.empty_like(gradient)
+
+
+@torch.library.custom_op("linear_ce::scale_", mutates_args=("gradient",))
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies gradient by factor, rounded once."""
+    _scale_in_place(gradient, factor)
+
+
+def _scale_in_place(gradient: Tensor, factor: Tensor) -> None:
+    if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
+        return  # a plain loss.backward(); reading a value of another device would wait for it
+    if gradient.dtype == torch.float32:
+        gradient *= factor
+        return
+    pieces = -(
+        -gradient.numel() // 2**22
+    )  # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces of 16 MiB
+    factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
+    for piece, piece_factor in zip(gradient.tensor_split(pieces), factors, strict=True):
+        piece.copy_(piece.float().mul_(piece_factor))
+
+
+@torch.library.custom_op("linear_ce::row_losses", mutates_args=())
+def row_losses(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_size: int,
+    memory_budget: int,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plan B, and plan C's forward pass. Returns weighted loss, lse, target_logit and max of each row, (N,) float32."""
+    problem = _problem(locals())
+    with _plain(input):
+        statistics = chunked.statistics(problem, _config(problem, Wanted(False, False, False), memory_budget))
+        loss = rows.row_loss(problem.spec, statistics, target, row_weight, problem.class_weight, vocab_size)
+        return loss, statistics.lse, statistics.target_logit, statistics.max
+
+
+@row_losses.register_fake
+def _(input, linear_weight, linear_bias, target, row_weight, *options):
+    return tuple(torch.empty_like(row_weight) for _ in range(4))
+
+
+def _row_losses_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.options = inputs[ARRAYS:]
+    ctx.save_for_backward(*inputs[:ARRAYS], output[1])
+
+
+@_once
+def _row_losses_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if d_loss is None:
+        return (None,) * (ARRAYS + OPTIONS)
+    *arrays, lse = ctx.saved_tensors
+    target, row_weight, class_weight = arrays[3:]
+    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, *_rest = ctx.options
+    spec = LossSpec("sum", 0, label_smoothing, z_loss_weight, softcap, logit_scale)
+    upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
+    coefficients = rows.loss_coefficients(spec, lse, target, upstream, class_weight, vocab_size)
+    return _recomputed(ctx, arrays, lse, coefficients)
+
+
+row_losses.register_autograd(_row_losses_backward, setup_context=_row_losses_context)
+
+
+@torch.library.custom_op("linear_ce::log_probs", mutates_args=())
+def log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_size: int,
+    memory_budget: int,
+    implementation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plan C's forward pass for log-probabilities. Returns log_prob, entropy and lse of each row, (N,) float32."""
+    problem = _problem(locals())
+    with _plain(input):
+        config = _config(problem, Wanted(False, False, False), memory_budget, entropy=True)
+        statistics = chunked.statistics(problem, config, entropy=True)
+        assert statistics.entropy is not None
+        return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
+
+
+@log_probs.register_fake
+def _(input, linear_weight, linear_bias, target, row_weight, *options):
+    return tuple(torch.empty_like(row_weight) for _ in range(3))
+
+
+def _log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.options = inputs[ARRAYS:]
+    ctx.save_for_backward(*inputs[:ARRAYS], *output[1:])
+
+
+@_once
+def _log_probs_backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    *arrays, entropy, lse = ctx.saved_tensors
+    target, vocab_size = arrays[3], ctx.options[4]
+    coefficients = rows.log_prob_coefficients(entropy, target, d_log_prob, d_entropy, d_lse, vocab_size)
+    return _recomputed(ctx, arrays, lse, coefficients)
+
+
+log_probs.register_autograd(_log_probs_backward, setup_context=_log_probs_context)
+
+
+def _recomputed(ctx: Any, arrays: list[Any], lse: Tensor, coefficients: Coefficients) -> tuple[Tensor | None, ...]:
+    """Plan C's backward pass: the gradients of the arguments of an operator with `ctx.options`."""
+    wanted = ctx.needs_input_grad[:3]
+    found = recomputed_gradients(*arrays, lse, *coefficients, *ctx.options, *wanted)
+    given = tuple(gradient if want else None for gradient, want in zip(found, wanted, strict=True))
+    return given + (None,) * (ARRAYS - 3 + len(ctx.options))
+
+
+@torch.library.custom_op("linear_ce::recomputed_gradients", mutates_args=())
+def recomputed_gradients(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    alpha: Tensor,
+    tau: Tensor,
+    beta: Tensor | None,
+    sigma: Tensor | None,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_size: int,
+    memory_budget: int,
+    implementation: str,
+    d_input: bool,
+    d_weight: bool,
+    d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Plan C's backward pass. Returns d_input, d_weight, d_bias for the rows' `rows.Coefficients`."""
+    problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
+    with _plain(input):
+        config = _config(problem, wanted, memory_budget, entropy=beta is not None)
+        found = chunked.gradients(problem, config, lse, Coefficients(alpha, tau, beta, sigma), wanted)
+        return _or_empty(found, input)
+
+
+@recomputed_gradients.register_fake
+def _(input, linear_weight, linear_bias, *others):
+    return _fake_gradients(input, linear_weight, linear_bias, Wanted(*others[-3:]))
+
+
+def _plain(input: Tensor) -> torch.autocast:
+    """Inside an operator products run in the dtypes that it chose, whatever autocast surrounds the call."""
+    return torch.autocast(input.device.type, enabled=False)
+
+
+def _problem(arguments: dict[str, Any]) -> Problem:
+    options = {name: arguments[name] for name in ("label_smoothing", "z_loss_weight", "softcap", "logit_scale")}
+    arrays = {
+        name: arguments[name]
+        for name in ("input", "linear_weight", "linear_bias", "target", "row_weight", "class_weight")
+    }
+    return Problem(**arrays, spec=LossSpec("sum", **options), classes=arguments["vocab_size"])
+
+
+def _config(
+    problem: Problem, wanted: Wanted, memory_budget: int, *, keeps_logits: bool = False, entropy: bool = False
+) -> ChunkConfig:
+    tokens, hidden = problem.input.shape
+    model = workspace_model(
+        tokens=tokens,
+        hidden=hidden,
+        classes=problem.classes,
+        itemsize=problem.input.itemsize,
+        weight_itemsize=problem.linear_weight.itemsize,
+        keeps_logits=keeps_logits,
+        softcap=problem.spec.softcap is not None,
+        entropy=entropy,
+        d_input=wanted.d_input,
+        d_weight=wanted.d_weight,
+        upcasts=chunked.upcasts(problem.input),
+    )
+    return choose_chunks(model, tokens, problem.classes, memory_budget)
+
+
+def _saved_scales(problem: Problem) -> Tensor:
+    """Returns (2,) float32: what float16 gradients are multiplied by until the upstream gradient is known."""
+    if problem.input.dtype != torch.float16:
+        return problem.row_weight.new_ones(2)
+    return torch.stack(rows.saved_scales(problem.row_weight))
+
+
+def _or_empty(found: chunked.Gradients, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    d_input, d_weight, d_bias = (input.new_empty(0) if gradient is None else gradient for gradient in found)
+    return d_input, d_weight, d_bias
+
+
+def _fake_gradients(
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, wanted: Wanted
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_input, d_weight, d_bias = (
+        torch.empty_like(like, memory_format=torch.contiguous_format)
+        if want and like is not None
+        else input.new_empty(0)
+        for like, want in zip((input, linear_weight, linear_bias), wanted, strict=True)
+    )
+    return d_input, d_weight, d_bias

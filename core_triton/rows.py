@@ -1,0 +1,231 @@
+"""What happens to a row between the two passes over its logits: O(N) work, the same for every implementation.
+
+The first pass leaves `Partial` statistics of each row, one for each stretch of the vocabulary; `merge` joins
+stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
+second pass needs nothing of a loss but `Coefficients`: d_logits is
+
+    d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j      MATH.md
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parity.spec import LossSpec
+
+MAX_EXPONENT = 126  # of a normal float32
+
+
+class Partial(NamedTuple):
+    """Statistics of n rows over one stretch of the vocabulary, all (n,) float32, MATH.md; None where not asked for."""
+
+    max: Tensor
+    sum_exp: Tensor  # of exp(logits - max)
+    target_logit: Tensor  # 0 where the target lies elsewhere
+    weighted_sum: Tensor | None  # of class_weight * logits, for label smoothing
+    sum_exp_log: Tensor | None  # of exp(logits - max) * (logits - max), for the entropy
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute."""
+
+    lse: Tensor
+    target_logit: Tensor  # NaN where the target is no class
+    max: Tensor
+    weighted_sum: Tensor | None
+    entropy: Tensor | None
+
+
+class Coefficients(NamedTuple):
+    """What d_logits takes from a row's loss, all (n,) float32; None means zero."""
+
+    alpha: Tensor
+    tau: Tensor
+    beta: Tensor | None = None
+    sigma: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Coefficients":
+        return Coefficients(
+            alpha=function(self.alpha),
+            tau=function(self.tau),
+            beta=None if self.beta is None else function(self.beta),
+            sigma=None if self.sigma is None else function(self.sigma),
+        )
+
+
+def empty_partial(target: Tensor, spec: LossSpec, *, entropy: bool) -> Partial:
+    """Returns the statistics of a stretch without classes (a shard of padding), `merge`'s neutral element."""
+    zero = torch.zeros_like(target, dtype=torch.float32)
+    return Partial(
+        max=torch.full_like(zero, -torch.inf),
+        sum_exp=zero,
+        target_logit=zero,
+        weighted_sum=zero if spec.label_smoothing else None,
+        sum_exp_log=zero if entropy else None,
+    )
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Joins the statistics of two stretches of the vocabulary."""
+    top = torch.maximum(a.max, b.max)
+
+    def shifted(part: Partial) -> tuple[Tensor, Tensor]:
+        masked = part.max == -torch.inf  # a stretch of nothing but -inf logits: its sums are 0
+        shift = torch.where(masked, 0.0, part.max - top)
+        return torch.where(masked, 0.0, torch.exp(shift)), shift
+
+    scale_a, shift_a = shifted(a)
+    scale_b, shift_b = shifted(b)
+    weighted_sum = sum_exp_log = None
+    if a.weighted_sum is not None and b.weighted_sum is not None:
+        weighted_sum = a.weighted_sum + b.weighted_sum
+    if a.sum_exp_log is not None and b.sum_exp_log is not None:
+        sum_exp_log = scale_a * (a.sum_exp_log + shift_a * a.sum_exp) + scale_b * (b.sum_exp_log + shift_b * b.sum_exp)
+    return Partial(
+        max=top,
+        sum_exp=scale_a * a.sum_exp + scale_b * b.sum_exp,
+        target_logit=a.target_logit + b.target_logit,
+        weighted_sum=weighted_sum,
+        sum_exp_log=sum_exp_log,
+    )
+
+
+def finish(partial: Partial, target: Tensor, row_weight: Tensor, classes: int) -> RowStatistics:
+    """Turns statistics of the whole vocabulary into those that a loss is made of."""
+    contributes = row_weight != 0
+    log_sum = torch.log(partial.sum_exp)
+    entropy = None
+    if partial.sum_exp_log is not None:
+        entropy = torch.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
+    target_logit = torch.where(_is_class(target, classes), partial.target_logit, torch.nan)
+    return RowStatistics(
+        lse=torch.where(contributes, partial.max + log_sum, 0.0),
+        target_logit=torch.where(contributes, target_logit, 0.0),
+        max=torch.where(contributes, partial.max, 0.0),
+        weighted_sum=partial.weighted_sum,
+        entropy=entropy,
+    )
+
+
+def row_weights(
+    spec: LossSpec,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    classes: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns what each row's loss is multiplied by, (N,) float32, 0 for rows that do not contribute; and n_valid, ().
+
+    This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after
+    selects out rows of 0.
+    """
+    valid = target != spec.ignore_index
+    n_valid = valid.sum()
+    row_weight = valid.float() if token_weight is None else torch.where(valid, token_weight.float(), 0.0)
+    if spec.reduction == "mean":
+        if normalizer is not None:
+            denominator = normalizer.float()
+        elif class_weight is not None:
+            denominator = torch.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
+        else:
+            denominator = n_valid.float()
+        counts = (row_weight != 0) & (denominator != 0)
+        row_weight = torch.where(counts, row_weight / denominator, 0.0)
+    return row_weight, n_valid
+
+
+def row_loss(
+    spec: LossSpec,
+    statistics: RowStatistics,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
+    classes: int,
+) -> Tensor:
+    """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute. MATH.md"""
+    loss = statistics.lse - statistics.target_logit
+    if class_weight is not None:
+        loss = _target_class_weight(target, class_weight, classes) * loss
+    if spec.label_smoothing:
+        assert statistics.weighted_sum is not None
+        total = classes if class_weight is None else class_weight[:classes].sum()
+        smooth = (total * statistics.lse - statistics.weighted_sum) / classes
+        loss = (1.0 - spec.label_smoothing) * loss + spec.label_smoothing * smooth
+    if spec.z_loss_weight:
+        loss = loss + spec.z_loss_weight * statistics.lse.square()
+    return torch.where(row_weight != 0, row_weight * loss, 0.0)
+
+
+def loss_coefficients(
+    spec: LossSpec, lse: Tensor, target: Tensor, upstream: Tensor, class_weight: Tensor | None, classes: int
+) -> Coefficients:
+    """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent. MATH.md"""
+    kept = upstream * (1.0 - spec.label_smoothing)
+    alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
+    sigma = None
+    if spec.label_smoothing:
+        sigma = upstream * (spec.label_smoothing / classes)
+        alpha = alpha + sigma * (classes if class_weight is None else class_weight[:classes].sum())
+    if spec.z_loss_weight:
+        alpha = alpha + upstream * (2.0 * spec.z_loss_weight) * lse
+    return Coefficients(alpha=_poison(alpha, target, classes), tau=tau, sigma=sigma)
+
+
+def log_prob_coefficients(
+    entropy: Tensor, target: Tensor, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, classes: int
+) -> Coefficients:
+    """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,). MATH.md"""
+    alpha = d_lse - d_log_prob - d_entropy * entropy
+    return Coefficients(alpha=_poison(alpha, target, classes), tau=-d_log_prob, beta=-d_entropy)
+
+
+def saved_scales(row_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns () powers of two for float16 gradients made before the upstream gradient is known: of d_input, and of
+    the head's.
+
+    The first takes the largest row weight (1/N of a mean) to [1, 2), so that d_input neither underflows nor overflows
+    whatever N is. A head's gradient sums up to N rows, so the second goes half that way, as far from one end of
+    float16 as from the other.
+    """
+    largest = row_weight.abs().amax() if row_weight.numel() else row_weight.new_zeros(())
+    exponent = torch.where(torch.isfinite(largest) & (largest > 0), torch.frexp(largest).exponent - 1, 0).clamp(
+        -MAX_EXPONENT, MAX_EXPONENT
+    )
+    one = torch.ones_like(largest)
+    return torch.ldexp(one, -exponent), torch.ldexp(one, -torch.div(exponent, 2, rounding_mode="trunc"))
+
+
+def split_exponents(coefficients: Coefficients, class_weight: Tensor | None) -> tuple[Coefficients, Tensor]:
+    """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32.
+
+    float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
+    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
+    get the least exponent.
+    """
+    magnitudes = [coefficients.alpha.abs(), coefficients.tau.abs()]
+    if coefficients.beta is not None:
+        magnitudes.append(coefficients.beta.abs())
+    if coefficients.sigma is not None:
+        magnitudes.append(coefficients.sigma.abs() * (1.0 if class_weight is None else class_weight.abs().max()))
+    magnitude = torch.stack(magnitudes).amax(0)
+    usable = torch.isfinite(magnitude) & (magnitude > 0)
+    exponent = torch.where(usable, torch.frexp(magnitude).exponent.clamp(-MAX_EXPONENT, MAX_EXPONENT), -MAX_EXPONENT)
+    return coefficients.map(lambda c: torch.ldexp(c, -exponent)), exponent
+
+
+def _is_class(target: Tensor, classes: int) -> Tensor:
+    return (target >= 0) & (target < classes)
+
+
+def _poison(alpha: Tensor, target: Tensor, classes: int) -> Tensor:
+    """NaN where the target is no class, so that all of that row's d_logits are; later passes select out ignored rows."""
+    return torch.where(_is_class(target, classes), alpha, torch.nan)
+
+
+def _target_class_weight(target: Tensor, class_weight: Tensor, classes: int) -> Tensor:
+    """Returns class_weight[target], (N,) float32; NaN where the target is no class, without an access outside."""
+    picked = class_weight[target.clamp(0, classes - 1)].float()
+    return torch.where(_is_class(target, classes), picked, torch.nan)
