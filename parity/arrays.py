@@ -1,0 +1,120 @@
+"""The arrays of a case: the same ones every time, and of values that the case's dtypes hold exactly."""
+
+import zlib
+
+import numpy as np
+
+from parity.cases import POISONS, Case
+from parity.rounding import round_to
+
+
+def make_arrays(case: Case) -> dict[str, np.ndarray]:
+    """Returns the arrays of a case, deterministic in its name.
+
+    NumPy has no bfloat16: floating arrays are float32 arrays whose values are values of the case's dtype, and a
+    backend casts them without rounding. The exception is a float32 head under a 16-bit input, whose values are
+    float32's own: rounding them is the backend's work.
+
+    Args:
+        case: the description.
+
+    Returns:
+        A dict with input (..., D), linear_weight (V, D), target (...), the upstream gradients (d_loss, or d_log_prob,
+        d_entropy and d_lse), and those of linear_bias, weight, token_weight and normalizer that the case has.
+
+    Raises:
+        ValueError: the case asks for an unknown poison.
+
+    Example:
+        >>> from parity.cases import cases
+        >>> make_arrays(cases()[0])["input"].shape
+        (123, 32)
+    """
+    unknown = set(case.poison) - set(POISONS)
+    if unknown:
+        raise ValueError(f"poison must be among {', '.join(POISONS)}, got {', '.join(sorted(unknown))}")
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    n, d, v, k = case.n, case.hidden, case.vocab, case.classes
+    x = rng.standard_normal((n, d))
+    w = rng.standard_normal((v, d)) * case.logit_std / np.sqrt(d)
+    b = rng.standard_normal(v)
+    # Targets that follow a power law, as words do, fill few rows of d_weight with many terms.
+    draws = rng.random(n) ** (4 if case.target == "skewed" else 1)
+    y = (k * draws).astype(np.int64)
+    ignored = np.full(n, case.ignored == "all")
+    if case.ignored == "some":
+        ignored = rng.random(n) < 0.25
+    t = {
+        "": np.ones(n),
+        "mask": (rng.random(n) < 0.7).astype(float),
+        "signed": rng.standard_normal(n),
+        "zero": np.zeros(n),
+    }[case.token_weight]
+    c = rng.uniform(0.25, 2.0, v)
+    if case.has_class_weight == "zero":
+        c[:] = 0
+    if "target_range" in case.poison:
+        outside = [k, v + 5, -1, 2**31 - 1]
+        y[[3, 20, 21, 47]] = outside
+    y[ignored] = case.spec.ignore_index
+    _poison(case, x, w, b, y, t, ignored)
+
+    arrays = {
+        "input": round_to(x, case.dtype).reshape(*case.lead, d),
+        "linear_weight": round_to(w, case.weight_dtype),
+        "target": y.astype(case.target_dtype).reshape(case.lead),
+    }
+    if case.has_bias:
+        arrays["linear_bias"] = round_to(b, case.dtype)
+    if case.has_class_weight:
+        arrays["weight"] = round_to(c, case.dtype)
+    if case.token_weight:
+        arrays["token_weight"] = t.astype(np.float32).reshape(case.lead)
+    if case.normalizer is not None:
+        arrays["normalizer"] = np.asarray(case.normalizer, np.float32)
+    return arrays | _upstream(case, rng)
+
+
+def _poison(
+    case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray, y: np.ndarray, t: np.ndarray, ignored: np.ndarray
+) -> None:
+    """Puts the case's NaN and infinities in place."""
+    k = case.classes
+    for poison in case.poison:
+        if poison in ("ignored_rows", "masked_rows"):
+            rows = np.flatnonzero(ignored if poison == "ignored_rows" else t == 0)
+            x[rows[0::3], 0] = np.nan
+            x[rows[1::3], 1:] = np.inf
+            x[rows[2::3]] = -np.inf
+            if poison == "ignored_rows":
+                t[rows] = np.nan
+        elif poison == "padding":
+            w[k:] = np.nan
+            w[k + 1 :: 2] = np.inf
+            b[k:] = np.inf
+        elif poison in ("bias_neg_inf", "bias_neg_inf_target"):
+            b[1:k:3] = -np.inf
+            y[y % 3 == 1] -= 1
+            if poison == "bias_neg_inf_target":
+                y[[5, 9]] = 4
+        elif poison == "bias_pos_inf":
+            b[3] = np.inf
+        elif poison == "input_nan":
+            x[5, 2] = np.nan
+        elif poison == "input_inf":
+            x[5, 2] = np.inf
+
+
+def _upstream(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns the upstream gradients, under the case's loss scale."""
+    per_token = case.function == "log_probs" or case.spec.reduction == "none"
+    shape = case.lead if per_token else ()
+
+    def draw() -> np.ndarray:
+        value = rng.standard_normal(shape) if per_token else np.asarray(1.7)
+        value = value if case.upstream == "random" else np.ones(shape)
+        return np.asarray(case.loss_scale * value, np.float32)
+
+    if case.function == "loss":
+        return {"d_loss": draw()}
+    return {"d_log_prob": draw(), "d_entropy": draw(), "d_lse": draw()}

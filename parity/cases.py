@@ -1,0 +1,336 @@
+"""The one table of named cases: what every backend is run on, every day (`cases`) or by command (`exhaustive_cases`).
+
+A case is a frozen description; `arrays.make_arrays` turns it into arrays. Every-day cases are pairwise over the options
+for each dtype and reduction, plus the edges of the contract, one by one. Shapes are small, few and awkward: a compile
+costs more than the work, and no size is a multiple of anything.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+from parity.pairwise import pairwise
+from parity.spec import FLOAT_DTYPES, REDUCTIONS, LossSpec
+
+Function = Literal["loss", "log_probs"]
+
+DTYPE_LABELS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+# fp16 gradients are taken under a loss scale, as training does; a mean leaves room for more of it than a sum.
+FP16_LOSS_SCALE = {"mean": 1024.0, "sum": 8.0, "none": 8.0}
+
+SHAPES = (((123,), 32, 507), ((4, 63), 64, 123), ((50,), 128, 1001))  # (leading axes, D, V)
+
+# What a row of `Case.poison` puts where (arrays.py).
+POISONS = (
+    "ignored_rows",  # NaN and inf in the input (and NaN in token_weight) of rows whose target is ignore_index
+    "masked_rows",  # NaN and inf in the input of rows of token_weight 0
+    "padding",  # NaN and inf in the head's rows past vocab_size
+    "bias_neg_inf",  # a masked vocabulary: -inf in a third of the bias, never at a target
+    "bias_neg_inf_target",  # the same, with two targets inside the mask
+    "bias_pos_inf",  # +inf at one class
+    "input_nan",  # NaN in one counted row
+    "input_inf",  # +inf in one counted row
+    "target_range",  # targets past the classes, past the head's rows, and negative
+)
+
+
+_MEAN, _SUM, _NONE = LossSpec("mean"), LossSpec("sum"), LossSpec("none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: its options, and how its arrays are made."""
+
+    name: str
+    function: Function = "loss"
+    lead: tuple[int, ...] = (123,)  # target's shape
+    hidden: int = 32  # D
+    vocab: int = 507  # V, rows of the head
+    dtype: str = "float32"
+    head_dtype: str = ""  # "" is dtype
+    spec: LossSpec = _MEAN
+    has_bias: bool = False
+    has_class_weight: bool | Literal["zero"] = False
+    token_weight: Literal["", "mask", "signed", "zero"] = ""
+    normalizer: float | None = None
+    target: Literal["uniform", "skewed"] = "uniform"
+    target_dtype: str = "int64"
+    ignored: Literal["", "some", "all"] = ""
+    poison: tuple[str, ...] = ()
+    logit_std: float = 2.0
+    vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
+    tight_memory: bool = False
+    upstream: Literal["one", "random"] = "one"
+    with_stats: bool = True
+    frozen: tuple[str, ...] = ()  # arguments whose gradient is not asked for
+    strided: bool = False  # PyTorch: non-contiguous input
+    loss_scale: float = 1.0
+
+    @property
+    def n(self) -> int:
+        """Number of tokens, N."""
+        return math.prod(self.lead)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes, K."""
+        return self.spec.classes(self.vocab)
+
+    @property
+    def weight_dtype(self) -> str:
+        """The dtype of linear_weight and linear_bias."""
+        return self.head_dtype or self.dtype
+
+
+# The factors of the pairwise tables; the first value of each is the plain one and goes unnamed.
+LOSS_FACTORS: dict[str, tuple[Any, ...]] = {
+    "shape": SHAPES,
+    "label_smoothing": (0.0, 0.1),
+    "z_loss_weight": (0.0, 0.01),
+    "softcap": (None, 5.0),
+    "logit_scale": (1.0, 0.5),
+    "padded": (False, True),
+    "has_bias": (False, True),
+    "has_class_weight": (False, True),
+    "token_weight": ("", "mask", "signed"),
+    "normalizer": (None, 41.5),
+    "target": ("uniform", "skewed"),
+    "ignored": ("", "some"),
+    "vocab_axis": (0, 1),
+    "tight_memory": (False, True),
+    "upstream": ("one", "random"),
+    "with_stats": (True, False),
+    "head_dtype": ("", "float32"),
+    "strided": (False, True),
+}
+
+LOG_PROBS_FACTORS: dict[str, tuple[Any, ...]] = {
+    name: LOSS_FACTORS[name]
+    for name in (
+        *("shape", "softcap", "logit_scale", "padded", "has_bias", "target", "ignored"),
+        *("vocab_axis", "tight_memory", "head_dtype", "strided"),
+    )
+}
+
+# Factors that change the meaning; the exhaustive product is over these, while the others take turns.
+MEANING = (
+    *("label_smoothing", "z_loss_weight", "softcap", "logit_scale", "padded", "has_bias", "has_class_weight"),
+    *("token_weight", "normalizer", "ignored"),
+)
+
+_LABELS: dict[str, dict[Any, str]] = {
+    "shape": {shape: "n" + "x".join(map(str, shape[0])) for shape in SHAPES},
+    "label_smoothing": {0.1: "smoothing"},
+    "z_loss_weight": {0.01: "zloss"},
+    "softcap": {5.0: "softcap"},
+    "logit_scale": {0.5: "scale"},
+    "padded": {True: "padded"},
+    "has_bias": {True: "bias"},
+    "has_class_weight": {True: "weight"},
+    "token_weight": {"mask": "mask", "signed": "signed"},
+    "normalizer": {41.5: "normalizer"},
+    "target": {"skewed": "skewed"},
+    "ignored": {"some": "ignored"},
+    "vocab_axis": {1: "axis1"},
+    "tight_memory": {True: "tight"},
+    "upstream": {"random": "upstream"},
+    "with_stats": {False: "nostats"},
+    "head_dtype": {"float32": "head32"},
+    "strided": {True: "strided"},
+}
+
+_SPEC_FIELDS = ("label_smoothing", "z_loss_weight", "softcap", "logit_scale")
+
+
+def _factors(function: str, dtype: str, reduction: str) -> dict[str, tuple[Any, ...]]:
+    """Returns the factors that may vary for a function, dtype and reduction."""
+    factors = dict(LOSS_FACTORS if function == "loss" else LOG_PROBS_FACTORS)
+    if reduction != "mean":
+        factors.pop("normalizer", None)
+    if dtype == "float32":
+        factors.pop("head_dtype")
+    return factors
+
+
+def _case(function: Function, dtype: str, reduction: Any, row: Mapping[str, Any]) -> Case:
+    """Returns the case of one row of a table, named for what it has."""
+    first = reduction if function == "loss" else function
+    labels = [_LABELS[name].get(value, "") for name, value in row.items() if name != "shape"]
+    name = "-".join([first, DTYPE_LABELS[dtype], *filter(None, labels), _LABELS["shape"][row["shape"]]])
+    lead, hidden, vocab = row["shape"]
+    # A vocabulary is padded by a few rows, to a number that is still no multiple of anything.
+    vocab_size = vocab - 7 if row["padded"] else None
+    spec = LossSpec(reduction, vocab_size=vocab_size, **{field: row[field] for field in _SPEC_FIELDS if field in row})
+    rest = {k: v for k, v in row.items() if k not in ("shape", "padded", *_SPEC_FIELDS)}
+    loss_scale = FP16_LOSS_SCALE[reduction] if dtype == "float16" else 1.0
+    return Case(
+        name=name,
+        function=function,
+        lead=lead,
+        hidden=hidden,
+        vocab=vocab,
+        dtype=dtype,
+        spec=spec,
+        loss_scale=loss_scale,
+        **rest,
+    )
+
+
+STRATA: tuple[tuple[Function, str, str], ...] = (
+    *(("loss", dtype, reduction) for dtype, reduction in product(FLOAT_DTYPES, REDUCTIONS)),
+    *(("log_probs", dtype, "none") for dtype in FLOAT_DTYPES),
+)  # every (function, dtype, reduction) that has a pairwise table; log-probs are per token
+
+
+def stratum_table(stratum: int) -> tuple[dict[str, tuple[Any, ...]], list[dict[str, Any]]]:
+    """Returns the factors of `STRATA[stratum]` and its pairwise rows."""
+    factors = _factors(*STRATA[stratum])
+    # Each stratum has its own seed, so that the tables cover more triples together than one would.
+    return factors, pairwise(factors, seed=stratum)
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """Returns the every-day cases, about 300: pairwise tables, then the edges."""
+    table = [
+        _case(function, dtype, reduction, row)
+        for stratum, (function, dtype, reduction) in enumerate(STRATA)
+        for row in stratum_table(stratum)[1]
+    ]
+    return (*table, *_edges())
+
+
+def exhaustive_cases() -> Iterator[Case]:
+    """Yields the full product of the options that change the meaning, then the edges: thousands of cases."""
+    for function, dtype, reduction in STRATA:
+        factors = _factors(function, dtype, reduction)
+        meaning = [name for name in factors if name in MEANING]
+        turns = [name for name in factors if name not in MEANING]
+        for index, values in enumerate(product(*(factors[name] for name in meaning))):
+            # A mixed radix on a scrambled counter, or the turns would go in step with the product's own.
+            counter, row = index * 7919, dict(zip(meaning, values, strict=True))
+            for name in turns:
+                counter, digit = divmod(counter, len(factors[name]))
+                row[name] = factors[name][digit]
+            yield _case(function, dtype, reduction, {name: row[name] for name in factors})
+    yield from _edges()
+
+
+_PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
+
+# Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
+_ALL = FLOAT_DTYPES
+_TWO = ("float32", "bfloat16")
+_ONE = ("float32",)
+_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
+    ("empty-mean", {"lead": (0,), "has_bias": True}, _TWO),
+    ("empty-sum", {"lead": (0,), "spec": _SUM}, _ONE),
+    ("empty-none", {"lead": (2, 0), "spec": _NONE, "has_bias": True}, _TWO),
+    ("one_token", {"lead": (1,)}, _ALL),
+    ("scalar_target", {"lead": (), "spec": _NONE}, _ONE),
+    ("one_class", {"vocab": 1, "has_bias": True, "spec": LossSpec(z_loss_weight=0.01)}, _ALL),
+    ("one_class_of_many", {"spec": LossSpec("sum", vocab_size=1, label_smoothing=0.1)}, _TWO),
+    ("one_hidden", {"hidden": 1, "has_bias": True}, _ONE),
+    ("ignored_all-mean", {"ignored": "all", "has_bias": True}, _ALL),
+    ("ignored_all-sum", {"ignored": "all", "spec": _SUM, "poison": ("ignored_rows",)}, _TWO),
+    ("ignored_all-none", {"ignored": "all", "spec": _NONE, "upstream": "random"}, _TWO),
+    ("zero_normalizer", {"normalizer": 0.0, "has_bias": True}, _TWO),
+    ("zero_class_weight", {"has_class_weight": "zero", "has_bias": True}, _TWO),
+    ("zero_token_weight-mean", {"token_weight": "zero"}, _TWO),
+    ("zero_token_weight-none", {"token_weight": "zero", "spec": _NONE, "poison": ("masked_rows",)}, _ONE),
+    ("normalizer-large", {"normalizer": 1e6, "ignored": "some", "loss_scale": 65536.0}, _ALL),
+    ("target_range-mean", {"poison": ("target_range",), "has_bias": True}, _TWO),
+    ("target_range-sum", {"poison": ("target_range",), "spec": LossSpec("sum", vocab_size=500)}, _ALL),
+    ("target_range-none", {"poison": ("target_range",), "spec": _NONE, "has_bias": True, "ignored": "some"}, _ALL),
+    ("target_range-weight", {"poison": ("target_range",), "has_class_weight": True}, _TWO),
+    ("target_range-weight-none", {"poison": ("target_range",), "has_class_weight": True, "spec": _NONE}, _ONE),
+    ("target_range-smoothing", {"poison": ("target_range",), "spec": LossSpec("none", label_smoothing=0.1)}, _ONE),
+    ("nan_ignored-mean", {"poison": ("ignored_rows",), "ignored": "some", "has_bias": True}, _ALL),
+    (
+        "nan_ignored-none",
+        {"poison": ("ignored_rows",), "ignored": "some", "spec": _NONE, "token_weight": "signed"},
+        _ALL,
+    ),
+    ("nan_masked-mean", {"poison": ("masked_rows",), "token_weight": "mask", "spec": _PADDED}, _ALL),
+    ("nan_masked-sum", {"poison": ("masked_rows",), "token_weight": "mask", "spec": _SUM, "has_bias": True}, _TWO),
+    ("nan_masked-none", {"poison": ("masked_rows",), "token_weight": "mask", "spec": _NONE}, _TWO),
+    ("nan_padding-mean", {"poison": ("padding",), "spec": _PADDED, "has_bias": True, "has_class_weight": True}, _ALL),
+    ("nan_padding-none", {"poison": ("padding",), "spec": LossSpec("none", vocab_size=501), "has_bias": True}, _TWO),
+    ("masked_vocabulary-mean", {"poison": ("bias_neg_inf",), "has_bias": True}, _ALL),
+    ("masked_vocabulary-none", {"poison": ("bias_neg_inf",), "has_bias": True, "spec": _NONE}, _TWO),
+    ("masked_vocabulary-tight", {"poison": ("bias_neg_inf",), "has_bias": True, "tight_memory": True}, _ONE),
+    ("masked_target-mean", {"poison": ("bias_neg_inf_target",), "has_bias": True}, _TWO),
+    ("masked_target-none", {"poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _TWO),
+    ("inf_bias", {"poison": ("bias_pos_inf",), "has_bias": True, "spec": _NONE}, _TWO),
+    ("inf_input", {"poison": ("input_inf",), "spec": _NONE}, _TWO),
+    ("nan_input-mean", {"poison": ("input_nan",), "has_bias": True}, _TWO),
+    ("nan_input-none", {"poison": ("input_nan",), "spec": _NONE, "has_bias": True}, _TWO),
+    ("logits80-mean", {"logit_std": 40.0, "has_bias": True, "spec": LossSpec(z_loss_weight=0.001)}, _ALL),
+    ("logits80-none", {"logit_std": 40.0, "spec": LossSpec("none", label_smoothing=0.1)}, _ALL),
+    ("logits80-softcap", {"logit_std": 40.0, "spec": LossSpec(softcap=30.0)}, _ALL),
+    ("logits_negative", {"spec": LossSpec("none", logit_scale=-1.5), "logit_std": 5.0}, _TWO),
+    ("smoothing1", {"spec": LossSpec(label_smoothing=1.0), "has_class_weight": True}, _TWO),
+    ("scale0", {"spec": LossSpec(logit_scale=0.0), "has_bias": True}, _ONE),
+    ("ignore_index-class", {"spec": LossSpec("mean", ignore_index=7), "target": "skewed", "ignored": "some"}, _TWO),
+    ("ignore_index-minus1", {"spec": LossSpec("none", ignore_index=-1), "ignored": "some"}, _ONE),
+    ("target-int32", {"target_dtype": "int32", "ignored": "some"}, _ONE),
+    ("target-uint8", {"target_dtype": "uint8", "vocab": 123}, _ONE),
+    ("target-int8", {"target_dtype": "int8", "vocab": 123, "ignored": "some", "spec": _NONE}, _ONE),
+    ("frozen_weight", {"frozen": ("linear_weight", "linear_bias"), "has_bias": True}, _ALL),
+    ("frozen_weight-none", {"frozen": ("linear_weight", "linear_bias"), "has_bias": True, "spec": _NONE}, _TWO),
+    ("frozen_input", {"frozen": ("input",), "has_bias": True}, _ALL),
+    ("frozen_input-none", {"frozen": ("input",), "has_bias": True, "spec": _NONE}, _TWO),
+    ("frozen_bias", {"frozen": ("linear_bias",), "has_bias": True, "spec": _SUM}, _ONE),
+    ("only_bias", {"frozen": ("input", "linear_weight"), "has_bias": True}, _TWO),
+    ("only_bias-none", {"frozen": ("input", "linear_weight"), "has_bias": True, "spec": _NONE}, _ONE),
+    (
+        "no_gradient-mean",
+        {"frozen": ("input", "linear_weight", "linear_bias"), "has_bias": True, "spec": _PADDED},
+        _ALL,
+    ),
+    (
+        "no_gradient-none",
+        {"frozen": ("input", "linear_weight"), "spec": LossSpec("none", softcap=5.0), "with_stats": False},
+        _ALL,
+    ),
+    ("head32-mean", {"head_dtype": "float32", "has_bias": True}, ("bfloat16", "float16")),
+    ("head32-none", {"head_dtype": "float32", "has_bias": True, "spec": _NONE}, ("bfloat16", "float16")),
+    ("unscaled-none", {"spec": _NONE, "loss_scale": 1.0, "upstream": "random"}, ("float16",)),
+    ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
+    ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
+)
+_LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
+    ("empty", {"lead": (0,)}, _TWO),
+    ("one_token", {"lead": (1,), "tight_memory": True}, _ONE),
+    ("one_class", {"vocab": 1, "has_bias": True}, _TWO),
+    ("ignored_all", {"ignored": "all", "poison": ("ignored_rows",)}, _TWO),
+    ("nan_ignored", {"ignored": "some", "poison": ("ignored_rows",), "has_bias": True}, _ALL),
+    ("nan_padding", {"poison": ("padding",), "spec": LossSpec(vocab_size=500), "has_bias": True}, _TWO),
+    ("target_range", {"poison": ("target_range",), "has_bias": True, "ignored": "some"}, _TWO),
+    ("masked_vocabulary", {"poison": ("bias_neg_inf",), "has_bias": True}, _ALL),
+    ("masked_target", {"poison": ("bias_neg_inf_target",), "has_bias": True}, _TWO),
+    ("nan_input", {"poison": ("input_nan",)}, _ONE),
+    ("logits80", {"logit_std": 40.0}, _ALL),
+    ("frozen_weight", {"frozen": ("linear_weight",)}, _TWO),
+    ("frozen_input", {"frozen": ("input",)}, _ONE),
+    ("no_gradient", {"frozen": ("input", "linear_weight"), "spec": LossSpec(softcap=5.0)}, _TWO),
+    ("tight", {"tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _ALL),
+)
+
+
+def _edges() -> Iterator[Case]:
+    tables: tuple[tuple[Function, Any], ...] = (("loss", _LOSS_EDGES), ("log_probs", _LOG_PROBS_EDGES))
+    for function, edges in tables:
+        for label, fields, dtypes in edges:
+            for dtype in dtypes:
+                reduction = fields.get("spec", _MEAN).reduction if function == "loss" else "none"
+                scale = FP16_LOSS_SCALE[reduction] if dtype == "float16" else 1.0
+                upstream = "random" if function == "log_probs" else "one"
+                prefix = "edge" if function == "loss" else "edge-log_probs"
+                settings = {"loss_scale": scale, "upstream": upstream, **fields}
+                name = f"{prefix}-{label}-{DTYPE_LABELS[dtype]}"
+                yield Case(name=name, function=function, dtype=dtype, **settings)
