@@ -81,6 +81,27 @@ class Case:
         return self.spec.classes(self.vocab)
 
     @property
+    def extra_roundings(self) -> int:
+        """How many times an implementation may round a 16-bit gradient beyond what the unfused computation does.
+
+        Gradients of a scalar loss are stored in the forward pass and multiplied by d_loss in the backward pass, which
+        rounds unless d_loss is a power of two; under a tight budget d_weight may be summed in its own dtype.
+        """
+        scalar = self.function == "loss" and self.spec.reduction != "none"
+        return 0 if self.dtype == "float32" else self.tight_memory + (scalar and self.upstream == "random")
+
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes of workspace: the default, or as much as a quarter of the tokens needs, so that work comes in pieces.
+
+        A float32 row of logits, a few rows of hidden size, one narrow tile of the vocabulary, and what is per token.
+        """
+        if not self.tight_memory:
+            return None
+        rows = max(16, self.n // 4)
+        return 16384 + 64 * self.n + 8 * self.classes + rows * (4 * self.classes + 64 * self.hidden + 2048)
+
+    @property
     def weight_dtype(self) -> str:
         """The dtype of linear_weight and linear_bias."""
         return self.head_dtype or self.dtype
@@ -218,6 +239,12 @@ def exhaustive_cases() -> Iterator[Case]:
                 row[name] = factors[name][digit]
             yield _case(function, dtype, reduction, {name: row[name] for name in factors})
     yield from _edges()
+
+
+def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
+    """Yields the every-day cases, or the exhaustive ones, whose name holds the text `only`."""
+    table = exhaustive_cases() if exhaustive else cases()
+    return (case for case in table if only in case.name)
 
 
 _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)

@@ -16,7 +16,7 @@ from parity.reference import (
     unfused,
 )
 from parity.rounding import round_to
-from parity.tolerances import budget, error
+from parity.tolerances import budget, distance, error
 
 STATS = ("lse", "target_logit", "z_loss", "accuracy", "n_valid")
 GRADIENT_OF = {"d_input": "input", "d_weight": "linear_weight", "d_bias": "linear_bias"}
@@ -27,6 +27,18 @@ class Expected(NamedTuple):
 
     value: np.ndarray
     budget: float
+
+
+class Judgement(NamedTuple):
+    """The error of one output beside its budget."""
+
+    error: float
+    budget: float
+
+    @property
+    def percent(self) -> float:
+        """The share of the budget used; above 100 is a failure."""
+        return 100 * self.error / self.budget
 
 
 def outputs_of(case: Case) -> tuple[str, ...]:
@@ -54,13 +66,14 @@ def expected(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Expected
 
     def entry(name: str) -> Expected:
         want = np.asarray(getattr(exact, name), np.float64)
-        return Expected(want, budget(name, case.dtype, error(np.asarray(getattr(same_dtype, name)), want)))
+        unfused_error = error(np.asarray(getattr(same_dtype, name)), want)
+        return Expected(want, budget(name, case.dtype, unfused_error, case.extra_roundings))
 
     return {name: entry(name) for name in outputs_of(case)}
 
 
-def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Returns the error of every output as a percentage of its budget; above 100 is a failure.
+def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.ndarray]) -> dict[str, Judgement]:
+    """Returns the error of every output of a backend beside its budget.
 
     Args:
         case: the description.
@@ -75,7 +88,17 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
     """
     if set(outputs) != set(want):
         raise ValueError(f"outputs of {case.name} must be {', '.join(want)}, got {', '.join(outputs) or 'nothing'}")
-    return {name: 100 * error(outputs[name], want[name].value) / want[name].budget for name in want}
+    return {name: Judgement(error(outputs[name], value), limit) for name, (value, limit) in want.items()}
+
+
+def judge_pair(
+    want: Mapping[str, Expected], left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
+) -> dict[str, Judgement]:
+    """Returns how far two backends are from each other, in the units of `error`, beside twice the budget."""
+    # Both within their budget means, by the triangle inequality, within twice the budget of each other.
+    return {
+        name: Judgement(distance(left[name], right[name], want[name].value), 2 * want[name].budget) for name in want
+    }
 
 
 def evaluate_unfused(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -130,8 +130,9 @@ def reference_loss(
         row_loss = (1 - smoothing) * c_target * (p.lse - p.target_logit)  # (6)
         if spec.label_smoothing:
             row_loss = row_loss + smoothing / classes * np.sum(c * (p.lse[:, None] - p.logits), axis=1)
-        row_z_loss = zeta * p.lse**2 if spec.z_loss_weight else np.zeros_like(p.lse)
-        row_loss = row_loss + row_z_loss
+        row_z_loss = zeta * p.lse**2
+        if spec.z_loss_weight:
+            row_loss = row_loss + row_z_loss
 
         # (13): a_i, alpha_i, tau_i, sigma_i.
         upstream = np.ones((), real) if d_loss is None else np.asarray(d_loss, real).reshape(-1)

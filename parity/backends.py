@@ -1,0 +1,269 @@
+"""Backends by name: NumPy arrays in, NumPy arrays out. The one module of the contract that reaches a framework.
+
+Frameworks are imported when a backend runs, never at import. As a program (`python -m parity.backends`) it is the
+process of one framework: it runs the cases on the named backends, writes the outputs of each as .npz, and says so in
+one line of JSON each on standard output.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parity.arrays import make_arrays
+from parity.cases import Case, select
+from parity.expected import GRADIENT_OF, outputs_of
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Outcome(NamedTuple):
+    """What a backend gave for a case, and which implementation ran."""
+
+    implementation: str
+    platform: str  # "cpu", "cuda", ...
+    outputs: dict[str, np.ndarray]  # float32, or integer
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A framework, and the implementation asked for by name; None is the default."""
+
+    framework: str
+    implementation: str | None
+
+
+BACKENDS = {
+    "torch-default": Backend("torch", None),
+    "torch-chunked": Backend("torch", "chunked"),
+    "jax-default": Backend("jax", None),
+    "jax-chunked": Backend("jax", "chunked"),
+}
+
+# What a default must run where it is not "chunked": there, "chunked" means that a kernel was left out.
+EXPECTED_DEFAULT = {
+    ("torch", "cuda"): ("triton",),
+    ("jax", "gpu"): ("mosaic", "pallas_triton"),
+}
+
+
+def expected_default(framework: str, platform: str) -> tuple[str, ...]:
+    """Returns the implementations that a framework's default may run on a platform."""
+    return EXPECTED_DEFAULT.get((framework, platform), ("chunked",))
+
+
+def installed(framework: str) -> bool:
+    """Returns whether a framework can be imported, without importing it."""
+    return importlib.util.find_spec(framework) is not None
+
+
+def run_case(name: str, case: Case, arrays: Arrays) -> Outcome:
+    """Runs a case on a backend.
+
+    Args:
+        name: a key of `BACKENDS`.
+        case: the description.
+        arrays: `make_arrays(case)`.
+
+    Returns:
+        The outputs named by `outputs_of(case)`, and the implementation that ran.
+
+    Raises:
+        ValueError: no such backend.
+        TypeError: an output has another dtype than the contract says.
+
+    Example:
+        >>> from parity.cases import cases
+        >>> run_case("torch-chunked", cases()[0], make_arrays(cases()[0])).implementation  # doctest: +SKIP
+        'chunked'
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+    backend = BACKENDS[name]
+    implementation, platform, results = _RUNNERS[backend.framework](backend.implementation, case, arrays)
+    dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
+    outputs = {}
+    for output, (value, dtype) in results.items():
+        if output == "n_valid":
+            if not dtype.startswith("int"):
+                raise TypeError(f"n_valid must be an integer, got {dtype}")
+        elif dtype != dtypes.get(output, "float32"):
+            raise TypeError(f"{output} must be {dtypes.get(output, 'float32')}, got {dtype}")
+        outputs[output] = value
+    return Outcome(implementation, platform, {output: outputs[output] for output in outputs_of(case)})
+
+
+class _Run(NamedTuple):
+    """What a framework's runner returns: each output as a NumPy array, with the name of the dtype it had."""
+
+    implementation: str
+    platform: str
+    results: dict[str, tuple[np.ndarray, str]]
+
+
+def _options(case: Case, implementation: str | None) -> dict[str, Any]:
+    """Returns the keyword arguments that are no arrays, by the public names."""
+    spec = case.spec
+    options: dict[str, Any] = {
+        "softcap": spec.softcap,
+        "logit_scale": spec.logit_scale,
+        "vocab_size": spec.vocab_size,
+        "ignore_index": spec.ignore_index,
+        "memory_budget": case.memory_budget,
+        "implementation": implementation,
+    }
+    if case.function == "loss":
+        options |= {
+            "reduction": spec.reduction,
+            "label_smoothing": spec.label_smoothing,
+            "z_loss_weight": spec.z_loss_weight,
+        }
+    return options
+
+
+def _dtype_names(case: Case, arrays: Arrays) -> dict[str, str]:
+    """Returns the dtype that each array is cast to."""
+    names = {
+        "input": case.dtype,
+        "linear_weight": case.weight_dtype,
+        "linear_bias": case.weight_dtype,
+        "weight": case.dtype,
+        "target": case.target_dtype,
+    }
+    return {name: names.get(name, "float32") for name in arrays}
+
+
+def _outputs(case: Case, returned: Any) -> dict[str, Any]:
+    """Returns the forward outputs of a public function by name."""
+    if case.function == "log_probs":
+        return returned._asdict()
+    return {"loss": returned[0], **returned[1]._asdict()} if case.with_stats else {"loss": returned}
+
+
+def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
+    import torch
+
+    import core_triton
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes = _dtype_names(case, arrays)
+    tensors = {
+        name: torch.tensor(value, dtype=getattr(torch, dtypes[name]), device=device) for name, value in arrays.items()
+    }
+    if case.strided:
+        tensors["input"] = torch.stack([tensors["input"]] * 2, dim=-1)[..., 0]
+    if case.vocab_axis == 1:
+        tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
+    upstream = [tensors.pop(name) for name in arrays if name.startswith("d_")]
+    wanted = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
+    for name in wanted.values():
+        tensors[name].requires_grad_()
+    function = {
+        ("loss", True): core_triton.linear_cross_entropy_with_stats,
+        ("loss", False): core_triton.linear_cross_entropy,
+        ("log_probs", True): core_triton.linear_log_probs,
+    }[case.function, case.with_stats]
+    outputs = _outputs(case, function(**tensors, **_options(case, implementation)))
+    if wanted:
+        roots = [outputs[name] for name in (("loss",) if case.function == "loss" else ("log_prob", "entropy", "lse"))]
+        gradients = torch.autograd.grad(roots, [tensors[name] for name in wanted.values()], upstream)
+        outputs |= dict(zip(wanted, gradients, strict=True))
+    ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
+
+    def export(tensor: Any) -> tuple[np.ndarray, str]:
+        values = tensor.detach().cpu()
+        values = values.float() if values.is_floating_point() else values
+        return values.numpy(), str(tensor.dtype).removeprefix("torch.")
+
+    return _Run(ran.name, device, {name: export(tensor) for name, tensor in outputs.items()})
+
+
+def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_pallas import linear_ce
+
+    dtypes = _dtype_names(case, arrays)
+    # Without the x64 switch JAX has no int64; every value of a case fits int32.
+    dtypes = {name: "int32" if dtype == "int64" else dtype for name, dtype in dtypes.items()}
+    operands = {name: jnp.asarray(value, dtypes[name]) for name, value in arrays.items()}
+    if case.vocab_axis == 1:
+        operands["linear_weight"] = operands["linear_weight"].T
+    upstream = [operands.pop(name) for name in arrays if name.startswith("d_")]
+    wanted = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
+    function: Callable[..., Any] = {
+        ("loss", True): linear_ce.linear_cross_entropy_with_stats,
+        ("loss", False): linear_ce.linear_cross_entropy,
+        ("log_probs", True): linear_ce.linear_log_probs,
+    }[case.function, case.with_stats]
+    options = _options(case, implementation) | {"vocab_axis": case.vocab_axis}
+
+    def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        outputs = _outputs(case, function(**differentiated, **others, **options))
+        roots = [outputs[name] for name in (("loss",) if case.function == "loss" else ("log_prob", "entropy", "lse"))]
+        return roots, outputs
+
+    @jax.jit
+    def run(differentiated: dict[str, Any], others: dict[str, Any], upstream: list[Any]) -> dict[str, Any]:
+        if not wanted:
+            return call({}, others)[1]
+        _, pull_back, outputs = jax.vjp(lambda d: call(d, others), differentiated, has_aux=True)
+        gradients = pull_back(upstream)[0]
+        return outputs | {d: gradients[name] for d, name in wanted.items()}
+
+    differentiated = {name: operands[name] for name in wanted.values()}
+    others = {name: value for name, value in operands.items() if name not in differentiated}
+    outputs = run(differentiated, others, upstream)
+    ran = linear_ce.explain(
+        operands["input"], operands["linear_weight"], vocab_axis=case.vocab_axis, implementation=implementation
+    )
+
+    def export(name: str, array: Any) -> tuple[np.ndarray, str]:
+        values = array.T if name == "d_weight" and case.vocab_axis == 1 else array
+        floating = jnp.issubdtype(values.dtype, jnp.floating)
+        return np.asarray(values.astype(jnp.float32) if floating else values), str(array.dtype)
+
+    return _Run(ran.name, jax.default_backend(), {name: export(name, array) for name, array in outputs.items()})
+
+
+_RUNNERS: dict[str, Callable[[str | None, Case, Arrays], _Run]] = {"torch": _run_torch, "jax": _run_jax}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs cases on the backends of one framework; one line of JSON for each outcome."""
+    parser = argparse.ArgumentParser(prog="python -m parity.backends", description=main.__doc__)
+    parser.add_argument("backends", nargs="+", choices=BACKENDS, metavar="BACKEND")
+    parser.add_argument("--folder", type=Path, required=True, help="where the .npz files go")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--exhaustive", action="store_true", help="the full product of the options")
+    options = parser.parse_args(arguments)
+    for index, case in enumerate(select(options.only, options.exhaustive)):
+        arrays = make_arrays(case)
+        for name in options.backends:
+            line: dict[str, Any] = {"case": case.name, "backend": name}
+            try:
+                outcome = run_case(name, case, arrays)
+            except Exception as failure:  # one failing case must not hide the others: it is a row of the table
+                traceback.print_exc(file=sys.stderr)
+                line["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
+            else:
+                path = options.folder / f"{name}-{index}.npz"
+                np.savez(path, **outcome.outputs)  # pyright: ignore[reportArgumentType]
+                line |= {
+                    "implementation": outcome.implementation,
+                    "platform": outcome.platform,
+                    "outputs": path.name,
+                }
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
