@@ -1,0 +1,90 @@
+"""The table of `python -m parity`: rows of percentages of a budget, and what they come to."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from parity.cases import DTYPE_LABELS, Case
+from parity.expected import Judgement
+
+# Outputs that have a column; the rest share one, as the worst of them.
+COLUMNS = ("loss", "log_prob", "entropy", "lse", "d_input", "d_weight", "d_bias")
+REST = "others"
+
+
+class Row(NamedTuple):
+    """One case on one backend, or on a pair of them."""
+
+    case: Case
+    backend: str
+    implementation: str
+    outputs: Mapping[str, Judgement]
+    failure: str = ""  # why there are no outputs, or why they do not count
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails in this row, one sentence each."""
+        where = f"{self.backend} on {self.case.name}"
+        found = [
+            f"{where}: {name} has error {error:.3g}, over its budget of {budget:.3g} ({percent(name, self)})"
+            for name, (error, budget) in self.outputs.items()
+            if not error <= budget
+        ]
+        return [f"{where}: {self.failure}", *found] if self.failure else found
+
+
+def percent(name: str, row: Row) -> str:
+    """Returns an output's share of its budget as text; empty if the row has no such output."""
+    if name == REST:
+        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in COLUMNS]
+    else:
+        shares = [row.outputs[name].percent] if name in row.outputs else []
+    return f"{max(shares):.0f}%" if shares else ""
+
+
+def header() -> str:
+    """Returns the line above the table's rows."""
+    return _line("backend", "dtype", "ran", (*COLUMNS, REST), "case")
+
+
+def line(row: Row) -> str:
+    """Returns a row as text."""
+    shares = [percent(name, row) for name in (*COLUMNS, REST)]
+    mark = "   <-- FAILS" if row.failures else ""
+    return _line(row.backend, DTYPE_LABELS[row.case.dtype], row.implementation, shares, row.case.name) + mark
+
+
+def _line(backend: str, dtype: str, implementation: str, shares: Iterable[str], case: str) -> str:
+    # The name comes last: it is the one entry of no certain width.
+    return f"{backend:<14} {dtype:<5} {implementation:<12}{''.join(f'{share:>9}' for share in shares)}  {case}"
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """Returns, for each backend and dtype, how many cases ran and which used most of its budget."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.backend, row.case.dtype), []).append(row)
+    lines = []
+    for (backend, dtype), group in sorted(groups.items()):
+        failed = sum(bool(row.failures) for row in group)
+        text = f"{backend:<14} {dtype:<9} {len(group):>5} cases, {failed} failed"
+        shares = [(judged.percent, name, row.case.name) for row in group for name, judged in row.outputs.items()]
+        if shares:
+            worst, name, case = max(shares)
+            text += f"; worst {worst:.0f}% of a budget ({name} of {case})"
+        lines.append(text)
+    return lines
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """Returns a row as a JSON object; an error that is infinite (NaN or inf out of place) is null."""
+    return {
+        "case": row.case.name,
+        "backend": row.backend,
+        "dtype": row.case.dtype,
+        "implementation": row.implementation,
+        "outputs": {
+            name: {"error": error if error < float("inf") else None, "budget": budget}
+            for name, (error, budget) in row.outputs.items()
+        },
+        "failures": row.failures,
+    }
