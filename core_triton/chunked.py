@@ -108,7 +108,7 @@ def upcasts(input: Tensor) -> bool:
 
 
 def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` as an operand of products in `dtype`: rounded to it, a float32 copy where the device needs one."""
+    """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.float()
 
@@ -146,7 +146,7 @@ def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, 
 def chunk_statistics(
     problem: Problem, chunk: slice, slab_size: int, *, entropy: bool = False, kept: list[Tensor] | None = None
 ) -> Partial:
-    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; tiles of logits go to `kept`."""
+    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
     x, target = problem.rows(chunk), problem.target[chunk]
     x = _operand(x, x.dtype)
     merged = None
@@ -193,7 +193,7 @@ def tile_d_logits(
 
 
 class _ClassSum:
-    """A gradient of the head, summed over chunks by slab: in a float32 buffer if `float32_sum`, else where it is returned."""
+    """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)

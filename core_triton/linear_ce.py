@@ -290,7 +290,7 @@ class _Call:
     linear_bias: Tensor | None  # (V,)
     target: Tensor  # (N,) int64
     row_weight: Tensor  # (N,) float32
-    class_weight: Tensor | None  # (V,) float32
+    class_weight: Tensor | None  # (K,) float32
     n_valid: Tensor  # ()
     memory_budget: int
     implementation: str
@@ -367,7 +367,7 @@ def _prepare(
     chosen = explain(input, linear_weight, implementation=implementation)
     classes = spec.classes(linear_weight.shape[0])
     flat_target = target.reshape(-1).long()
-    class_weight = None if weight is None else weight.float()
+    class_weight = None if weight is None else weight[:classes].float()
     row_weight, n_valid = rows.row_weights(
         spec,
         flat_target,

@@ -25,13 +25,13 @@ OPTIONS = 7
 
 
 def _once(backward: Backward) -> Backward:
-    """Refuses create_graph=True: the gradients are made without a graph, and a second derivative would silently be 0."""
+    """Refuses create_graph=True: the gradients are made without a graph, and a second derivative would be 0, unsaid."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "linear_cross_entropy and linear_log_probs have no second derivative: create_graph must be False"
+                "linear_cross_entropy and linear_log_probs have no second derivative: use create_graph=False"
             )
         return backward(ctx, *d_outputs)
 
@@ -45,7 +45,7 @@ def loss_and_gradients(
     linear_bias: Tensor | None,  # (V,)
     target: Tensor,  # (N,) int64
     row_weight: Tensor,  # (N,) float32
-    class_weight: Tensor | None,  # (V,) float32
+    class_weight: Tensor | None,  # (K,) float32
     label_smoothing: float,
     z_loss_weight: float,
     softcap: float | None,
@@ -122,7 +122,8 @@ loss_and_gradients.register_autograd(_loss_and_gradients_backward, setup_context
 
 def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
     """Returns saved * factor: in place where no second backward pass can come, else in a new tensor."""
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+    traced = type(saved) is not Tensor or torch.compiler.is_compiling()
+    if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         return scaled(saved, factor)
     scale_(saved, factor)
     return saved

@@ -151,7 +151,7 @@ def row_loss(
         loss = _target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:
         assert statistics.weighted_sum is not None
-        total = classes if class_weight is None else class_weight[:classes].sum()
+        total = classes if class_weight is None else class_weight.sum()
         smooth = (total * statistics.lse - statistics.weighted_sum) / classes
         loss = (1.0 - spec.label_smoothing) * loss + spec.label_smoothing * smooth
     if spec.z_loss_weight:
@@ -168,7 +168,7 @@ def loss_coefficients(
     sigma = None
     if spec.label_smoothing:
         sigma = upstream * (spec.label_smoothing / classes)
-        alpha = alpha + sigma * (classes if class_weight is None else class_weight[:classes].sum())
+        alpha = alpha + sigma * (classes if class_weight is None else class_weight.sum())
     if spec.z_loss_weight:
         alpha = alpha + upstream * (2.0 * spec.z_loss_weight) * lse
     return Coefficients(alpha=_poison(alpha, target, classes), tau=tau, sigma=sigma)
@@ -221,7 +221,7 @@ def _is_class(target: Tensor, classes: int) -> Tensor:
 
 
 def _poison(alpha: Tensor, target: Tensor, classes: int) -> Tensor:
-    """NaN where the target is no class, so that all of that row's d_logits are; later passes select out ignored rows."""
+    """NaN where the target is no class, so that its whole row of d_logits is; later passes select out ignored rows."""
     return torch.where(_is_class(target, classes), alpha, torch.nan)
 
 

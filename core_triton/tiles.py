@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
 MIN_SLAB = 64
-MAX_SLAB = 8192  # a (2048, 8192) tile saturates an H200, and its float32 temporaries stay near the size of L2
 ROW_MULTIPLE = 16
 
 
@@ -134,8 +133,8 @@ def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> C
     """Widest slab that costs no more than a tenth of the rows that the narrowest allows."""
     narrowest = min(classes, MIN_SLAB)
     slabs = [narrowest]
-    while slabs[-1] < min(classes, MAX_SLAB):
-        slabs.append(min(2 * slabs[-1], classes, MAX_SLAB))
+    while slabs[-1] < classes:
+        slabs.append(min(2 * slabs[-1], classes))
     most = min(tokens, model.rows_within(budget, narrowest))
     enough = max(min(tokens, MIN_ROWS), min(most, 9 * most // 10))
     slab = max(slab for slab in slabs if slab == narrowest or model.rows_within(budget, slab) >= enough)

@@ -1,0 +1,23 @@
+"""Fused linear + cross-entropy for JAX: `loss(x @ W.T + b, target)` and its gradients without the N x V logits."""
+
+from jax_pallas.linear_ce import (
+    Implementation,
+    LogProbs,
+    LossStats,
+    check_targets,
+    explain,
+    linear_cross_entropy,
+    linear_cross_entropy_with_stats,
+    linear_log_probs,
+)
+
+__all__ = [
+    "Implementation",
+    "LogProbs",
+    "LossStats",
+    "check_targets",
+    "explain",
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
+    "linear_log_probs",
+]

@@ -1,0 +1,403 @@
+"""The loss with XLA's own products: the path for every device without a kernel, and the baseline of the kernels.
+
+Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
+
+    plan A  `loss_and_gradients`  a chunk's logits are kept in float32; its statistics, then its d_logits come from
+                                  them: 3 products
+    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: the tile is computed again from the inputs once lse is known:
+                                  1 + 3 products
+
+A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
+vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
+without other code.
+
+Logits are kept in float32, not in a 16-bit input's dtype: rounding them costs a probability |logit| * 2**-9 of its
+value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+
+Shapes are static, so a last chunk or slab that would stick out starts earlier instead, and what it sees a second time
+is masked (`Piece.fresh`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_pallas import rows
+from jax_pallas.rows import Coefficients, Partial, RowStatistics
+from jax_pallas.tiles import ChunkConfig
+from parity.spec import LossSpec
+
+FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
+
+class Piece(NamedTuple):
+    """A chunk of rows or a slab of classes."""
+
+    start: Array | int
+    size: int
+    fresh: Array | None  # (size,) bool, what no earlier piece has seen; None: all of it
+
+    def of(self, array: Array, axis: int = 0) -> Array:
+        return array if self.size == array.shape[axis] else lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
+
+    def put(self, array: Array, values: Array, axis: int = 0) -> Array:
+        values = values.astype(array.dtype)
+        if self.size == array.shape[axis]:
+            return values
+        return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
+
+
+def _over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+    """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
+    if size == length:
+        return body(carry, Piece(0, size, None))
+    count = -(-length // size)
+
+    def step(carry: T, index: Array) -> tuple[T, Any]:
+        start = jnp.minimum(index * size, length - size)
+        return body(carry, Piece(start, size, start + jnp.arange(size) >= index * size))
+
+    carry, pieces = lax.scan(step, carry, jnp.arange(count))
+    full = (count - 1) * size
+
+    def joined(piece: Array) -> Array:
+        flat = piece.reshape(-1, *piece.shape[2:])
+        return jnp.concatenate([flat[:full], flat[count * size - (length - full) :]])
+
+    return carry, jax.tree.map(joined, pieces)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arrays of one call and its options.
+
+    Args:
+        input: (N, D).
+        linear_weight: (V, D), or (D, V) where `vocab_axis` is 1, or the shard of it that starts at class
+            `vocab_offset`; float32 or input's dtype.
+        linear_bias: (V,), of the same rows, or None.
+        target: (N,) int32, class indices of the whole vocabulary.
+        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        class_weight: (K,) float32 of the whole vocabulary, or None.
+        spec: the options.
+        classes: K of the whole vocabulary.
+        vocab_offset: class index of linear_weight's first row.
+        vocab_axis: which axis of linear_weight is the vocabulary.
+    """
+
+    input: Array
+    linear_weight: Array
+    linear_bias: Array | None
+    target: Array
+    row_weight: Array
+    class_weight: Array | None
+    spec: LossSpec
+    classes: int
+    vocab_offset: int = 0
+    vocab_axis: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def local_classes(self) -> int:
+        """How many rows of linear_weight are classes; the rest is padding."""
+        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
+
+    def slab_class_weight(self, slab: Piece) -> Array | None:
+        if self.class_weight is None:
+            return None
+        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + slab.start, slab.size)
+
+    def slab_weight(self, slab: Piece) -> Array:
+        """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
+        return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+
+    def chunk_row_weight(self, chunk: Piece) -> Array:
+        """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
+        row_weight = chunk.of(self.row_weight)
+        return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
+
+    def rows(self, chunk: Piece) -> Array:
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+        return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
+
+
+class Gradients(NamedTuple):
+    """None where not asked for."""
+
+    d_input: Array | None  # (N, D), input's dtype
+    d_weight: Array | None  # linear_weight's shape and dtype
+    d_bias: Array | None  # (V,), linear_bias's dtype
+
+
+class Wanted(NamedTuple):
+    """Which gradients a call computes; the others cost nothing."""
+
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+
+
+def _product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Returns the product of a and b over one axis of each, in float32 with float32 accumulation.
+
+    float32 operands mean float32 products, not TF32, unless `jax.default_matmul_precision` asks for less.
+    """
+    exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
+    """Returns the logits of rows `x` against the slab `w` of the head, (n, v) float32, scaled and capped. MATH.md"""
+    logits = _product(x, w, (1, 1 - problem.vocab_axis))
+    if problem.linear_bias is not None:
+        logits = logits + slab.of(problem.linear_bias).astype(jnp.float32)
+    if problem.spec.logit_scale != 1.0:
+        logits = logits * problem.spec.logit_scale
+    if problem.spec.softcap is not None:
+        logits = jnp.tanh(logits / problem.spec.softcap) * problem.spec.softcap
+    return logits
+
+
+def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *, entropy: bool) -> Partial:
+    """Returns the statistics of one tile of logits. MATH.md"""
+    if slab.fresh is not None:
+        logits = jnp.where(slab.fresh, logits, -jnp.inf)
+    top = logits.max(1)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)  # all -inf: sums of 0, not NaN
+    target_logit = jnp.where(_at_target(problem, target, slab), logits, 0.0).sum(1)
+    weighted_sum = None
+    if problem.spec.label_smoothing:
+        class_weight = problem.slab_class_weight(slab)
+        weighted = logits if class_weight is None else logits * class_weight
+        weighted_sum = (weighted if slab.fresh is None else jnp.where(slab.fresh, weighted, 0.0)).sum(1)
+    shifted = logits - shift[:, None]
+    sum_exp = jnp.exp(shifted).sum(1)
+    if not entropy:
+        return Partial(top, sum_exp, target_logit, weighted_sum, None)
+    shifted = jnp.maximum(shifted, NO_PROBABILITY)
+    return Partial(top, sum_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
+
+
+def chunk_statistics(
+    problem: Problem, chunk: Piece, slab_size: int, *, entropy: bool = False, keep: bool = False
+) -> tuple[Partial, Array | None]:
+    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary, its kept logits (n, K)."""
+    x, target = problem.rows(chunk), chunk.of(problem.target)
+    empty = rows.empty_partial(target, problem.spec, entropy=entropy)
+    classes = problem.local_classes
+    if not classes:
+        return empty, jnp.zeros((chunk.size, 0), jnp.float32) if keep else None
+
+    def body(carry: tuple[Partial, Array | None], slab: Piece) -> tuple[tuple[Partial, Array | None], None]:
+        merged, kept = carry
+        logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+        if kept is not None:
+            kept = slab.put(kept, logits, axis=1)
+        partial = tile_partial(problem, logits, target, slab, entropy=entropy)
+        return (rows.merge(merged, partial), kept), None
+
+    kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
+    return _over_pieces(body, (empty, kept), classes, slab_size)[0]
+
+
+def tile_d_logits(
+    problem: Problem,
+    logits: Array,
+    target: Array,
+    lse: Array,
+    coefficients: Coefficients,
+    contributes: Array,
+    slab: Piece,
+) -> Array:
+    """Returns d_logits of one tile before scale and cap, (n, v) float32. MATH.md"""
+    log_prob = jnp.maximum(logits - lse[:, None], NO_PROBABILITY)
+    factor = coefficients.alpha[:, None]
+    if coefficients.beta is not None:
+        factor = factor + coefficients.beta[:, None] * log_prob
+    d_logits = jnp.exp(log_prob) * factor
+    if coefficients.sigma is not None:
+        class_weight = problem.slab_class_weight(slab)
+        d_logits = d_logits - coefficients.sigma[:, None] * (1.0 if class_weight is None else class_weight)
+    d_logits = d_logits - jnp.where(_at_target(problem, target, slab), coefficients.tau[:, None], 0.0)
+    if problem.spec.softcap is not None:  # d tanh = 1 - tanh**2
+        d_logits = d_logits * (1.0 - jnp.square(logits / problem.spec.softcap))
+    seen = contributes[:, None] if slab.fresh is None else contributes[:, None] & slab.fresh
+    return jnp.where(seen, d_logits, 0.0)
+
+
+class _HeadSums(NamedTuple):
+    """The gradients of the head while chunks add to them; None where not asked for."""
+
+    d_weight: Array | None  # float32, or linear_weight's dtype where a float32 sum would not fit the budget
+    d_bias: Array | None  # (V,) float32
+
+    @staticmethod
+    def zeros(problem: Problem, wanted: Wanted, config: ChunkConfig) -> "_HeadSums":
+        w, b = problem.linear_weight, problem.linear_bias
+        d_bias = jnp.zeros(b.shape, jnp.float32) if wanted.d_bias and b is not None else None
+        if not wanted.d_weight:
+            return _HeadSums(None, d_bias)
+        return _HeadSums(jnp.zeros(w.shape, jnp.float32 if config.float32_sum else w.dtype), d_bias)
+
+    def result(self, problem: Problem) -> tuple[Array | None, Array | None]:
+        d_weight = None if self.d_weight is None else self.d_weight.astype(problem.linear_weight.dtype)
+        if self.d_bias is None or problem.linear_bias is None:
+            return d_weight, None
+        return d_weight, self.d_bias.astype(problem.linear_bias.dtype)
+
+
+def chunk_gradients(
+    problem: Problem,
+    chunk: Piece,
+    slab_size: int,
+    lse: Array,
+    coefficients: Coefficients,
+    sums: _HeadSums,
+    *,
+    d_input: bool,
+    kept: Array | None = None,
+    scales: tuple[Array, Array] | None = None,
+) -> tuple[Array | None, _HeadSums]:
+    """Second pass over a chunk: returns its rows of d_input, (n, D) float32, and the head's sums with it added.
+
+    Args:
+        lse: (n,) of the whole vocabulary.
+        coefficients: (n,) each; they carry the upstream gradient.
+        d_input: whether d_input is computed.
+        kept: (n, K) logits of the first pass; None computes them again.
+        scales: () factors on d_input and on the gradients of the head.
+    """
+    dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
+    contributes = problem.chunk_row_weight(chunk) != 0
+    coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
+    x_head = x  # the operand of d_weight
+    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    if dtype == jnp.float16:
+        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        top = exponent.max()
+        x_head = (x * rows.power_of_two(exponent - top)[:, None]).astype(dtype)
+        input_scale = bias_scale = rows.power_of_two(exponent - FLOAT16_HEADROOM)
+        head_scale = rows.power_of_two(top - FLOAT16_HEADROOM)
+        if scales is not None:
+            input_scale, head_scale, bias_scale = (
+                input_scale * scales[0],
+                head_scale * scales[1],
+                bias_scale * scales[1],
+            )
+    axis = problem.vocab_axis
+
+    def body(carry: tuple[Array | None, _HeadSums], slab: Piece) -> tuple[tuple[Array | None, _HeadSums], None]:
+        d_rows, sums = carry
+        w = problem.slab_weight(slab)
+        logits = logits_tile(problem, x, w, slab) if kept is None else slab.of(kept, axis=1)
+        d_logits = tile_d_logits(problem, logits, target, lse, coefficients, contributes, slab)
+        if dtype == jnp.float16:
+            d_logits = d_logits * 2.0**FLOAT16_HEADROOM
+        d_weight, d_bias = sums
+        if d_bias is not None:
+            weighted = d_logits if bias_scale is None else d_logits * bias_scale[:, None]
+            d_bias = slab.put(d_bias, slab.of(d_bias) + weighted.sum(0))
+        d_logits = d_logits.astype(dtype)
+        if d_rows is not None:
+            d_rows = d_rows + _product(d_logits, w, (1, axis))
+        if d_weight is not None:
+            product = _product(d_logits, x_head, (0, 0)) if axis == 0 else _product(x_head, d_logits, (0, 0))
+            if head_scale is not None:
+                product = product * head_scale
+            d_weight = slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
+        return (d_rows, _HeadSums(d_weight, d_bias)), None
+
+    d_rows = jnp.zeros(x.shape, jnp.float32) if d_input else None
+    if problem.local_classes:
+        (d_rows, sums), _ = _over_pieces(body, (d_rows, sums), problem.local_classes, slab_size)
+    if d_rows is not None:
+        if input_scale is not None:
+            d_rows = d_rows * input_scale[:, None]
+        d_rows = jnp.where(contributes[:, None], d_rows, 0.0)
+    return d_rows, sums
+
+
+def statistics(problem: Problem, config: ChunkConfig, *, entropy: bool = False) -> RowStatistics:
+    """Plan B: statistics of every row, no gradient."""
+
+    def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
+        partial, _ = chunk_statistics(problem, chunk, config.slab, entropy=entropy)
+        row_weight = problem.chunk_row_weight(chunk)
+        return carry, rows.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
+
+    return _over_pieces(body, None, problem.tokens, config.rows)[1]
+
+
+def loss_and_gradients(
+    problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Array, Array] | None
+) -> tuple[Array, RowStatistics, Gradients]:
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
+    classes = problem.classes
+
+    def body(
+        carry: tuple[Array | None, _HeadSums], chunk: Piece
+    ) -> tuple[tuple[Array | None, _HeadSums], tuple[Array, RowStatistics]]:
+        d_input, sums = carry
+        target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
+        partial, kept = chunk_statistics(problem, chunk, config.slab, keep=True)
+        part = rows.finish(partial, target, row_weight, classes)
+        loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
+        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        d_rows, sums = chunk_gradients(
+            problem, chunk, config.slab, part.lse, coefficients, sums, d_input=wanted.d_input, kept=kept, scales=scales
+        )
+        return (_put_rows(d_input, d_rows, chunk), sums), (loss, part)
+
+    d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
+    start = (d_input, _HeadSums.zeros(problem, wanted, config))
+    (d_input, sums), (loss, parts) = _over_pieces(body, start, problem.tokens, config.rows)
+    return loss, parts, Gradients(d_input, *sums.result(problem))
+
+
+def gradients(
+    problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, wanted: Wanted
+) -> Gradients:
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+
+    def body(carry: tuple[Array | None, _HeadSums], chunk: Piece) -> tuple[tuple[Array | None, _HeadSums], None]:
+        d_input, sums = carry
+        part = coefficients.map(chunk.of)
+        d_rows, sums = chunk_gradients(problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=wanted.d_input)
+        return (_put_rows(d_input, d_rows, chunk), sums), None
+
+    d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
+    start = (d_input, _HeadSums.zeros(problem, wanted, config))
+    (d_input, sums), _ = _over_pieces(body, start, problem.tokens, config.rows)
+    return Gradients(d_input, *sums.result(problem))
+
+
+def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:
+    """Returns (n, v) bool, true at each row's target; in one slab only, the one that is fresh there."""
+    columns = problem.vocab_offset + slab.start + jnp.arange(slab.size)
+    hit = target[:, None] == columns
+    return hit if slab.fresh is None else hit & slab.fresh
+
+
+def _put_rows(d_input: Array | None, d_rows: Array | None, chunk: Piece) -> Array | None:
+    """Writes a chunk's rows, but for those that an earlier chunk has written."""
+    if d_input is None or d_rows is None:
+        return None
+    d_rows = d_rows.astype(d_input.dtype)
+    if chunk.fresh is not None:
+        d_rows = jnp.where(chunk.fresh[:, None], d_rows, chunk.of(d_input))
+    return chunk.put(d_input, d_rows)

@@ -1,0 +1,406 @@
+"""The public functions: fused linear + cross-entropy for JAX, never the N x V logits.
+
+A public function checks its call and reduces it to arrays (`_prepare`), runs one of the operators of `ops.py`
+(`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
+denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
+
+    scalar reduction     `loss_and_gradients`   plan A, 3 products; undifferentiated plan B, 1 product
+    reduction="none"     `row_losses`           plan C, 4 products, 2 with a frozen head; undifferentiated plan B
+    log-probabilities    `log_probs`            plan C
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import ArrayLike
+
+from jax_pallas import ops, rows
+from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+
+IMPLEMENTATIONS = ("chunked",)
+
+
+class LossStats(NamedTuple):
+    """What `linear_cross_entropy_with_stats` reports besides the loss; none of it carries a gradient.
+
+    Rows that contribute nothing (ignored, or of token_weight 0) have lse and target_logit 0.
+    """
+
+    lse: Array  # (...,) float32, log-sum-exp of the logits
+    target_logit: Array  # (...,) float32, NaN for a target that is no class
+    z_loss: Array  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
+    accuracy: Array  # () float32, share of contributing tokens whose target has the largest logit; ties count
+    n_valid: Array  # () int32, targets that are not ignore_index
+
+
+class LogProbs(NamedTuple):
+    """Per-token results of `linear_log_probs`, each (...,) float32 and differentiable."""
+
+    log_prob: Array
+    entropy: Array
+    lse: Array
+
+
+class Implementation(NamedTuple):
+    """Which implementation a call runs, and why."""
+
+    name: str
+    reason: str
+
+
+def linear_cross_entropy(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    *,
+    linear_bias: Array | None = None,
+    weight: Array | None = None,
+    token_weight: Array | None = None,
+    reduction: Reduction = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    vocab_axis: int = 0,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> Array:
+    r"""Cross-entropy of a linear layer's logits, without the logits.
+
+    .. math::
+        \ell_i = \mathrm{lse}_i - z_{i,y_i}, \qquad z = \mathrm{cap}(\mathrm{logit\_scale} \cdot (x W^\top + b)), \qquad
+        \mathrm{cap}(t) = \mathrm{softcap} \cdot \tanh(t / \mathrm{softcap})
+
+    Where `torch.nn.functional.cross_entropy` has an option its meaning is kept to the last digit, with one deviation:
+    where nothing is counted (no valid target, an empty batch, a zero denominator) the loss is 0 with zero gradients,
+    not NaN.
+
+    Args:
+        input: (..., D) float16, bfloat16 or float32 hidden states.
+        linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype, or float32 (then rounded to input's
+            dtype slab by slab, its gradient in float32).
+        target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
+            row's loss and gradients NaN; `check_targets` finds such rows.
+        linear_bias: (V,) input's dtype or float32.
+        weight: (V,) class weights. With "mean" the denominator is their sum over the counted targets.
+        token_weight: (...,) factor on each token's loss; not in the denominator, not differentiated.
+        reduction: "mean", "sum" or "none".
+        normalizer: () denominator of "mean" instead of the number of counted tokens (of a global batch, of all
+            micro-batches); not differentiated.
+        ignore_index: target of tokens that contribute nothing, whatever they hold.
+        label_smoothing: in [0, 1].
+        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss; class weights do not touch it.
+        softcap: bound on the logits, or None.
+        logit_scale: factor on the raw logits.
+        vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
+        vocab_axis: which axis of linear_weight is the vocabulary; 1 is Flax's own kernel layout, never copied
+            transposed.
+        memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
+        implementation: "chunked", or None for the best on this device (`explain` tells which). A named one never
+            falls back.
+
+    Returns:
+        float32 loss, () or, for reduction "none", (...,).
+
+    Raises:
+        TypeError: an argument is no array, or has a dtype that is not admitted.
+        ValueError: a shape, option, or a memory_budget that cannot hold the smallest piece; the message names
+            the argument.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax_pallas.linear_ce import linear_cross_entropy
+        >>> x, w = jnp.ones((6, 16)), jnp.ones((100, 16))
+        >>> loss, d_weight = jax.value_and_grad(linear_cross_entropy, argnums=1)(x, w, jnp.arange(6))
+        >>> d_weight.shape
+        (100, 16)
+
+    Source:
+        Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
+            slab: Wijmans et al.,
+        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md.
+    """
+    return linear_cross_entropy_with_stats(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        token_weight=token_weight,
+        reduction=reduction,
+        normalizer=normalizer,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss_weight=z_loss_weight,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        vocab_size=vocab_size,
+        vocab_axis=vocab_axis,
+        memory_budget=memory_budget,
+        implementation=implementation,
+    )[0]
+
+
+def linear_cross_entropy_with_stats(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    *,
+    linear_bias: Array | None = None,
+    weight: Array | None = None,
+    token_weight: Array | None = None,
+    reduction: Reduction = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss_weight: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    vocab_axis: int = 0,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, LossStats]:
+    """`linear_cross_entropy` together with the statistics that its pass over the logits leaves behind.
+
+    Args:
+        input: as all other arguments, see `linear_cross_entropy`.
+
+    Returns:
+        The loss and `LossStats`; only the loss carries a gradient.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas.linear_ce import linear_cross_entropy_with_stats
+        >>> loss, stats = linear_cross_entropy_with_stats(jnp.ones((6, 16)), jnp.ones((100, 16)), jnp.arange(6))
+        >>> int(stats.n_valid)
+        6
+    """
+    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    call = _prepare(
+        spec,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        weight,
+        token_weight,
+        normalizer,
+        vocab_axis,
+        memory_budget,
+        implementation,
+    )
+    loss, lse, target_logit, top = _loss(call)
+    lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
+    contributes = call.row_weight != 0
+    z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
+    right = contributes & (target_logit >= top)
+    stats = LossStats(
+        lse=lse.reshape(call.leading),
+        target_logit=target_logit.reshape(call.leading),
+        z_loss=z_loss.reshape(call.leading) if spec.reduction == "none" else z_loss.sum(),
+        accuracy=right.sum() / jnp.maximum(contributes.sum(), 1).astype(jnp.float32),
+        n_valid=call.n_valid,
+    )
+    return (loss.reshape(call.leading) if spec.reduction == "none" else loss), stats
+
+
+def linear_log_probs(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    *,
+    linear_bias: Array | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    vocab_axis: int = 0,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> LogProbs:
+    r"""Log-probability of each target, entropy and log-sum-exp of each row, without the logits; differentiable each.
+
+    .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
+
+    Args:
+        input: as all other arguments, see `linear_cross_entropy`.
+
+    Returns:
+        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and take no gradient.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas.linear_ce import linear_log_probs
+        >>> out = linear_log_probs(jnp.ones((2, 6, 16)), jnp.ones((100, 16)), jnp.zeros((2, 6), int))
+        >>> out.entropy.shape
+        (2, 6)
+
+    Source:
+        Entropy from running sums: parity/MATH.md.
+    """
+    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    call = _prepare(
+        spec, input, linear_weight, target, linear_bias, None, None, None, vocab_axis, memory_budget, implementation
+    )
+    results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0),) * 3
+    return LogProbs(*(result.reshape(call.leading) for result in results))
+
+
+def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:
+    """Raises if a target is neither a class nor `ignore_index`; reads the tensor, so it waits for the device.
+
+    Args:
+        target: (...,) integer.
+        vocab_size: number of classes.
+        ignore_index: the one value outside [0, vocab_size) that is admitted.
+
+    Raises:
+        TypeError: target is traced, and so has no values yet.
+        ValueError: names how many there are, and the first positions with their values.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas.linear_ce import check_targets
+        >>> check_targets(jnp.array([1, -100]), vocab_size=10)
+    """
+    if isinstance(target, jax.core.Tracer):
+        raise TypeError("target must be a concrete array, got a tracer: call check_targets outside jit, grad and vmap")
+    values = np.asarray(target)
+    bad = ((values < 0) | (values >= vocab_size)) & (values != ignore_index)
+    positions = np.argwhere(bad)
+    if len(positions):
+        first = ", ".join(f"target{p} = {int(values[tuple(p)])}" for p in positions[:5].tolist())
+        raise ValueError(
+            f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
+            f"got {len(positions)} others: {first}"
+        )
+
+
+def explain(input: Array, linear_weight: Array, *, implementation: str | None = None) -> Implementation:
+    """Returns which implementation a call with these arrays runs, and why.
+
+    Args:
+        input: (..., D).
+        linear_weight: (V, D).
+        implementation: as given to the call.
+
+    Raises:
+        ValueError: `implementation` is no implementation.
+    """
+    if implementation is not None:
+        return Implementation(check_choice("implementation", implementation, IMPLEMENTATIONS), "asked for by name")
+    return Implementation("chunked", f"no kernel for {jax.default_backend()} devices")
+
+
+class _Call(NamedTuple):
+    """One call, checked and flattened."""
+
+    options: ops.Options
+    arrays: tuple[Array, ...]
+    row_weight: Array  # (N,) float32
+    n_valid: Array  # ()
+    leading: tuple[int, ...]  # target's shape
+
+    @property
+    def tokens(self) -> int:
+        return self.row_weight.shape[0]
+
+
+def _prepare(
+    spec: LossSpec,
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    linear_bias: Array | None,
+    weight: Array | None,
+    token_weight: Array | None,
+    normalizer: ArrayLike | None,
+    vocab_axis: int,
+    memory_budget: int | None,
+    implementation: str | None,
+) -> _Call:
+    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
+    named: dict[str, Any] = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "token_weight": token_weight,
+    }
+    for name, array in named.items():
+        optional = name not in ("input", "linear_weight", "target")
+        if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
+            raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
+    number = isinstance(normalizer, (int, float, np.number)) and not isinstance(normalizer, bool)
+    if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
+        raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
+    named["normalizer"] = jnp.float32(normalizer) if number else normalizer
+    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
+    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+    named = {name: None if array is None else jnp.asarray(array) for name, array in named.items()}
+    for name in ("weight", "token_weight", "normalizer"):
+        if named[name] is not None:
+            named[name] = _undifferentiated(name, named[name])
+    chosen = explain(named["input"], named["linear_weight"], implementation=implementation)
+    classes = spec.classes(named["linear_weight"].shape[vocab_axis])
+    flat_target = named["target"].reshape(-1).astype(jnp.int32)
+    class_weight = None if weight is None else named["weight"][:classes].astype(jnp.float32)
+    flat_token_weight = None if token_weight is None else named["token_weight"].reshape(-1)
+    row_weight, n_valid = rows.row_weights(
+        spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
+    )
+    options = ops.Options(
+        spec=spec,
+        classes=classes,
+        vocab_axis=vocab_axis,
+        memory_budget=check_memory_budget(memory_budget),
+        implementation=chosen.name,
+        has_bias=linear_bias is not None,
+        has_class_weight=weight is not None,
+    )
+    arrays = options.arrays(
+        input=named["input"].reshape(-1, input.shape[-1]),
+        linear_weight=named["linear_weight"],
+        target=flat_target,
+        row_weight=row_weight,
+        linear_bias=named["linear_bias"],
+        class_weight=class_weight,
+    )
+    return _Call(options, arrays, row_weight, n_valid, tuple(target.shape))
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _undifferentiated(name: str, array: Array) -> Array:
+    """Returns `array`; refuses to be differentiated, where a gradient of zeros would be silently wrong."""
+    return array
+
+
+@_undifferentiated.defjvp
+def _(name: str, primals: Any, tangents: Any) -> Any:
+    raise ValueError(f"{name} is not differentiated and must not depend on what is; pass jax.lax.stop_gradient({name})")
+
+
+def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
+    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
+    scalar = call.options.spec.reduction != "none"
+    if not call.tokens:
+        empty = jnp.zeros(0)
+        return jnp.zeros(()) if scalar else empty, empty, empty, empty
+    loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)
+    return loss, lse, target_logit, top

@@ -1,0 +1,311 @@
+"""The differentiable operators behind the public functions: custom_vjp rules, and batching rules for vmap.
+
+    `loss_and_gradients`  plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
+                          scales them
+    `row_losses`          plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward rule
+                          computes d_input instead, and the backward rule scales its rows
+    `log_probs`           plan C for log-probabilities
+
+Undifferentiated, each runs plan B and does no gradient work. Which gradients a rule computes follows from what is
+differentiated: a custom_vjp with symbolic zeros is told. The operators know nothing of ignore_index, token weights,
+reductions or denominators: `rows.row_weights` folds all of that into one vector.
+
+Each operator is a primitive of its own around its custom_vjp function, for the sake of vmap: batching a custom_vjp
+would keep one d_weight for each batch element until they are summed. Its batching rule flattens the batch into rows
+instead, and lets plan C take a cotangent for each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jax_pallas import chunked, rows
+from jax_pallas.chunked import Problem, Wanted
+from jax_pallas.rows import Coefficients
+from jax_pallas.tiles import ChunkConfig, choose_chunks, workspace_model
+from parity.spec import LossSpec
+
+RESIDUAL = (
+    "linear_ce_residual"  # the checkpoint_name of what a forward rule saves; a policy that saves it spares a rerun
+)
+
+Arrays = tuple[
+    Array, ...
+]  # input (N, D), linear_weight, target (N,), row_weight (N,), then linear_bias and class_weight
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is static in a call."""
+
+    spec: LossSpec
+    classes: int
+    vocab_axis: int
+    memory_budget: int
+    implementation: str
+    has_bias: bool
+    has_class_weight: bool
+
+    def arrays(
+        self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
+    ) -> Any:
+        optional = ((linear_bias, self.has_bias), (class_weight, self.has_class_weight))
+        return (input, linear_weight, target, row_weight, *(array for array, present in optional if present))
+
+    def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """The inverse of `arrays`."""
+        rest = list(arrays[4:])
+        linear_bias = rest.pop(0) if self.has_bias else None
+        class_weight = rest.pop(0) if self.has_class_weight else None
+        names = ("input", "linear_weight", "target", "row_weight")
+        return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
+
+    def problem(self, arrays: Sequence[Array]) -> Problem:
+        return Problem(**self.named(arrays), spec=self.spec, classes=self.classes, vocab_axis=self.vocab_axis)
+
+    def config(
+        self, problem: Problem, wanted: Wanted, *, keeps_logits: bool = False, entropy: bool = False
+    ) -> ChunkConfig:
+        tokens, hidden = problem.input.shape
+        model = workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=self.classes,
+            itemsize=problem.input.dtype.itemsize,
+            weight_itemsize=problem.linear_weight.dtype.itemsize,
+            keeps_logits=keeps_logits,
+            softcap=self.spec.softcap is not None,
+            entropy=entropy,
+            d_input=wanted.d_input,
+            d_weight=wanted.d_weight,
+        )
+        return choose_chunks(model, tokens, self.classes, self.memory_budget)
+
+    def wanted(self, primals: Sequence[Any]) -> Wanted:
+        """Reads from a forward rule's primals what is differentiated."""
+        named = self.named(primals)
+        bias = named["linear_bias"]
+        return Wanted(named["input"].perturbed, named["linear_weight"].perturbed, bias is not None and bias.perturbed)
+
+    def cotangents(self, d_input: Array | None, d_weight: Array | None, d_bias: Array | None) -> Any:
+        """A backward rule's results; None stands for zero."""
+        return self.arrays(
+            input=d_input, linear_weight=d_weight, target=None, row_weight=None, linear_bias=d_bias, class_weight=None
+        )
+
+
+NO_GRADIENT = Wanted(False, False, False)
+
+
+def _rule(function: Callable[..., Arrays]) -> Any:
+    """Makes `function(options, *arrays)` a custom_vjp function of the arrays."""
+    return jax.custom_vjp(function, nondiff_argnums=(0,))
+
+
+@_rule
+def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
+    losses, *statistics = _row_losses(options, *arrays)
+    return losses.sum(), *statistics
+
+
+def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+    wanted = options.wanted(primals)
+    losses, statistics, gradients, scales = _plan_a(options, [primal.value for primal in primals], wanted)
+    return (losses.sum(), *statistics), (gradients, scales)
+
+
+def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    gradients, scales = residuals
+    d_loss = _dense(cotangents[0])
+    return options.cotangents(*_scaled(gradients, d_loss, d_loss, scales))
+
+
+_loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, symbolic_zeros=True)
+
+
+@_rule
+def _row_losses(options: Options, *arrays: Array) -> Arrays:
+    problem = options.problem(arrays)
+    statistics = chunked.statistics(problem, options.config(problem, NO_GRADIENT))
+    loss = rows.row_loss(
+        options.spec, statistics, problem.target, problem.row_weight, problem.class_weight, options.classes
+    )
+    return loss, statistics.lse, statistics.target_logit, statistics.max
+
+
+def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+    wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
+    if not (wanted.d_weight or wanted.d_bias):  # frozen head: a row's d_input is its d_loss times what one gives
+        losses, statistics, gradients, scales = _plan_a(options, arrays, wanted)
+        return (losses, *statistics), (None, (gradients, scales, options.named(arrays)["row_weight"]))
+    loss, lse, target_logit, top = _row_losses(options, *arrays)
+    return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
+
+
+def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    recomputed, made = residuals
+    d_loss = _dense(cotangents[0])
+    if made is not None:
+        gradients, scales, row_weight = made
+        d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
+        return options.cotangents(*_scaled(gradients, d_row, None, scales))
+    arrays, lse, wanted = recomputed
+    problem = options.problem(arrays)
+    upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
+    coefficients = rows.loss_coefficients(
+        options.spec, lse, problem.target, upstream, problem.class_weight, options.classes
+    )
+    return _recomputed(options, problem, lse, coefficients, wanted)
+
+
+_row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
+
+
+@_rule
+def _log_probs(options: Options, *arrays: Array) -> Arrays:
+    problem = options.problem(arrays)
+    statistics = chunked.statistics(problem, options.config(problem, NO_GRADIENT, entropy=True), entropy=True)
+    assert statistics.entropy is not None
+    return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
+
+
+def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
+    arrays = tuple(primal.value for primal in primals)
+    log_prob, entropy, lse = _log_probs(options, *arrays)
+    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), options.wanted(primals))
+
+
+def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
+    arrays, entropy, lse, wanted = residuals
+    problem = options.problem(arrays)
+    coefficients = rows.log_prob_coefficients(entropy, problem.target, *map(_dense, cotangents), options.classes)
+    return _recomputed(options, problem, lse, coefficients, wanted)
+
+
+_log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
+
+
+def _plan_a(options: Options, arrays: Sequence[Array], wanted: Wanted) -> tuple[Array, Arrays, Any, Any]:
+    """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
+    problem = options.problem(arrays)
+    config = options.config(problem, wanted, keeps_logits=True)
+    scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
+    losses, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, scales)
+    gradients = jax.tree.map(_named, gradients)
+    return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
+
+
+def _recomputed(options: Options, problem: Problem, lse: Array, coefficients: Coefficients, wanted: Wanted) -> Any:
+    """Plan C's backward pass."""
+    config = options.config(problem, wanted, entropy=coefficients.beta is not None)
+    return options.cotangents(*chunked.gradients(problem, config, lse, coefficients, wanted))
+
+
+def _scaled(gradients: Any, input_factor: Array, head_factor: Any, scales: Any) -> tuple[Any, Any, Any]:
+    """Returns gradients times what came from upstream, rounded once."""
+
+    def scaled(gradient: Array | None, factor: Any, scale: Any) -> Array | None:
+        if gradient is None:
+            return None
+        return (gradient * (factor if scale is None else factor / scale)).astype(gradient.dtype)
+
+    of_input, of_head = (None, None) if scales is None else scales
+    d_input, d_weight, d_bias = gradients
+    return (
+        scaled(d_input, input_factor, of_input),
+        scaled(d_weight, head_factor, of_head),
+        scaled(d_bias, head_factor, of_head),
+    )
+
+
+def _named(array: Array) -> Array:
+    return checkpoint_name(array, RESIDUAL)
+
+
+def _dense(cotangent: Any) -> Any:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _primitive(name: str, function: Callable[..., Arrays], flattened: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Returns `function(options, *arrays)` as a primitive; vmap makes it `flattened` where the head has no batch axis.
+
+    `flattened(options, arrays, batch)` takes the arrays with the batch flattened into the rows, returns batched results.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def bound(options: Options, *arrays: Array) -> Arrays:
+        return tuple(primitive.bind(*arrays, options=options))
+
+    @primitive.def_impl
+    def _(*arrays: Array, options: Options) -> Arrays:
+        return jax.jit(function, static_argnums=0)(options, *arrays)
+
+    @primitive.def_abstract_eval
+    def _(*avals: Any, options: Options) -> Any:
+        results = jax.eval_shape(partial(function, options), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, options: Options) -> tuple[Any, Any]:
+        perturbed = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def of_perturbed(*values: Any) -> Arrays:
+            arrays = list(primals)
+            for index, value in zip(perturbed, values, strict=True):
+                arrays[index] = value
+            return function(options, *arrays)
+
+        return jax.jvp(of_perturbed, [primals[i] for i in perturbed], [tangents[i] for i in perturbed])
+
+    def batch(arrays: Sequence[Any], axes: Sequence[Any], *, options: Options) -> tuple[Any, Any]:
+        size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
+        axis_of, named = options.named(axes), options.named(arrays)
+        if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
+            results = jax.vmap(partial(function, options), in_axes=tuple(axes), axis_size=size)(*arrays)
+            return results, [0] * len(results)
+        for name in ("input", "target", "row_weight"):
+            array, axis = named[name], axis_of[name]
+            array = jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
+            named[name] = array.reshape(-1, *array.shape[2:])
+        results = flattened(options, options.arrays(**named), size)
+        return results, [0] * len(results)
+
+    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(
+        primitive, mlir.lower_fun(lambda *arrays, options: function(options, *arrays), multiple_results=True)
+    )
+    return bound
+
+
+def _unflattened(results: Arrays, batch: int) -> Arrays:
+    return tuple(result.reshape(batch, -1) for result in results)
+
+
+def _row_losses_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
+    return _unflattened(row_losses(options, *arrays), batch)
+
+
+def _log_probs_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
+    return _unflattened(log_probs(options, *arrays), batch)
+
+
+def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
+    losses, *statistics = _unflattened(row_losses(options, *arrays), batch)
+    return losses.sum(1), *statistics
+
+
+loss_and_gradients = _primitive("linear_ce_loss_and_gradients", _loss_and_gradients, _loss_of_batch)
+row_losses = _primitive("linear_ce_row_losses", _row_losses, _row_losses_of_batch)
+log_probs = _primitive("linear_ce_log_probs", _log_probs, _log_probs_of_batch)

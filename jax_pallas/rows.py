@@ -1,0 +1,237 @@
+"""What happens to a row between the two passes over its logits: O(N) work, the same for every implementation.
+
+The first pass leaves `Partial` statistics of each row, one for each stretch of the vocabulary; `merge` joins
+stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
+second pass needs nothing of a loss but `Coefficients`: d_logits is
+
+    d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j   (MATH.md)
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from parity.spec import LossSpec
+
+MAX_EXPONENT = 126  # of a normal float32
+
+
+class Partial(NamedTuple):
+    """Statistics of n rows over one stretch of the vocabulary, all (n,) float32, MATH.md; None where not asked for."""
+
+    max: Array
+    sum_exp: Array  # of exp(logits - max)
+    target_logit: Array  # 0 where the target lies elsewhere
+    weighted_sum: Array | None  # of class_weight * logits, for label smoothing
+    sum_exp_log: Array | None  # of exp(logits - max) * (logits - max), for the entropy
+
+
+class RowStatistics(NamedTuple):
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute."""
+
+    lse: Array
+    target_logit: Array  # NaN where the target is no class
+    max: Array
+    weighted_sum: Array | None
+    entropy: Array | None
+
+
+class Coefficients(NamedTuple):
+    """What d_logits takes from a row's loss, all (n,) float32; None means zero."""
+
+    alpha: Array
+    tau: Array
+    beta: Array | None = None
+    sigma: Array | None = None
+
+    def map(self, function: Callable[[Array], Array]) -> "Coefficients":
+        return Coefficients(
+            alpha=function(self.alpha),
+            tau=function(self.tau),
+            beta=None if self.beta is None else function(self.beta),
+            sigma=None if self.sigma is None else function(self.sigma),
+        )
+
+
+def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
+    """Returns the statistics of a stretch without classes (a shard of padding), `merge`'s neutral element."""
+    zero = jnp.zeros(target.shape, jnp.float32)
+    return Partial(
+        max=jnp.full_like(zero, -jnp.inf),
+        sum_exp=zero,
+        target_logit=zero,
+        weighted_sum=zero if spec.label_smoothing else None,
+        sum_exp_log=zero if entropy else None,
+    )
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Joins the statistics of two stretches of the vocabulary."""
+    top = jnp.maximum(a.max, b.max)
+
+    def shifted(part: Partial) -> tuple[Array, Array]:
+        masked = part.max == -jnp.inf  # a stretch of nothing but -inf logits: its sums are 0
+        shift = jnp.where(masked, 0.0, part.max - top)
+        return jnp.where(masked, 0.0, jnp.exp(shift)), shift
+
+    scale_a, shift_a = shifted(a)
+    scale_b, shift_b = shifted(b)
+    weighted_sum = sum_exp_log = None
+    if a.weighted_sum is not None and b.weighted_sum is not None:
+        weighted_sum = a.weighted_sum + b.weighted_sum
+    if a.sum_exp_log is not None and b.sum_exp_log is not None:
+        sum_exp_log = scale_a * (a.sum_exp_log + shift_a * a.sum_exp) + scale_b * (b.sum_exp_log + shift_b * b.sum_exp)
+    return Partial(
+        max=top,
+        sum_exp=scale_a * a.sum_exp + scale_b * b.sum_exp,
+        target_logit=a.target_logit + b.target_logit,
+        weighted_sum=weighted_sum,
+        sum_exp_log=sum_exp_log,
+    )
+
+
+def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> RowStatistics:
+    """Turns statistics of the whole vocabulary into those that a loss is made of."""
+    contributes = row_weight != 0
+    log_sum = jnp.log(partial.sum_exp)
+    entropy = None
+    if partial.sum_exp_log is not None:
+        entropy = jnp.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
+    target_logit = jnp.where(_is_class(target, classes), partial.target_logit, jnp.nan)
+    return RowStatistics(
+        lse=jnp.where(contributes, partial.max + log_sum, 0.0),
+        target_logit=jnp.where(contributes, target_logit, 0.0),
+        max=jnp.where(contributes, partial.max, 0.0),
+        weighted_sum=partial.weighted_sum,
+        entropy=entropy,
+    )
+
+
+def row_weights(
+    spec: LossSpec,
+    target: Array,
+    class_weight: Array | None,
+    token_weight: Array | None,
+    normalizer: Array | None,
+    classes: int,
+) -> tuple[Array, Array]:
+    """Returns what each row's loss is multiplied by, (N,) float32, 0 for rows that do not contribute; and n_valid, ().
+
+    This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after selects
+    out rows of 0.
+    """
+    valid = target != spec.ignore_index
+    n_valid = valid.sum()
+    row_weight = valid.astype(jnp.float32)
+    if token_weight is not None:
+        row_weight = jnp.where(valid, token_weight.astype(jnp.float32), 0.0)
+    if spec.reduction == "mean":
+        if normalizer is not None:
+            denominator = normalizer.astype(jnp.float32)
+        elif class_weight is not None:
+            denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
+        else:
+            denominator = n_valid.astype(jnp.float32)
+        counts = (row_weight != 0) & (denominator != 0)
+        row_weight = jnp.where(counts, row_weight / denominator, 0.0)
+    return row_weight, n_valid
+
+
+def row_loss(
+    spec: LossSpec,
+    statistics: RowStatistics,
+    target: Array,
+    row_weight: Array,
+    class_weight: Array | None,
+    classes: int,
+) -> Array:
+    """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute. MATH.md"""
+    loss = statistics.lse - statistics.target_logit
+    if class_weight is not None:
+        loss = _target_class_weight(target, class_weight, classes) * loss
+    if spec.label_smoothing:
+        assert statistics.weighted_sum is not None
+        total = classes if class_weight is None else class_weight.sum()
+        smooth = (total * statistics.lse - statistics.weighted_sum) / classes
+        loss = (1.0 - spec.label_smoothing) * loss + spec.label_smoothing * smooth
+    if spec.z_loss_weight:
+        loss = loss + spec.z_loss_weight * jnp.square(statistics.lse)
+    return jnp.where(row_weight != 0, row_weight * loss, 0.0)
+
+
+def loss_coefficients(
+    spec: LossSpec, lse: Array, target: Array, upstream: Array, class_weight: Array | None, classes: int
+) -> Coefficients:
+    """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent. MATH.md"""
+    kept = upstream * (1.0 - spec.label_smoothing)
+    alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
+    sigma = None
+    if spec.label_smoothing:
+        sigma = upstream * (spec.label_smoothing / classes)
+        alpha = alpha + sigma * (classes if class_weight is None else class_weight.sum())
+    if spec.z_loss_weight:
+        alpha = alpha + upstream * (2.0 * spec.z_loss_weight) * lse
+    return Coefficients(alpha=_poison(alpha, target, classes), tau=tau, sigma=sigma)
+
+
+def log_prob_coefficients(
+    entropy: Array, target: Array, d_log_prob: Array, d_entropy: Array, d_lse: Array, classes: int
+) -> Coefficients:
+    """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,). MATH.md"""
+    alpha = d_lse - d_log_prob - d_entropy * entropy
+    return Coefficients(alpha=_poison(alpha, target, classes), tau=-d_log_prob, beta=-d_entropy)
+
+
+def saved_scales(row_weight: Array) -> tuple[Array, Array]:
+    """Returns () powers of two for float16 gradients made before the upstream gradient is known: d_input's, the head's.
+
+    The first takes the largest row weight (1/N of a mean) to [1, 2), so that d_input neither underflows nor overflows
+    whatever N is. A head's gradient sums up to N rows, so the second goes half that way, as far from one end of
+    float16 as from the other.
+    """
+    largest = jnp.abs(row_weight).max(initial=0.0)
+    usable = jnp.isfinite(largest) & (largest > 0)
+    exponent = jnp.where(usable, jnp.frexp(largest)[1] - 1, 0).clip(-MAX_EXPONENT, MAX_EXPONENT)
+    half = jnp.sign(exponent) * (jnp.abs(exponent) // 2)
+    return power_of_two(-exponent), power_of_two(-half)
+
+
+def split_exponents(coefficients: Coefficients, class_weight: Array | None) -> tuple[Coefficients, Array]:
+    """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32.
+
+    float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
+    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
+    get the least exponent.
+    """
+    magnitude = jnp.maximum(jnp.abs(coefficients.alpha), jnp.abs(coefficients.tau))
+    if coefficients.beta is not None:
+        magnitude = jnp.maximum(magnitude, jnp.abs(coefficients.beta))
+    if coefficients.sigma is not None:
+        largest = 1.0 if class_weight is None else jnp.abs(class_weight).max()
+        magnitude = jnp.maximum(magnitude, jnp.abs(coefficients.sigma) * largest)
+    usable = jnp.isfinite(magnitude) & (magnitude > 0)
+    exponent = jnp.where(usable, jnp.frexp(magnitude)[1].clip(-MAX_EXPONENT, MAX_EXPONENT), -MAX_EXPONENT)
+    factor = power_of_two(-exponent)
+    return coefficients.map(lambda c: c * factor), exponent
+
+
+def power_of_two(exponent: Array) -> Array:
+    """Returns 2**exponent in float32, exactly; 0 below the normal range."""
+    return jnp.ldexp(jnp.float32(1.0), exponent)
+
+
+def _is_class(target: Array, classes: int) -> Array:
+    return (target >= 0) & (target < classes)
+
+
+def _poison(alpha: Array, target: Array, classes: int) -> Array:
+    """NaN where the target is no class, so that its whole row of d_logits is; later passes select out ignored rows."""
+    return jnp.where(_is_class(target, classes), alpha, jnp.nan)
+
+
+def _target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:
+    """Returns class_weight[target], (N,) float32; NaN where the target is no class, without an access outside."""
+    picked = class_weight[target.clip(0, classes - 1)].astype(jnp.float32)
+    return jnp.where(_is_class(target, classes), picked, jnp.nan)

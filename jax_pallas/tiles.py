@@ -1,0 +1,138 @@
+"""How a call is cut into pieces: pure functions of shapes, dtypes and the memory budget. Nothing here changes a
+result beyond rounding.
+
+The chunked version walks rows in chunks and, within a chunk, the vocabulary in slabs. `WorkspaceModel` counts the
+bytes that one chunk of `rows` x one slab of `slab` keeps alive at the worst moment; `choose_chunks` finds the largest
+chunk within the budget.
+"""
+
+from dataclasses import dataclass
+
+MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
+MIN_SLAB = 64
+ROW_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """Rows of a chunk, classes of a slab, and whether d_weight is summed over chunks in a float32 buffer of its own."""
+
+    rows: int
+    slab: int
+    float32_sum: bool
+
+
+@dataclass(frozen=True)
+class WorkspaceModel:
+    """Bytes of workspace as a polynomial in the chunk's `rows` (n) and `slab` (v).
+
+    Args:
+        fixed: whatever the chunk, in bytes.
+        per_row: times n.
+        per_slab: times v.
+        per_tile: times n * v.
+        float32_sum: a float32 d_weight of all classes, needed only where several chunks add to a 16-bit one.
+    """
+
+    fixed: int
+    per_row: int
+    per_slab: int
+    per_tile: int
+    float32_sum: int = 0
+
+    def bytes(self, rows: int, slab: int) -> int:
+        return self.fixed + rows * self.per_row + slab * self.per_slab + rows * slab * self.per_tile
+
+    def rows_within(self, budget: int, slab: int) -> int:
+        """Returns the most rows that fit beside `slab`; negative or zero if none does."""
+        return (budget - self.fixed - slab * self.per_slab) // (self.per_row + slab * self.per_tile)
+
+
+def workspace_model(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    keeps_logits: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+) -> WorkspaceModel:
+    """Counts what `chunked` allocates above inputs and gradients.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K, rows of linear_weight that are classes.
+        itemsize: bytes of input's dtype.
+        weight_itemsize: bytes of linear_weight's dtype.
+        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        softcap: the logits are capped.
+        entropy: the entropy is computed, or differentiated.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+    """
+    half = itemsize == 2
+    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    if keeps_logits:
+        per_row += 4 * classes
+    if d_input:
+        per_row += 8 * hidden  # float32 sum and one slab's product
+    if d_weight and half:
+        per_row += hidden * itemsize  # rows times their power of two, for float16
+    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
+    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize)  # logits; d_logits and what is not fused
+    needs_sum = d_weight and weight_itemsize < 4
+    return WorkspaceModel(
+        fixed=64 * tokens + 8 * classes + 4096,
+        per_row=per_row,
+        per_slab=per_slab,
+        per_tile=per_tile,
+        float32_sum=4 * classes * hidden if needs_sum else 0,
+    )
+
+
+def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:
+    """Returns the largest chunk whose workspace stays within `budget` bytes.
+
+    One chunk of all rows is best: d_weight is then written once. Otherwise d_weight is summed in float32 if that buffer
+    takes no more than half the budget, and in the weight's own dtype if it takes more (rounded once a chunk).
+
+    Raises:
+        ValueError: not even the smallest chunk fits; the message names the least budget that would do.
+    """
+    tokens = max(tokens, 1)
+    least_rows, least_slab = min(tokens, MIN_ROWS), min(classes, MIN_SLAB)
+    least = model.bytes(least_rows, least_slab)
+    if least > budget:
+        raise ValueError(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+    whole = _largest(model, tokens, classes, budget)
+    if whole.rows >= tokens or not 0 < model.float32_sum <= budget // 2:
+        return whole
+    rest = budget - model.float32_sum
+    if model.bytes(least_rows, least_slab) > rest:
+        return whole
+    summed = _largest(model, tokens, classes, rest)
+    return ChunkConfig(summed.rows, summed.slab, float32_sum=True)
+
+
+def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:
+    """Widest slab that costs no more than a tenth of the rows that the narrowest allows."""
+    narrowest = min(classes, MIN_SLAB)
+    slabs = [narrowest]
+    while slabs[-1] < classes:
+        slabs.append(min(2 * slabs[-1], classes))
+    most = min(tokens, model.rows_within(budget, narrowest))
+    enough = max(min(tokens, MIN_ROWS), min(most, 9 * most // 10))
+    slab = max(slab for slab in slabs if slab == narrowest or model.rows_within(budget, slab) >= enough)
+    rows = min(tokens, model.rows_within(budget, slab))
+    if ROW_MULTIPLE <= rows < tokens:
+        chunks = -(-tokens // (rows - rows % ROW_MULTIPLE))  # then as even as the multiple allows
+        rows = min(tokens, -(-tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
+    return ChunkConfig(rows, slab, float32_sum=False)
