@@ -1,0 +1,113 @@
+"""Windows of a token stream: drawn at random to train on, evenly spaced to be judged by."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flax_models.errors import RunError
+
+IGNORED = -100  # target of positions that stand for nothing: linear_cross_entropy's own default
+
+
+class Batch(NamedTuple):
+    """Tokens and, at each position, the token that follows: both (B, T) int32."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+
+
+def _windows(stream: np.ndarray, starts: np.ndarray, length: int) -> Batch:
+    rows = stream[starts[:, None] + np.arange(length + 1)]  # (B, T + 1)
+    return Batch(rows[:, :-1], rows[:, 1:])
+
+
+class BatchSampler:
+    """Draws windows without replacement until the stream is used up, then shuffles it anew.
+
+    Each pass cuts the stream at another random offset. `state()` after any batch, given to `restore`, makes the
+    following batches come out the same; it is plain JSON.
+
+    Args:
+        stream: (n,) int32 tokens.
+        batch_size: windows a batch.
+        length: tokens a window (T); one more is read, since the last position has a target too.
+        seed: of the order.
+
+    Raises:
+        RunError: the stream is too short for one batch.
+
+    Example:
+        >>> sampler = BatchSampler(np.arange(1000, dtype=np.int32), batch_size=2, length=8, seed=0)
+        >>> sampler.next().tokens.shape
+        (2, 8)
+    """
+
+    def __init__(self, stream: np.ndarray, batch_size: int, length: int, seed: int) -> None:
+        # An offset may cost one window, and targets reach one token further.
+        self._count = (len(stream) - 1) // length - 1
+        if self._count < batch_size:
+            needed = (batch_size + 1) * length + 1
+            raise RunError(
+                f"too little text to train on: {len(stream):,} tokens, "
+                f"and a batch of {batch_size} x {length} needs {needed:,}"
+            )
+        self._stream, self._batch_size, self._length = stream, batch_size, length
+        self._generator = np.random.Generator(np.random.PCG64(seed))
+        self.passes = 0
+        self._shuffle()
+
+    def _shuffle(self) -> None:
+        self._before = self._generator.bit_generator.state  # enough to draw this pass again
+        offset = int(self._generator.integers(self._length))
+        self._starts = offset + self._length * self._generator.permutation(self._count)
+        self._cursor = 0
+
+    def next(self) -> Batch:
+        """Returns the next batch."""
+        if self._cursor + self._batch_size > self._count:
+            self.passes += 1
+            self._shuffle()
+        starts = self._starts[self._cursor : self._cursor + self._batch_size]
+        self._cursor += self._batch_size
+        return _windows(self._stream, starts, self._length)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the place in the order, as plain JSON."""
+        return {"generator": self._before, "cursor": self._cursor, "passes": self.passes}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to the place that `state()` gave."""
+        self._generator.bit_generator.state = state["generator"]
+        self.passes = state["passes"]
+        self._shuffle()
+        self._cursor = state["cursor"]
+
+
+def held_out_windows(stream: np.ndarray, length: int, most: int) -> Batch:
+    """Returns at most `most` windows (T = `length`) of a stream, evenly spaced and without overlap.
+
+    Args:
+        stream: (n,) int32 tokens.
+        length: tokens a window.
+        most: most windows.
+
+    Returns:
+        A batch of all of them.
+
+    Raises:
+        RunError: the stream is shorter than one window.
+    """
+    count = (len(stream) - 1) // length
+    if count < 1:
+        raise RunError(f"too little text to hold out: {len(stream):,} tokens, and one window needs {length + 1:,}")
+    chosen = np.linspace(0, count - 1, min(most, count)).round().astype(np.int64)
+    return _windows(stream, chosen * length, length)
+
+
+def padded(batch: Batch, batch_size: int) -> list[Batch]:
+    """Cuts a batch into batches of one size, the last filled up with rows whose targets are IGNORED."""
+    missing = -len(batch.tokens) % batch_size
+    width = batch.tokens.shape[1]
+    tokens = np.concatenate((batch.tokens, np.zeros((missing, width), np.int32)))
+    targets = np.concatenate((batch.targets, np.full((missing, width), IGNORED, np.int32)))
+    return [Batch(tokens[i : i + batch_size], targets[i : i + batch_size]) for i in range(0, len(tokens), batch_size)]

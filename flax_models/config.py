@@ -1,0 +1,161 @@
+"""The options of a training run, the named configs, and how a run's options are written down and read back.
+
+Only what the command line offers stands here; `flax_models.train` turns it into a command line.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flax_models.errors import RunError
+from flax_models.model import ModelConfig
+
+ConfigName = Literal["tiny", "micro"]
+
+# May differ between a run and its continuation: they change what is seen, never what is learned.
+FREE_ON_RESUME = frozenset({"resume", "runs", "name", "log_every", "prompt", "sample_tokens"})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the model is trained."""
+
+    steps: int = 2000
+    """Optimiser steps of the whole run."""
+    batch_size: int = 2
+    """Sequences a step; each is --max-seq-len tokens long."""
+    learning_rate: float = 1.5e-3
+    """Peak of the schedule: linear warm-up, then a cosine down to zero."""
+    warmup_steps: int = 100
+    """Steps of the warm-up."""
+    weight_decay: float = 0.1
+    """AdamW's decay of matrices; norms are left alone."""
+    beta1: float = 0.9
+    """AdamW's average of gradients."""
+    beta2: float = 0.95
+    """AdamW's average of squared gradients."""
+    clip_norm: float = 1.0
+    """Longest gradient; longer ones are scaled down to it."""
+    held_out_windows: int = 1024
+    """Most held-out sequences the final loss and the baselines are measured on."""
+    eval_windows: int = 64
+    """Held-out sequences measured during training."""
+    eval_every: int = 250
+    """Steps between held-out losses during training; 0 for none."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints; the last step always has one."""
+    log_every: int = 20
+    """Steps between fetches of what the device computed; every step is written to metrics.jsonl whatever it is."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "held_out_windows", "eval_windows", "checkpoint_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        for name in ("eval_every", "warmup_steps", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+        for name in ("learning_rate", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{_flag(name)} must be positive, got {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Train a small language model through the fused linear + cross-entropy loss."""
+
+    config: ConfigName = "tiny"
+    """Named config that sets every default below: tiny (about two minutes on two cores) or micro (seconds)."""
+    data: tuple[Path, ...] = ()
+    """Text files or folders to train on; none: the Python standard library's sources."""
+    name: str | None = None
+    """Name of the run, its folder under --runs; none: the config's name, numbered if it is taken."""
+    runs: Path = Path("runs")
+    """Folder of all runs."""
+    resume: bool = False
+    """Continue a run from its last checkpoint, with the options it was started with."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data."""
+    prompt: str = ""
+    """Text that the sample at the end continues; empty: the beginning of a document."""
+    sample_tokens: int = 160
+    """Longest sample at the end, in tokens."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+CONFIGS: dict[ConfigName, RunConfig] = {
+    "tiny": RunConfig(),
+    "micro": RunConfig(
+        config="micro",
+        model=ModelConfig(
+            vocab_size=1024,
+            hidden_size=64,
+            num_layers=2,
+            num_heads=2,
+            head_dim=32,
+            intermediate_size=128,
+            max_seq_len=64,
+        ),
+        train=TrainConfig(
+            steps=200, batch_size=4, learning_rate=3e-3, warmup_steps=20, eval_every=50, checkpoint_every=100
+        ),
+    ),
+}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def to_json(config: RunConfig) -> dict[str, Any]:
+    """Returns the options as plain JSON."""
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def from_json(values: dict[str, Any]) -> RunConfig:
+    """Returns the options that `to_json` wrote; raises RunError naming a field it does not know or finds missing."""
+    return _build(RunConfig, values)
+
+
+def _build[T](cls: type[T], values: dict[str, Any]) -> T:
+    hints = typing.get_type_hints(cls)
+    if odd := set(values) ^ set(hints):
+        raise RunError(
+            f"config.json and this version differ in {', '.join(sorted(odd))}: it was written by another version"
+        )
+    return cls(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value)
+    if typing.get_origin(hint) is tuple:
+        return tuple(typing.get_args(hint)[0](item) for item in value)
+    if typing.get_origin(hint) in (Literal, types.UnionType):
+        return value
+    return hint(value)
+
+
+def check_same(config: RunConfig, stored: RunConfig, where: Path) -> None:
+    """Raises RunError naming the first option in which a continuation differs from the run that it continues."""
+    ours, theirs = _flat(to_json(config)), _flat(to_json(stored))
+    for name, value in ours.items():
+        if name not in FREE_ON_RESUME and value != theirs[name]:
+            raise RunError(
+                f"--resume continues a run with its own options: "
+                f"{_flag(name)} is {theirs[name]} in {where}, got {value}"
+            )
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat.update(value if isinstance(value, dict) else {name: value})
+    return flat

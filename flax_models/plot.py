@@ -1,0 +1,65 @@
+"""loss.png: the loss of every step, its running mean, and the held-out loss beside the baselines."""
+
+from pathlib import Path
+
+import numpy as np
+
+from flax_models.baselines import Baselines
+from flax_models.metrics import Row
+
+SMOOTHING = 0.02  # weight of the newest step in the running mean: about the last 50 steps
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Returns the exponentially weighted mean of the values up to each, its weights adding up to 1 from the start."""
+    total, weight, means = 0.0, 0.0, []
+    for value in values:
+        total = (1 - SMOOTHING) * total + SMOOTHING * value
+        weight = (1 - SMOOTHING) * weight + SMOOTHING
+        means.append(total / weight)
+    return np.asarray(means)
+
+
+def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -> None:
+    """Draws a run's losses into a PNG file.
+
+    Args:
+        path: of the picture.
+        rows: of metrics.jsonl.
+        baselines: held-out losses to draw as lines.
+        title: above the picture.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    train = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
+    held_out = [(row["step"], row["held_out_loss"]) for row in rows if isinstance(row.get("held_out_loss"), float)]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)  # drawn without pyplot: no global state, no window system
+    axes = figure.add_subplot()
+    if train:
+        steps, losses = np.asarray(train).T
+        axes.plot(steps, losses, color="tab:blue", alpha=0.2, linewidth=0.6)
+        axes.plot(steps, running_mean(losses), color="tab:blue", label="train, running mean")
+    if held_out:
+        steps, losses = np.asarray(held_out).T
+        axes.plot(
+            steps, losses, color="tab:red", marker="o", markersize=4, label=f"held-out ({losses[-1]:.2f} at the end)"
+        )
+    for name, value in baselines._asdict().items():
+        axes.axhline(value, color="0.45", linewidth=0.8, linestyle="--")
+        axes.annotate(
+            f"{name} {value:.2f}",
+            xy=(1.0, value),
+            xycoords=("axes fraction", "data"),
+            xytext=(-4, 2),
+            textcoords="offset points",
+            ha="right",
+            fontsize="small",
+            color="0.35",
+        )
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.margins(x=0.01)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower left")
+    figure.savefig(path, dpi=120)

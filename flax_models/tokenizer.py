@@ -1,0 +1,112 @@
+"""Byte-level BPE: trained on the corpus's train part, kept in a cache under the corpus's hash.
+
+Every byte is in the alphabet, so any text can be encoded and no entry stands for "unknown".
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from flax_models.corpus import Document
+from flax_models.errors import RunError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|end|>"  # stands after each document, and before the first token of generated text
+END_ID = 0
+SMALLEST_VOCABULARY = 257  # 256 bytes and END
+_RECIPE = "byte-level BPE 1"  # in the cache's key: a new number whenever training below changes
+
+
+def cache_folder() -> Path:
+    """Returns the folder of cached tokenizers: `linear-ce` under XDG_CACHE_HOME, or under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "linear-ce"
+
+
+def load_or_train(documents: Sequence[Document], vocab_size: int, folder: Path) -> tuple["Tokenizer", str]:
+    """Returns the tokenizer of these documents, and a word on where it came from.
+
+    Args:
+        documents: the train part of a corpus.
+        vocab_size: most entries; little text may give fewer.
+        folder: the cache.
+
+    Returns:
+        (tokenizer, "cached" or "trained now", with the reason if it could not be cached).
+
+    Raises:
+        RunError: `vocab_size` is under 257, or the cached file is broken.
+    """
+    import tokenizers
+
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise RunError(
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY} (the bytes and one more), got {vocab_size}"
+        )
+    digest = hashlib.sha256(f"{_RECIPE} {tokenizers.__version__} {vocab_size}".encode())
+    for document in documents:
+        text = document.text.encode()
+        digest.update(len(text).to_bytes(8, "little") + text)
+    path = folder / f"tokenizer-{digest.hexdigest()[:32]}.json"
+    if path.is_file():
+        return read(path), "cached"
+    tokenizer = _train(documents, vocab_size)
+    try:
+        write(tokenizer, path)
+    except OSError as error:  # a home that cannot be written to costs seconds at every start, not the run
+        return tokenizer, f"trained now, not cached: {error.strerror} at {folder}"
+    return tokenizer, "trained now"
+
+
+def _train(documents: Sequence[Document], vocab_size: int) -> "Tokenizer":
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((document.text for document in documents), trainer)
+    return _as_plain_text(tokenizer)
+
+
+def _as_plain_text(tokenizer: "Tokenizer") -> "Tokenizer":
+    tokenizer.encode_special_tokens = True  # a text that spells END must not end itself
+    return tokenizer
+
+
+def read(path: Path) -> "Tokenizer":
+    """Returns the tokenizer kept in a file; raises RunError naming the file if it holds none."""
+    from tokenizers import Tokenizer
+
+    try:
+        return _as_plain_text(Tokenizer.from_file(str(path)))
+    except Exception as error:  # the library raises bare Exception for a missing or broken file
+        raise RunError(f"cannot read the tokenizer {path} (delete it to have it made again): {error}") from None
+
+
+def write(tokenizer: "Tokenizer", path: Path) -> None:
+    """Writes a tokenizer so that a reader sees the whole file or none; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(tokenizer.to_str())
+    os.replace(temporary, path)
+
+
+def encode(tokenizer: "Tokenizer", documents: Sequence[Document]) -> np.ndarray:
+    """Returns the documents' tokens, int32, END after each."""
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
+    parts = [np.asarray([*encoding.ids, END_ID], np.int32) for encoding in encodings]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
