@@ -222,9 +222,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     differentiated = {name: operands[name] for name in wanted.values()}
     others = {name: value for name, value in operands.items() if name not in differentiated}
     outputs = run(differentiated, others, upstream)
-    ran = linear_ce.explain(
-        operands["input"], operands["linear_weight"], vocab_axis=case.vocab_axis, implementation=implementation
-    )
+    ran = linear_ce.explain(operands["input"], operands["linear_weight"], implementation=implementation)
 
     def export(name: str, array: Any) -> tuple[np.ndarray, str]:
         values = array.T if name == "d_weight" and case.vocab_axis == 1 else array
@@ -244,17 +242,24 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the .npz files go")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--exhaustive", action="store_true", help="the full product of the options")
+    parser.add_argument("--distinct", action="store_true", help="run an implementation once, under the first name")
     options = parser.parse_args(arguments)
     for index, case in enumerate(select(options.only, options.exhaustive)):
         arrays = make_arrays(case)
+        ran: dict[str, str] = {}  # implementation -> backend
         for name in options.backends:
             line: dict[str, Any] = {"case": case.name, "backend": name}
+            same = ran.get(BACKENDS[name].implementation or "")
+            if options.distinct and same:
+                print(json.dumps(line | {"same_as": same}), flush=True)
+                continue
             try:
                 outcome = run_case(name, case, arrays)
             except Exception as failure:  # one failing case must not hide the others: it is a row of the table
                 traceback.print_exc(file=sys.stderr)
                 line["failure"] = f"{type(failure).__name__}: {failure}".splitlines()[0]
             else:
+                ran[outcome.implementation] = name
                 path = options.folder / f"{name}-{index}.npz"
                 np.savez(path, **outcome.outputs)  # pyright: ignore[reportArgumentType]
                 line |= {

@@ -55,7 +55,7 @@ def line(row: Row) -> str:
 
 def _line(backend: str, dtype: str, implementation: str, shares: Iterable[str], case: str) -> str:
     # The name comes last: it is the one entry of no certain width.
-    return f"{backend:<14} {dtype:<5} {implementation:<12}{''.join(f'{share:>9}' for share in shares)}  {case}"
+    return f"{backend:<14} {dtype:<5} {implementation:<21}{''.join(f'{share:>9}' for share in shares)}  {case}"
 
 
 def summary(rows: Iterable[Row]) -> list[str]:
