@@ -10,26 +10,24 @@ Undifferentiated, each runs plan B and does no gradient work. Which gradients a 
 differentiated: a custom_vjp with symbolic zeros is told. The operators know nothing of ignore_index, token weights,
 reductions or denominators: `rows.row_weights` folds all of that into one vector.
 
-Each operator is a primitive of its own around its custom_vjp function, for the sake of vmap: batching a custom_vjp
-would keep one d_weight for each batch element until they are summed. Its batching rule flattens the batch into rows
-instead, and lets plan C take a cotangent for each.
+Primitives stand on both sides of a custom_vjp function (`primitives.py`). Outside, for the sake of vmap: batching a
+custom_vjp would keep one d_weight for each batch element until they are summed; the batching rule flattens the batch
+into rows instead, and lets plan C take a cotangent for each. Inside, around the loops over chunks: partial evaluation
+(of `jax.checkpoint`, say) would hoist what it finds invariant out of them, such as every slab of the head.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from jax_pallas import chunked, rows
-from jax_pallas.chunked import Problem, Wanted
+from jax_pallas.chunked import Gradients, Problem, Wanted
+from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.rows import Coefficients
 from jax_pallas.tiles import ChunkConfig, choose_chunks, workspace_model
 from parity.spec import LossSpec
@@ -96,10 +94,15 @@ class Options:
         bias = named["linear_bias"]
         return Wanted(named["input"].perturbed, named["linear_weight"].perturbed, bias is not None and bias.perturbed)
 
-    def cotangents(self, d_input: Array | None, d_weight: Array | None, d_bias: Array | None) -> Any:
+    def cotangents(self, gradients: Gradients) -> Any:
         """A backward rule's results; None stands for zero."""
         return self.arrays(
-            input=d_input, linear_weight=d_weight, target=None, row_weight=None, linear_bias=d_bias, class_weight=None
+            input=gradients.d_input,
+            linear_weight=gradients.d_weight,
+            target=None,
+            row_weight=None,
+            linear_bias=gradients.d_bias,
+            class_weight=None,
         )
 
 
@@ -119,14 +122,14 @@ def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
 
 def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     wanted = options.wanted(primals)
-    losses, statistics, gradients, scales = _plan_a(options, [primal.value for primal in primals], wanted)
-    return (losses.sum(), *statistics), (gradients, scales)
+    losses, statistics, gradients, scales = _plan_a((options, wanted), *(primal.value for primal in primals))
+    return (losses.sum(), *statistics), (jax.tree.map(_named, gradients), scales)
 
 
 def _loss_and_gradients_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     gradients, scales = residuals
     d_loss = _dense(cotangents[0])
-    return options.cotangents(*_scaled(gradients, d_loss, d_loss, scales))
+    return options.cotangents(_scaled(gradients, d_loss, d_loss, scales))
 
 
 _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, symbolic_zeros=True)
@@ -134,8 +137,7 @@ _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, sym
 
 @_rule
 def _row_losses(options: Options, *arrays: Array) -> Arrays:
-    problem = options.problem(arrays)
-    statistics = chunked.statistics(problem, options.config(problem, NO_GRADIENT))
+    problem, statistics = options.problem(arrays), _statistics((options, False), *arrays)
     loss = rows.row_loss(
         options.spec, statistics, problem.target, problem.row_weight, problem.class_weight, options.classes
     )
@@ -145,8 +147,11 @@ def _row_losses(options: Options, *arrays: Array) -> Arrays:
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
     if not (wanted.d_weight or wanted.d_bias):  # frozen head: a row's d_input is its d_loss times what one gives
-        losses, statistics, gradients, scales = _plan_a(options, arrays, wanted)
-        return (losses, *statistics), (None, (gradients, scales, options.named(arrays)["row_weight"]))
+        losses, statistics, gradients, scales = _plan_a((options, wanted), *arrays)
+        return (losses, *statistics), (
+            None,
+            (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
+        )
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
 
@@ -157,14 +162,14 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     if made is not None:
         gradients, scales, row_weight = made
         d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
-        return options.cotangents(*_scaled(gradients, d_row, None, scales))
+        return options.cotangents(_scaled(gradients, d_row, None, scales))
     arrays, lse, wanted = recomputed
     problem = options.problem(arrays)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
     coefficients = rows.loss_coefficients(
         options.spec, lse, problem.target, upstream, problem.class_weight, options.classes
     )
-    return _recomputed(options, problem, lse, coefficients, wanted)
+    return options.cotangents(_gradients((options, wanted), arrays, lse, coefficients))
 
 
 _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
@@ -172,8 +177,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 
 @_rule
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
-    problem = options.problem(arrays)
-    statistics = chunked.statistics(problem, options.config(problem, NO_GRADIENT, entropy=True), entropy=True)
+    statistics = _statistics((options, True), *arrays)
     assert statistics.entropy is not None
     return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
 
@@ -186,31 +190,43 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, wanted = residuals
-    problem = options.problem(arrays)
-    coefficients = rows.log_prob_coefficients(entropy, problem.target, *map(_dense, cotangents), options.classes)
-    return _recomputed(options, problem, lse, coefficients, wanted)
+    target, (d_log_prob, d_entropy, d_lse) = options.problem(arrays).target, map(_dense, cotangents)
+    coefficients = rows.log_prob_coefficients(entropy, target, d_log_prob, d_entropy, d_lse, options.classes)
+    return options.cotangents(_gradients((options, wanted), arrays, lse, coefficients))
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
-def _plan_a(options: Options, arrays: Sequence[Array], wanted: Wanted) -> tuple[Array, Arrays, Any, Any]:
+@opaque("linear_ce_statistics")
+def _statistics(static: tuple[Options, bool], *arrays: Array) -> rows.RowStatistics:
+    """Plan B, with the entropy if static[1]."""
+    options, entropy = static
+    problem = options.problem(arrays)
+    return chunked.statistics(problem, options.config(problem, NO_GRADIENT, entropy=entropy), entropy=entropy)
+
+
+@opaque("linear_ce_plan_a")
+def _plan_a(static: tuple[Options, Wanted], *arrays: Array) -> tuple[Array, Arrays, Gradients, Any]:
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
+    options, wanted = static
     problem = options.problem(arrays)
     config = options.config(problem, wanted, keeps_logits=True)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     losses, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, scales)
-    gradients = jax.tree.map(_named, gradients)
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
 
 
-def _recomputed(options: Options, problem: Problem, lse: Array, coefficients: Coefficients, wanted: Wanted) -> Any:
+@opaque("linear_ce_gradients")
+def _gradients(static: tuple[Options, Wanted], arrays: Arrays, lse: Array, coefficients: Coefficients) -> Gradients:
     """Plan C's backward pass."""
+    options, wanted = static
+    problem = options.problem(arrays)
     config = options.config(problem, wanted, entropy=coefficients.beta is not None)
-    return options.cotangents(*chunked.gradients(problem, config, lse, coefficients, wanted))
+    return chunked.gradients(problem, config, lse, coefficients, wanted)
 
 
-def _scaled(gradients: Any, input_factor: Array, head_factor: Any, scales: Any) -> tuple[Any, Any, Any]:
+def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
     """Returns gradients times what came from upstream, rounded once."""
 
     def scaled(gradient: Array | None, factor: Any, scale: Any) -> Array | None:
@@ -218,12 +234,11 @@ def _scaled(gradients: Any, input_factor: Array, head_factor: Any, scales: Any) 
             return None
         return (gradient * (factor if scale is None else factor / scale)).astype(gradient.dtype)
 
-    of_input, of_head = (None, None) if scales is None else scales
-    d_input, d_weight, d_bias = gradients
-    return (
-        scaled(d_input, input_factor, of_input),
-        scaled(d_weight, head_factor, of_head),
-        scaled(d_bias, head_factor, of_head),
+    input_scale, head_scale = (None, None) if scales is None else scales
+    return Gradients(
+        scaled(gradients.d_input, input_factor, input_scale),
+        scaled(gradients.d_weight, head_factor, head_scale),
+        scaled(gradients.d_bias, head_factor, head_scale),
     )
 
 
@@ -232,61 +247,8 @@ def _named(array: Array) -> Array:
 
 
 def _dense(cotangent: Any) -> Any:
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
-    return cotangent
-
-
-def _primitive(name: str, function: Callable[..., Arrays], flattened: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """Returns `function(options, *arrays)` as a primitive; vmap makes it `flattened` where the head has no batch axis.
-
-    `flattened(options, arrays, batch)` takes the arrays with the batch flattened into the rows, returns batched results.
-    """
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-
-    def bound(options: Options, *arrays: Array) -> Arrays:
-        return tuple(primitive.bind(*arrays, options=options))
-
-    @primitive.def_impl
-    def _(*arrays: Array, options: Options) -> Arrays:
-        return jax.jit(function, static_argnums=0)(options, *arrays)
-
-    @primitive.def_abstract_eval
-    def _(*avals: Any, options: Options) -> Any:
-        results = jax.eval_shape(partial(function, options), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
-        return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, options: Options) -> tuple[Any, Any]:
-        perturbed = [index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
-
-        def of_perturbed(*values: Any) -> Arrays:
-            arrays = list(primals)
-            for index, value in zip(perturbed, values, strict=True):
-                arrays[index] = value
-            return function(options, *arrays)
-
-        return jax.jvp(of_perturbed, [primals[i] for i in perturbed], [tangents[i] for i in perturbed])
-
-    def batch(arrays: Sequence[Any], axes: Sequence[Any], *, options: Options) -> tuple[Any, Any]:
-        size = next(array.shape[axis] for array, axis in zip(arrays, axes, strict=True) if axis is not None)
-        axis_of, named = options.named(axes), options.named(arrays)
-        if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
-            results = jax.vmap(partial(function, options), in_axes=tuple(axes), axis_size=size)(*arrays)
-            return results, [0] * len(results)
-        for name in ("input", "target", "row_weight"):
-            array, axis = named[name], axis_of[name]
-            array = jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
-            named[name] = array.reshape(-1, *array.shape[2:])
-        results = flattened(options, options.arrays(**named), size)
-        return results, [0] * len(results)
-
-    ad.primitive_jvps[primitive] = jvp
-    batching.primitive_batchers[primitive] = batch
-    mlir.register_lowering(
-        primitive, mlir.lower_fun(lambda *arrays, options: function(options, *arrays), multiple_results=True)
-    )
-    return bound
+    symbolic = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+    return jnp.zeros(cotangent.shape, jnp.float32) if symbolic else cotangent
 
 
 def _unflattened(results: Arrays, batch: int) -> Arrays:
@@ -301,11 +263,27 @@ def _log_probs_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
     return _unflattened(log_probs(options, *arrays), batch)
 
 
+def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
+    """Makes a batching rule of `flattened(options, arrays, batch)`, which takes the batch as rows and gives it back."""
+
+    def rule(options: Options, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Arrays | None:
+        axis_of, named = options.named(axes), options.named(arrays)
+        if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
+            return None  # a head for each batch element: nothing to share
+        for name in ("input", "target", "row_weight"):
+            array, axis = named[name], axis_of[name]
+            array = jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
+            named[name] = array.reshape(-1, *array.shape[2:])
+        return flattened(options, options.arrays(**named), size)
+
+    return rule
+
+
 def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
     losses, *statistics = _unflattened(row_losses(options, *arrays), batch)
     return losses.sum(1), *statistics
 
 
-loss_and_gradients = _primitive("linear_ce_loss_and_gradients", _loss_and_gradients, _loss_of_batch)
-row_losses = _primitive("linear_ce_row_losses", _row_losses, _row_losses_of_batch)
-log_probs = _primitive("linear_ce_log_probs", _log_probs, _log_probs_of_batch)
+loss_and_gradients = differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch))
+row_losses = differentiable("linear_ce_row_losses", _row_losses, _by_batch(_row_losses_of_batch))
+log_probs = differentiable("linear_ce_log_probs", _log_probs, _by_batch(_log_probs_of_batch))
