@@ -1,5 +1,6 @@
 """The loss as a module that owns its head."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from core_triton.linear_ce import linear_cross_entropy
 from parity.spec import LossSpec, Reduction, check_memory_budget
+
+OPTIONS = tuple(field.name for field in dataclasses.fields(LossSpec))
 
 
 class LinearCrossEntropy(nn.Module):
@@ -83,7 +86,7 @@ class LinearCrossEntropy(nn.Module):
         normalizer: Tensor | float | None = None,
     ) -> Tensor:
         """Returns the loss of input (..., D) and target (...,), float32."""
-        options: dict[str, Any] = vars(self.spec)
+        options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
             self.weight,

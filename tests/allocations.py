@@ -1,0 +1,51 @@
+"""Counts what PyTorch operators allocate and which products they run, without a GPU."""
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+
+
+class Meter(TorchDispatchMode):
+    """Counts, while it is active, live bytes of storages that operators make, their peak, and products of matrices.
+
+    Operators of the project are opened: what they allocate inside is counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[weakref.ref, int] = {}
+        self.peak = 0
+        self.largest = 0  # bytes of the largest storage
+        self.products: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if func.namespace == "linear_ce":
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if func.overloadpacket.__name__ in PRODUCTS:
+            self.products.append(func.overloadpacket.__name__)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in known:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: Any) -> None:
+        reference = weakref.ref(storage, lambda gone: self.live.pop(gone, None))
+        if reference not in self.live:
+            self.live[reference] = storage.nbytes()
+            self.largest = max(self.largest, storage.nbytes())
+            self.peak = max(self.peak, sum(self.live.values()))
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Returns the bytes that the tensors' storages take."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)

@@ -1,0 +1,209 @@
+"""core_triton under autograd: which gradients, how often, and what PyTorch puts around a call."""
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from allocations import Meter
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch_problem import FUNCTIONS, leaves, problem, total
+
+import core_triton
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ARGUMENTS = ("input", "linear_weight", "linear_bias")
+
+# Products of matrices of a whole call with one chunk and one slab: logits, d_input, d_weight, once more the logits.
+PRODUCTS = {
+    "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
+    "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
+    "none": {(True, True): 4, (True, False): 2, (False, True): 3, (False, False): 2},
+    "log_probs": {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2},
+}
+
+
+def gradients(function: str, arrays: dict[str, Any], **options: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(total(function, arrays, **options), leaves(arrays)))
+
+
+def freeze(arrays: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: tensor.detach() if name in names else tensor for name, tensor in arrays.items()}
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("frozen", [f for k in range(1, 4) for f in itertools.combinations(ARGUMENTS, k)])
+def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
+    arrays = problem(dtype=dtype)
+    wanted = [name for name in ARGUMENTS if name not in frozen]
+    everything = dict(zip(ARGUMENTS, gradients(function, arrays), strict=True))
+    arrays = freeze(arrays, *frozen)
+    with Meter() as meter:
+        value = total(function, arrays)
+        found = torch.autograd.grad(value, leaves(arrays)) if wanted else ()
+    assert value.requires_grad == bool(wanted)
+    # The way to a gradient can depend on which others are asked for, and with it the order of the roundings.
+    step = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(list(found), [everything[name] for name in wanted], rtol=step, atol=step)
+    expected = PRODUCTS[function]["input" in wanted, "linear_weight" in wanted] if wanted else 1
+    # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
+    expected += function == "none" and wanted == ["input", "linear_bias"]
+    # float16 takes the bias's gradient as a product of a vector and a matrix.
+    expected += dtype == torch.float16 and "linear_bias" in wanted
+    assert len(meter.products) == expected
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("frozen", "n", "v"), [("linear_weight", 17, 600), ("input", 600, 70)])
+def test_no_buffer_for_a_frozen_argument(function: str, frozen: str, n: int, v: int) -> None:
+    arrays = freeze(problem(n, 64, v), frozen)
+    # A budget that lets only pieces of rows and of the vocabulary exist at once.
+    with Meter() as meter:
+        gradients(function, arrays, memory_budget=arrays[frozen].nbytes // 2 + 40000)
+    other = arrays["input" if frozen == "linear_weight" else "linear_weight"]
+    assert meter.largest < arrays[frozen].nbytes
+    assert meter.largest >= other.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_second_backward_repeats_the_first(function: str, dtype: torch.dtype) -> None:
+    arrays = problem(dtype=dtype)
+    value = total(function, arrays)
+    upstream = torch.tensor(3.0)
+    first = torch.autograd.grad(value, leaves(arrays), upstream, retain_graph=True)
+    first = [gradient.clone() for gradient in first]
+    second = torch.autograd.grad(value, leaves(arrays), upstream, retain_graph=True)
+    for gradient in second:
+        gradient.zero_()  # what a caller does to a gradient must not reach the next one
+    third = torch.autograd.grad(value, leaves(arrays), upstream)
+    assert_same(list(third), first)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("factor", [0.0, 1.0, -2.0, 4.0])
+def test_upstream_gradient_multiplies(function: str, factor: float) -> None:
+    arrays = problem()
+    plain = gradients(function, arrays)
+    scaled = torch.autograd.grad(total(function, arrays), leaves(arrays), torch.tensor(factor))
+    assert_same(list(scaled), [factor * gradient for gradient in plain])  # powers of two: exact
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_grad_accumulates(function: str, retain_graph: bool) -> None:
+    arrays = problem()
+    single = [gradient.clone() for gradient in gradients(function, arrays)]
+    for _ in range(2):
+        total(function, arrays).backward(retain_graph=retain_graph)
+    assert_same([leaf.grad for leaf in leaves(arrays) if leaf.grad is not None], [2 * g for g in single])
+
+
+def test_two_losses_of_one_head_add() -> None:
+    first, second = problem(seed=1), problem(seed=2)
+    second["linear_weight"], second["linear_bias"] = first["linear_weight"], first["linear_bias"]
+    apart = [a + b for a, b in zip(gradients("mean", first), gradients("sum", second), strict=True)]
+    together = torch.autograd.grad(total("mean", first) + total("sum", second), leaves(first))
+    assert_same(list(together)[1:], apart[1:])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_backward_after_the_arrays_changed_is_refused(function: str) -> None:
+    arrays = problem()
+    value = total(function, arrays)
+    with torch.no_grad():
+        arrays["linear_weight"].add_(1.0)
+    if function in ("mean", "sum"):  # the gradients were made before: those of the old values
+        assert_same(list(torch.autograd.grad(value, leaves(arrays))), gradients(function, problem()))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            value.backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_second_derivative_is_refused(function: str) -> None:
+    arrays = problem()
+    with pytest.raises(RuntimeError, match="no second derivative: use create_graph=False"):
+        torch.autograd.grad(total(function, arrays), leaves(arrays), create_graph=True)
+
+
+def test_function_transforms_are_refused() -> None:
+    arrays = problem()
+    others = {name: tensor.detach() for name, tensor in arrays.items() if name != "input"}
+
+    def loss(x: Tensor) -> Tensor:
+        return core_triton.linear_cross_entropy(x, **others)
+
+    with pytest.raises(TypeError, match=r"input comes from a torch\.func transform, which is not supported"):
+        torch.func.grad(loss)(arrays["input"].detach())
+    with pytest.raises(TypeError, match=r"input comes from a torch\.func transform, which is not supported"):
+        torch.func.vmap(loss)(arrays["input"].detach()[None])
+
+
+def test_statistics_carry_no_gradient() -> None:
+    loss, stats = core_triton.linear_cross_entropy_with_stats(**problem(), z_loss_weight=0.1)
+    assert loss.requires_grad
+    assert not any(tensor.requires_grad for tensor in stats)
+    assert stats.n_valid.dtype == torch.int64
+
+
+def test_no_grad_and_inference_mode_run_one_product() -> None:
+    arrays = problem()
+    want = total("mean", arrays).detach()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, Meter() as meter:
+            value = total("mean", arrays)
+        assert len(meter.products) == 1
+        assert not value.requires_grad
+        torch.testing.assert_close(value.clone(), want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(function: str, use_reentrant: bool) -> None:
+    arrays = problem()
+    names = [*ARGUMENTS, "target"]
+
+    def body(*tensors: Tensor) -> Tensor:
+        return total(function, dict(zip(names, tensors, strict=True)))
+
+    value = checkpoint(body, *(arrays[name] for name in names), use_reentrant=use_reentrant)
+    assert isinstance(value, Tensor)
+    value.backward()
+    assert_same([leaf.grad for leaf in leaves(arrays) if leaf.grad is not None], gradients(function, arrays))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_runs_the_products_in_its_dtype(function: str, dtype: torch.dtype) -> None:
+    arrays = problem()
+    rounded = {n: t.detach().to(dtype).float().requires_grad_() if t.requires_grad else t for n, t in arrays.items()}
+    rounded["linear_bias"] = arrays["linear_bias"]  # float32 stays float32, and is added in float32
+    with torch.autocast("cpu", dtype=dtype):
+        value = total(function, arrays)
+    value.backward()
+    exact = total(function, rounded)
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, exact, rtol=1e-5, atol=1e-5)
+    for leaf, want in zip(leaves(arrays), gradients(function, rounded), strict=True):
+        assert leaf.grad is not None
+        assert leaf.grad.dtype == torch.float32
+        scale = want.abs().max().item()
+        torch.testing.assert_close(leaf.grad, want, rtol=0, atol=scale * (1e-2 if dtype == torch.bfloat16 else 2e-3))
+
+
+def test_nothing_is_kept_after_the_backward_pass() -> None:
+    arrays = problem()
+    with Meter() as meter:
+        for function in FUNCTIONS:
+            found = gradients(function, arrays)
+            del found
+        gc.collect()
+        assert sum(meter.live.values()) == 0

@@ -1,0 +1,167 @@
+"""core_triton's operators under torch.library.opcheck, and its functions inside torch.compile without a graph break."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch_problem import FUNCTIONS, leaves, problem, total
+
+import core_triton
+from core_triton import ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+def operator_arguments(dtype: torch.dtype, *, smoothing: float, softcap: float | None, bias: bool) -> tuple[Any, ...]:
+    arrays = problem(dtype=dtype)
+    row_weight = torch.linspace(0.0, 1.0, 12)
+    class_weight = torch.linspace(0.5, 2.0, 45) if smoothing else None
+    return (
+        arrays["input"],
+        arrays["linear_weight"],
+        arrays["linear_bias"] if bias else None,
+        arrays["target"].clamp(max=44),
+        row_weight,
+        class_weight,
+        smoothing,
+        0.01,  # z_loss_weight
+        softcap,
+        0.5,  # logit_scale
+        45,  # vocab_size
+        2**20,  # memory_budget
+        "chunked",
+    )
+
+
+OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1, "softcap": 4.0, "bias": False}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    arguments = operator_arguments(dtype, **options)
+    bias = options["bias"]
+    # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
+    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for wanted in ((True, True, bias), (False, True, False)):
+        torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, *wanted), **close)
+    torch.library.opcheck(ops.loss_and_gradients, (*arguments, False, True, False, False), **close)
+    torch.library.opcheck(ops.row_losses, arguments, **close)
+    torch.library.opcheck(ops.log_probs, arguments, **close)
+    rows = torch.linspace(-1.0, 1.0, 12)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    sigma = rows if options["smoothing"] else None
+    recomputed = (*plain[:6], rows + 5.0, rows, rows, None, sigma, *plain[6:], True, True, bias)
+    torch.library.opcheck(ops.recomputed_gradients, recomputed, **close)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [torch.tensor(2.0), torch.linspace(0.0, 3.0, 12)[:, None]])
+def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
+    gradient = torch.linspace(-1.0, 1.0, 96).reshape(12, 8).to(dtype)
+    torch.library.opcheck(ops.scaled, (gradient, factor))
+    torch.library.opcheck(ops.scale_, (gradient.clone(), factor))
+
+
+def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:
+    """Compiles `function` whole, and compares its value and gradients with those of the uncompiled one."""
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    want, got = function(arrays), compiled(arrays)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, leaves(arrays)), torch.autograd.grad(want, leaves(arrays)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_compile_whole(function: str) -> None:
+    arrays = problem()
+    arrays["target"] %= 45
+    assert_compiles(lambda arrays: total(function, arrays, softcap=5.0, vocab_size=45, memory_budget=2**20), arrays)
+
+
+def test_options_compile_whole() -> None:
+    extra: dict[str, Any] = {"weight": torch.linspace(0.5, 2.0, 50), "token_weight": torch.linspace(0.0, 1.0, 12)}
+
+    def function(arrays: dict[str, Any]) -> Tensor:
+        return core_triton.linear_cross_entropy(
+            **arrays, **extra, normalizer=7.5, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5
+        )
+
+    assert_compiles(function, problem())
+
+
+def test_statistics_compile_whole() -> None:
+    arrays = problem()
+    compiled = torch.compile(core_triton.linear_cross_entropy_with_stats, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**arrays), core_triton.linear_cross_entropy_with_stats(**arrays))
+
+
+def test_evaluation_compiles_whole() -> None:
+    arrays = problem()
+
+    @torch.no_grad()
+    def function(arrays: dict[str, Any]) -> Tensor:
+        return core_triton.linear_cross_entropy(**arrays)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(arrays), function(arrays))
+
+
+@pytest.mark.parametrize("function", ["mean", "none"])
+def test_dynamic_shapes_compile_once(function: str) -> None:
+    compilations = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda arrays: total(function, arrays), fullgraph=True, backend=backend, dynamic=True)
+    for n in (12, 31, 5):
+        arrays = problem(n)
+        want = torch.autograd.grad(total(function, arrays), leaves(arrays))
+        torch.testing.assert_close(torch.autograd.grad(compiled(arrays), leaves(arrays)), want)
+    assert len(compilations) == 1
+
+
+def test_dynamic_shapes_with_aot_autograd() -> None:
+    for n in (12, 31):
+        assert_compiles(lambda arrays: total("mean", arrays), problem(n), dynamic=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_model_around_the_loss_compiles_whole(reduction: Any) -> None:
+    torch.manual_seed(0)
+    head = core_triton.LinearCrossEntropy(8, 50, bias=True, reduction=reduction)
+    body = nn.Sequential(nn.Linear(6, 8), nn.GELU())
+    x, target = torch.randn(3, 4, 6), torch.randint(0, 50, (3, 4))
+
+    def model(x: Tensor, target: Tensor) -> Tensor:
+        return (2.0 * head(body(x), target)).sum()
+
+    parameters = [*body.parameters(), *head.parameters()]
+    want = torch.autograd.grad(model(x, target), parameters)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x, target), parameters), want)
+
+
+def test_compiled_second_backward_repeats_the_first() -> None:
+    arrays = problem(dtype=torch.float16)
+    compiled = torch.compile(lambda arrays: total("mean", arrays), fullgraph=True, backend="aot_eager")
+    value = compiled(arrays)
+    upstream = torch.tensor(3.0)
+    first = [g.clone() for g in torch.autograd.grad(value, leaves(arrays), upstream, retain_graph=True)]
+    second = torch.autograd.grad(value, leaves(arrays), upstream)
+    torch.testing.assert_close(list(second), first, rtol=0, atol=0)
+
+
+def test_bad_input_is_refused_in_a_compiled_function_too() -> None:
+    compiled = torch.compile(lambda arrays: total("mean", arrays, softcap=-1.0), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"softcap must be positive or None, got -1\.0"):
+        compiled(problem())

@@ -1,0 +1,197 @@
+"""Every bad input of the contract raises an error that names the argument and what it got."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_problem import problem
+
+import core_triton
+
+BAD_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "input no tensor": ({"input": np.zeros((12, 8))}, TypeError, "input must be a Tensor, got ndarray"),
+    "weight none": ({"linear_weight": None}, TypeError, "linear_weight must be a Tensor, got NoneType"),
+    "target list": ({"target": [0] * 12}, TypeError, "target must be a Tensor, got list"),
+    "bias list": ({"linear_bias": [0.0] * 50}, TypeError, "linear_bias must be a Tensor or None, got list"),
+    "input float64": (
+        {"input": torch.zeros(12, 8, dtype=torch.float64)},
+        TypeError,
+        "input must be float16 or bfloat16 or float32, got float64",
+    ),
+    "input integer": ({"input": torch.zeros(12, 8, dtype=torch.int32)}, TypeError, "input must be .* got int32"),
+    "input scalar": ({"input": torch.zeros(())}, ValueError, r"input must have shape \(\.\.\., D\), got \(\)"),
+    "weight one axis": (
+        {"linear_weight": torch.zeros(50)},
+        ValueError,
+        r"linear_weight must have shape \(V, D\), got \(50,\)",
+    ),
+    "weight three axes": ({"linear_weight": torch.zeros(50, 8, 1)}, ValueError, r"linear_weight .* got \(50, 8, 1\)"),
+    "weight other D": (
+        {"linear_weight": torch.zeros(50, 9)},
+        ValueError,
+        r"linear_weight must have shape \(V, D\) with D = 8 as in input \(12, 8\), got \(50, 9\)",
+    ),
+    "weight without rows": ({"linear_weight": torch.zeros(0, 8)}, ValueError, r"linear_weight must .* got \(0, 8\)"),
+    "weight bfloat16": (
+        {"linear_weight": torch.zeros(50, 8, dtype=torch.bfloat16)},
+        TypeError,
+        "linear_weight must be float32, got bfloat16",
+    ),
+    "target float": ({"target": torch.zeros(12)}, TypeError, "target must have an integer dtype, got float32"),
+    "target bool": ({"target": torch.zeros(12, dtype=torch.bool)}, TypeError, "target must .* integer dtype, got bool"),
+    "target shape": (
+        {"target": torch.zeros(11, dtype=torch.long)},
+        ValueError,
+        r"target must have shape \(12,\) \(input without its last axis\), got \(11,\)",
+    ),
+    "bias shape": ({"linear_bias": torch.zeros(49)}, ValueError, r"linear_bias must have shape \(50,\).* got \(49,\)"),
+    "bias dtype": (
+        {"linear_bias": torch.zeros(50, dtype=torch.float16)},
+        TypeError,
+        "linear_bias must be float32, got float16",
+    ),
+    "target device": (
+        {"target": torch.zeros(12, dtype=torch.long, device="meta")},
+        ValueError,
+        "target must be on input's device cpu, got meta",
+    ),
+    "weight device": (
+        {"linear_weight": torch.zeros(50, 8, device="meta")},
+        ValueError,
+        "linear_weight must be on input's device cpu, got meta",
+    ),
+}
+
+BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "softcap zero": ({"softcap": 0.0}, ValueError, "softcap must be positive or None, got 0.0"),
+    "softcap text": ({"softcap": "big"}, TypeError, "softcap must be a Python number, got str"),
+    "softcap tensor": ({"softcap": torch.tensor(3.0)}, TypeError, "softcap must be a Python number, got Tensor"),
+    "scale infinite": ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
+    "scale bool": ({"logit_scale": True}, TypeError, "logit_scale must be a Python number, got bool"),
+    "vocab_size too large": (
+        {"vocab_size": 51},
+        ValueError,
+        "vocab_size must not exceed linear_weight's 50 rows, got 51",
+    ),
+    "vocab_size zero": ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1 or None, got 0"),
+    "vocab_size float": ({"vocab_size": 50.0}, TypeError, "vocab_size must be a Python int, got float"),
+    "ignore_index float": ({"ignore_index": 0.5}, TypeError, "ignore_index must be a Python int, got float"),
+    "memory_budget zero": ({"memory_budget": 0}, ValueError, r"memory_budget must be positive \(bytes\), got 0"),
+    "memory_budget float": ({"memory_budget": 1e9}, TypeError, "memory_budget must be a Python int, got float"),
+    "memory_budget small": (
+        {"memory_budget": 1000},
+        ValueError,
+        r"memory_budget must be at least \d+ bytes for 12 tokens and 50 classes, got 1000",
+    ),
+    "implementation": (
+        {"implementation": "fastest"},
+        ValueError,
+        "implementation must be one of 'chunked', got 'fastest'",
+    ),
+}
+
+BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "reduction": ({"reduction": "max"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'max'"),
+    "smoothing large": ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must lie in \[0, 1\], got 1.5"),
+    "smoothing negative": ({"label_smoothing": -0.1}, ValueError, r"label_smoothing must lie in \[0, 1\], got -0.1"),
+    "smoothing NaN": ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be finite, got nan"),
+    "z_loss_weight": ({"z_loss_weight": -1e-4}, ValueError, "z_loss_weight must not be negative, got -0.0001"),
+    "class weight shape": ({"weight": torch.ones(49)}, ValueError, r"weight must have shape \(50,\).* got \(49,\)"),
+    "class weight dtype": ({"weight": torch.ones(50, dtype=torch.long)}, TypeError, "weight must be .* got int64"),
+    "class weight list": ({"weight": [1.0] * 50}, TypeError, "weight must be a Tensor or None, got list"),
+    "class weight grad": (
+        {"weight": torch.ones(50, requires_grad=True)},
+        ValueError,
+        "weight is not differentiated and must not require grad",
+    ),
+    "token_weight shape": (
+        {"token_weight": torch.ones(12, 1)},
+        ValueError,
+        r"token_weight must have shape \(12,\) \(target's shape\), got \(12, 1\)",
+    ),
+    "token_weight dtype": (
+        {"token_weight": torch.ones(12, dtype=torch.bool)},
+        TypeError,
+        "token_weight must be .* got bool",
+    ),
+    "token_weight grad": ({"token_weight": torch.ones(12, requires_grad=True)}, ValueError, "token_weight is not diff"),
+    "token_weight device": (
+        {"token_weight": torch.ones(12, device="meta")},
+        ValueError,
+        "token_weight must be on input's device cpu, got meta",
+    ),
+    "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar Tensor .* got str"),
+    "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar Tensor .* got bool"),
+    "normalizer shape": (
+        {"normalizer": torch.ones(1)},
+        ValueError,
+        r"normalizer must have shape \(\) \(a scalar\), got \(1,\)",
+    ),
+    "normalizer of a sum": (
+        {"normalizer": 3.0, "reduction": "sum"},
+        ValueError,
+        "normalizer needs reduction \"mean\", got reduction 'sum'",
+    ),
+    "normalizer grad": ({"normalizer": torch.ones((), requires_grad=True)}, ValueError, "normalizer is not diff"),
+}
+
+
+def bad_inputs(tables: list[dict[str, tuple[dict[str, Any], type[Exception], str]]]) -> list[Any]:
+    return [pytest.param(*row, id=name) for table in tables for name, row in table.items()]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), bad_inputs([BAD_ARRAYS, BAD_OPTIONS, BAD_LOSS]))
+def test_loss_refuses(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = problem() | change
+    for function in (core_triton.linear_cross_entropy, core_triton.linear_cross_entropy_with_stats):
+        with pytest.raises(kind, match=message):
+            function(**arguments)
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), bad_inputs([BAD_ARRAYS, BAD_OPTIONS]))
+def test_log_probs_refuse(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = problem() | change
+    with pytest.raises(kind, match=message):
+        core_triton.linear_log_probs(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_head_of_another_16_bit_dtype_is_refused(dtype: torch.dtype) -> None:
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    arrays = problem(dtype=dtype)
+    arrays["linear_weight"] = arrays["linear_weight"].to(other)
+    name, got = str(dtype).removeprefix("torch."), str(other).removeprefix("torch.")
+    with pytest.raises(TypeError, match=rf"linear_weight must be {name} or float32, got {got} \(input is {name}\)"):
+        core_triton.linear_cross_entropy(**arrays)
+
+
+def test_check_targets_names_the_first_bad_positions() -> None:
+    core_triton.check_targets(torch.tensor([[0, 9], [-100, 3]]), 10)
+    core_triton.check_targets(torch.tensor([0, -1]), 10, ignore_index=-1)
+    core_triton.check_targets(torch.zeros(0, dtype=torch.long), 10)
+    with pytest.raises(ValueError, match=r"target must lie in \[0, 10\) or be ignore_index -100, got 2 others") as bad:
+        core_triton.check_targets(torch.tensor([[0, 10], [-1, 3]]), 10)
+    assert "target[0, 1] = 10, target[1, 0] = -1" in str(bad.value)
+
+
+def test_check_targets_names_no_more_than_a_few() -> None:
+    with pytest.raises(ValueError, match="got 1000 others") as bad:
+        core_triton.check_targets(torch.full((1000,), 7), 7)
+    assert len(str(bad.value)) < 300
+
+
+def test_explain_says_why() -> None:
+    arrays = problem()
+    name, reason = core_triton.explain(arrays["input"], arrays["linear_weight"])
+    assert name == "chunked"
+    assert reason == "no kernel for cpu devices"
+    assert core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="chunked").name == "chunked"
+    with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
+        core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="cuda")
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}])
+def test_module_refuses_at_construction(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        core_triton.LinearCrossEntropy(8, 100, **change)
