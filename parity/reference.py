@@ -180,7 +180,7 @@ def reference_log_probs(
     d_lse: np.ndarray | None = None,
     arithmetic: Arithmetic = EXACT,
 ) -> LogProbsResult:
-    """Returns log-probability, entropy and lse per token, MATH.md (19)-(21), and their gradients (22).
+    """Returns log-probability, entropy and lse per token, MATH.md (19), (20), (3), and their gradients (22).
 
     Args:
         input: (..., D), float32 or float64.
@@ -249,7 +249,7 @@ def _problem(
     spec: LossSpec,
     real: type[np.floating],
 ) -> _Problem:
-    """Returns logits, lse and probabilities, (1)-(5)."""
+    """Returns logits, lse and probabilities, (1)-(4)."""
     classes = spec.classes(linear_weight.shape[0])
     x = input.reshape(-1, input.shape[-1]).astype(real)
     x[~contributes] = 0  # selected out: NaN or inf in such a row must not reach a product
