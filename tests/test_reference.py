@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_problem import N, V, problem
+from small_problem import D, N, V, problem
 
 from parity.reference import EXACT, reference_log_probs, reference_loss, unfused
 from parity.rounding import round_to

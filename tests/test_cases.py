@@ -1,0 +1,120 @@
+"""The table of cases: what it covers, and that its arrays are what they say."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from parity.arrays import make_arrays
+from parity.cases import POISONS, STRATA, Case, cases, exhaustive_cases, select, stratum_table
+from parity.expected import expected, outputs_of
+from parity.pairwise import pairs, pairwise
+from parity.rounding import round_to
+from parity.spec import FLOAT_DTYPES, LossSpec
+
+
+def test_there_are_about_300_cases_of_distinct_names() -> None:
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names)
+    assert 250 <= len(names) <= 350
+
+
+def test_exhaustive_names_are_distinct_and_hold_the_edges() -> None:
+    names = [case.name for case in exhaustive_cases()]
+    assert len(set(names)) == len(names) > 5000
+    assert {case.name for case in cases() if case.name.startswith("edge")} <= set(names)
+
+
+@pytest.mark.parametrize("stratum", range(len(STRATA)), ids=["-".join(stratum) for stratum in STRATA])
+def test_every_pair_of_options_occurs(stratum: int) -> None:
+    factors, rows = stratum_table(stratum)
+    covered = {
+        frozenset(((a, factors[a].index(row[a])), (b, factors[b].index(row[b]))))
+        for row in rows
+        for a in factors
+        for b in factors
+        if a < b
+    }
+    assert covered == set(pairs(factors))
+
+
+def test_pairwise_repeats_and_is_shorter_than_the_product() -> None:
+    factors = {"a": (0, 1, 2), "b": "xy", "c": (None, 1.5), "d": (False, True)}
+    assert pairwise(factors, seed=3) == pairwise(factors, seed=3)
+    assert len(pairwise(factors)) <= 9
+    assert pairwise(factors)[0] == {"a": 0, "b": "x", "c": None, "d": False}
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_every_dtype_has_every_edge_of_numbers(dtype: str) -> None:
+    mine = [case for case in cases() if case.dtype == dtype]
+    poisons = Counter(poison for case in mine for poison in case.poison)
+    always = {"ignored_rows", "masked_rows", "padding", "bias_neg_inf", "target_range"}
+    assert (set(POISONS) if dtype != "float16" else always) <= set(poisons)
+    assert {case.function for case in mine if case.tight_memory} == {"loss", "log_probs"}
+
+
+def test_arrays_repeat() -> None:
+    case = cases()[5]
+    first, second = make_arrays(case), make_arrays(case)
+    assert list(first) == list(second)
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_arrays_and_truth_of_a_case(case: Case) -> None:
+    arrays = make_arrays(case)
+    assert arrays["input"].shape == (*case.lead, case.hidden)
+    assert arrays["target"].shape == case.lead
+    assert arrays["target"].dtype == case.target_dtype
+    for name in ("input", "linear_bias", "weight", *([] if case.head_dtype else ["linear_weight"])):
+        if name in arrays:
+            assert arrays[name].dtype == np.float32
+            np.testing.assert_array_equal(arrays[name], round_to(arrays[name], case.dtype))
+    valid = arrays["target"] != case.spec.ignore_index
+    in_range = (arrays["target"] >= 0) & (arrays["target"] < case.classes)
+    assert "target_range" in case.poison or np.all(in_range | ~valid)
+    assert not case.ignored or case.n == 0 or not np.all(valid)
+    want = expected(case, arrays)
+    assert tuple(want) == outputs_of(case)
+    # An infinite budget would mean that the unfused computation overflows or has NaN elsewhere: a case without teeth.
+    assert all(0 < budget < 0.02 for _, budget in want.values()), {n: b for n, (_, b) in want.items()}
+
+
+def test_poison_is_in_place() -> None:
+    for case in cases():
+        arrays = make_arrays(case)
+        flat = arrays["input"].reshape(case.n, case.hidden)
+        clean = np.isfinite(flat).all(axis=1)
+        ignored = arrays["target"].reshape(-1) == case.spec.ignore_index
+        if "ignored_rows" in case.poison:
+            np.testing.assert_array_equal(clean, ~ignored)
+        if "masked_rows" in case.poison:
+            np.testing.assert_array_equal(clean, arrays["token_weight"].reshape(-1) != 0)
+        if "padding" in case.poison:
+            assert not np.isfinite(arrays["linear_weight"][case.classes :]).any()
+            assert np.isfinite(arrays["linear_weight"][: case.classes]).all()
+        if "bias_neg_inf" in case.poison:
+            assert np.isneginf(arrays["linear_bias"]).sum() > case.vocab // 4
+            assert np.isfinite(arrays["linear_bias"][arrays["target"][arrays["target"] >= 0]]).all()
+
+
+def test_unknown_poison_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"poison must be among ignored_rows, .*, got arsenic"):
+        make_arrays(Case(name="bad", poison=("arsenic",)))
+
+
+def test_select_takes_part_of_a_name() -> None:
+    chosen = [case.name for case in select("edge-empty")]
+    assert chosen
+    assert all("edge-empty" in name for name in chosen)
+    assert not list(select("no such case"))
+
+
+def test_extra_roundings_are_counted_for_16_bits_only() -> None:
+    tight = {"tight_memory": True, "upstream": "random"}
+    assert Case(name="a", dtype="float32", **tight).extra_roundings == 0
+    assert Case(name="a", dtype="bfloat16", **tight).extra_roundings == 2
+    assert Case(name="a", dtype="bfloat16", spec=LossSpec("none"), **tight).extra_roundings == 1
+    assert Case(name="a", dtype="bfloat16").extra_roundings == 0
