@@ -1,0 +1,312 @@
+"""The judgement of backends: budgets admit honest arithmetic and catch wrong ones, and the command says so."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parity import __main__ as command
+from parity import tolerances
+from parity.arrays import make_arrays
+from parity.backends import BACKENDS, expected_default, run_case
+from parity.cases import Case, cases, select
+from parity.expected import evaluate_unfused, expected, judge, judge_pair
+from parity.spec import LossSpec
+
+ROOT = Path(__file__).parents[1]
+
+
+def used(judgements: Any) -> str:
+    return ", ".join(f"{name} {judgement.percent:.0f}%" for name, judgement in judgements.items())
+
+
+# Tolerances.
+
+
+def test_error_is_relative_to_the_norm() -> None:
+    assert tolerances.error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert tolerances.error(np.array([0.0, 0.25]), np.zeros(2)) == 0.25
+    assert tolerances.error(np.zeros(0), np.zeros(0)) == 0
+
+
+@pytest.mark.parametrize(
+    ("got", "want"),
+    [
+        ([1.0, np.nan], [1.0, 2.0]),
+        ([1.0, 2.0], [1.0, np.nan]),
+        ([1.0, np.inf], [1.0, -np.inf]),
+        ([1.0, np.inf], [1.0, np.nan]),
+    ],
+)
+def test_nan_or_infinity_out_of_place_is_an_infinite_error(got: list[float], want: list[float]) -> None:
+    assert tolerances.error(np.array(got), np.array(want)) == np.inf
+
+
+def test_nan_and_infinity_in_place_are_no_error() -> None:
+    want = np.array([np.nan, np.inf, -np.inf, 4.0])
+    assert tolerances.error(want + np.array([0, 0, 0, 1.0]), want) == 0.25
+
+
+def test_error_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"array must have shape \(2,\), got \(2, 1\)"):
+        tolerances.error(np.zeros((2, 1)), np.zeros(2))
+
+
+# Judgement.
+
+
+@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+def test_another_order_of_summation_is_within_budget(case: Case) -> None:
+    arrays = make_arrays(case)
+    rng = np.random.default_rng(0)
+    tokens, hidden, classes = rng.permutation(case.n), rng.permutation(case.hidden), np.arange(case.vocab)
+    rng.shuffle(classes[: case.classes])
+    rank = np.argsort(classes)
+    target = arrays["target"].reshape(-1)[tokens].astype(np.int64)
+    in_range = (target >= 0) & (target < case.classes) & (target != case.spec.ignore_index)
+    # Far away, so that no permuted target meets it.
+    ignore_index = -(2**40)
+    permuted_class = np.where(in_range, rank[target % case.vocab], target)
+    permuted = {
+        "target": np.where(target == case.spec.ignore_index, ignore_index, permuted_class),
+        "input": arrays["input"].reshape(case.n, case.hidden)[tokens][:, hidden],
+    }
+    permuted["linear_weight"] = arrays["linear_weight"][classes][:, hidden]
+    for name in ("linear_bias", "weight"):
+        if name in arrays:
+            permuted[name] = arrays[name][classes]
+    per_token = ("token_weight", "d_loss", "d_log_prob", "d_entropy", "d_lse")
+    for name in per_token:
+        if name in arrays:
+            whole = name == "d_loss" and case.spec.reduction != "none"
+            permuted[name] = arrays[name] if whole else arrays[name].reshape(-1)[tokens]
+    if "normalizer" in arrays:
+        permuted["normalizer"] = arrays["normalizer"]
+    flat = replace(case, lead=(case.n,), spec=replace(case.spec, ignore_index=ignore_index))
+    outputs = evaluate_unfused(flat, permuted)
+    back = np.argsort(tokens)
+    for name, value in outputs.items():
+        if name == "d_weight":
+            outputs[name] = value[rank][:, np.argsort(hidden)]
+        elif name == "d_bias":
+            outputs[name] = value[rank]
+        elif name == "d_input":
+            outputs[name] = value[back][:, np.argsort(hidden)].reshape(arrays["input"].shape)
+        elif value.shape == (case.n,):
+            outputs[name] = value[back].reshape(case.lead)
+    judgements = judge(case, expected(case, arrays), outputs)
+    assert all(judgement.percent <= 100 for judgement in judgements.values()), used(judgements)
+
+
+# An option left out, and the cases that have it. A gradient of zeros cannot tell, so edges stay out.
+LEFT_OUT: dict[str, Any] = {
+    "label_smoothing": 0.0,
+    "z_loss_weight": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "vocab_size": None,
+}
+
+
+@pytest.mark.parametrize("option", [*LEFT_OUT, "linear_bias", "weight", "token_weight", "normalizer", "d_loss"])
+def test_an_option_left_out_is_over_budget(option: str) -> None:
+    seen = 0
+    for case in cases():
+        arrays = make_arrays(case)
+        if case.name.startswith("edge"):
+            continue
+        if option in LEFT_OUT:
+            if getattr(case.spec, option) == LEFT_OUT[option]:
+                continue
+            broken, given = replace(case, spec=replace(case.spec, **{option: LEFT_OUT[option]})), arrays
+        else:
+            if option not in arrays or (option == "d_loss" and case.upstream == "one"):
+                continue
+            broken, given = case, {name: array for name, array in arrays.items() if name != option}
+        outputs = evaluate_unfused(broken, given)
+        if option == "linear_bias":
+            outputs["d_bias"] = np.zeros(case.vocab)
+        judgements = judge(case, expected(case, arrays), outputs)
+        assert max(judgement.percent for judgement in judgements.values()) > 200, f"{case.name}: {used(judgements)}"
+        seen += 1
+    assert seen > 15
+
+
+def test_missing_and_unasked_outputs_are_refused() -> None:
+    case = next(select("edge-frozen_weight-fp32"))
+    arrays = make_arrays(case)
+    outputs = evaluate_unfused(case, arrays)
+    assert "d_weight" not in outputs
+    for wrong in (outputs | {"d_weight": arrays["linear_weight"]}, {"loss": outputs["loss"]}):
+        with pytest.raises(ValueError, match=r"outputs of edge-frozen_weight-fp32 must be loss, d_input, .*, got loss"):
+            judge(case, expected(case, arrays), wrong)
+
+
+def test_two_backends_within_budget_are_within_twice_of_each_other() -> None:
+    case = next(select("edge-target_range-none-fp32"))
+    arrays = make_arrays(case)
+    want, outputs = expected(case, arrays), evaluate_unfused(case, arrays)
+    assert all(judgement.error == 0 for judgement in judge_pair(want, outputs, outputs).values())
+    other = outputs | {"loss": np.nan_to_num(outputs["loss"])}
+    assert judge_pair(want, outputs, other)["loss"].percent == np.inf
+
+
+# Backends.
+
+
+def test_unknown_backend_is_refused() -> None:
+    case = cases()[0]
+    with pytest.raises(ValueError, match=r"backend must be one of 'torch-default', .*, got 'numpy'"):
+        run_case("numpy", case, make_arrays(case))
+
+
+def test_importing_the_contract_imports_no_framework() -> None:
+    code = (
+        "import sys, parity.__main__, parity.backends, parity.expected\n"
+        "found = {'torch', 'jax', 'triton', 'core_triton', 'jax_pallas'} & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("backend", ["torch-default", "jax-default"])
+def test_wrong_dtype_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from parity import backends
+
+    framework = BACKENDS[backend].framework
+    case = next(select("edge-one_token-bf16"))
+    arrays = make_arrays(case)
+    run = backends._RUNNERS[framework](None, case, arrays)
+    results = run.results | {"d_input": (run.results["d_input"][0], "float32")}
+    monkeypatch.setitem(backends._RUNNERS, framework, lambda *_: run._replace(results=results))
+    with pytest.raises(TypeError, match="d_input must be bfloat16, got float32"):
+        run_case(backend, case, arrays)
+
+
+def test_a_default_without_its_kernel_fails_on_a_gpu() -> None:
+    case = next(select("edge-one_token-fp32"))
+    want = expected(case, make_arrays(case))
+    outputs = evaluate_unfused(case, make_arrays(case))
+    outcome = {"implementation": "chunked", "platform": "cuda", "outputs": outputs}
+    row = command._row(case, "torch-default", want, outcome)
+    assert row.failures == [
+        "torch-default on edge-one_token-fp32: the default ran 'chunked' on cuda, where 'triton' should run"
+    ]
+    assert not command._row(case, "torch-default", want, outcome | {"implementation": "triton"}).failures
+    assert not command._row(case, "torch-chunked", want, outcome).failures
+    assert command._row(case, "torch-chunked", want, outcome | {"implementation": "triton"}).failures
+    assert expected_default("jax", "gpu") == ("mosaic", "pallas_triton")
+    assert expected_default("jax", "cpu") == ("chunked",)
+
+
+# The command.
+
+
+def run_command(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "parity", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_command_compares_both_frameworks(tmp_path: Path) -> None:
+    document = tmp_path / "parity.json"
+    done = run_command("--only", "one_token", "--json", str(document))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all within budget" in done.stdout
+    assert "PyTorch against JAX" in done.stdout
+    written = json.loads(document.read_text())
+    names = {case.name for case in select("one_token")}
+    assert {row["case"] for row in written["backends"]} == {row["case"] for row in written["pairs"]} == names
+    assert {row["backend"] for row in written["backends"]} >= {"torch-default", "jax-default"}
+    for row in written["backends"]:
+        assert not row["failures"]
+        assert all(0 <= output["error"] <= output["budget"] for output in row["outputs"].values())
+
+
+BREAK_A_SIGN = """
+import torch as _torch
+from core_triton import linear_ce as _right
+
+
+class _ReverseGradient(_torch.autograd.Function):
+    @staticmethod
+    def forward(context, input):
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(context, gradient):
+        return -gradient
+
+
+def linear_cross_entropy_with_stats(input, *arguments, **options):
+    return _right.linear_cross_entropy_with_stats(_ReverseGradient.apply(input), *arguments, **options)
+"""
+RAISE = """
+def linear_cross_entropy_with_stats(*arguments, **options):
+    raise RuntimeError("no such kernel")
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (BREAK_A_SIGN, "FAIL torch-chunked on edge-one_token-fp32: d_input has error 2, over its budget of"),
+        (RAISE, "FAIL torch-chunked on edge-one_token-fp32: RuntimeError: no such kernel"),
+    ],
+    ids=["sign", "raise"],
+)
+def test_a_broken_copy_fails(change: str, message: str, tmp_path: Path) -> None:
+    for package in ("parity", "core_triton"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "core_triton" / "__init__.py").open("a") as file:
+        file.write(change)
+    done = run_command("--backend", "torch-chunked", "--only", "edge-one_token-fp32", folder=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stdout
+    assert "<-- FAILS" in done.stdout
+    assert "1 cases, 1 failed" in done.stdout
+    assert "all within budget" not in done.stdout
+
+
+def test_a_name_that_no_case_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--only", "no such case"]) == 1
+    assert "--only must be part of a case's name, got 'no such case'" in capsys.readouterr().err
+
+
+def test_a_missing_framework_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "installed", lambda framework: framework == "torch")
+    assert command._available(None) == ["torch-default", "torch-chunked"]
+    assert "JAX is not installed: its backends are left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--backend jax-chunked needs JAX, which is not installed"):
+        command._available(["jax-chunked"])
+    monkeypatch.setattr(command, "installed", lambda framework: False)
+    assert command.main([]) == 1
+    assert "nothing to run: neither PyTorch nor JAX is installed" in capsys.readouterr().err
+
+
+def test_an_unknown_backend_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--backend", "numpy"])
+    message = capsys.readouterr().err
+    assert "invalid choice: 'numpy'" in message
+    assert all(name in message for name in BACKENDS)
+
+
+def test_one_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    case = Case(name="tiny", lead=(4,), hidden=3, vocab=5, spec=LossSpec("sum"))
+    arrays = make_arrays(case)
+    outcome = {"implementation": "chunked", "platform": "cpu", "outputs": evaluate_unfused(case, arrays)}
+    row = command._row(case, "torch-default", expected(case, arrays), outcome)
+    line = command.report.line(row)
+    assert line.startswith("torch-default  fp32  chunked")
+    assert line.endswith("  tiny")
+    assert len(command.report.header()) == len(line)
+    assert line.count("%") == 5  # loss, lse, d_input, d_weight and the worst of the rest
