@@ -23,7 +23,7 @@ def _number(name: str, value: Any) -> float:
     """Returns `value` as a finite float; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    if not -math.inf < value < math.inf:  # math.isfinite would stop torch.compile with dynamic shapes
+    if not -math.inf < cast(float, value) < math.inf:  # math.isfinite would stop torch.compile with dynamic shapes
         raise ValueError(f"{name} must be finite, got {value}")
     return float(value)
 
