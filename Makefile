@@ -7,9 +7,9 @@ SHELL := /bin/bash
 BIN := .venv/bin
 LATEST := .venv-latest/bin
 INSTALL := pip install --quiet --disable-pip-version-check --retries 10
-# Without their dependencies (4 GB of CUDA libraries): enough to compile JAX programs for a GPU that is not there.
-COMPILE_ONLY := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
-TEST_ENV := JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 OMP_NUM_THREADS=1
+# Enough of JAX's CUDA plugin to compile for a GPU that is not there. Apart from the environment, where JAX would look for a driver.
+GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
+TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1
 WORKERS ?= 2
 ARGS ?=
 
@@ -43,12 +43,14 @@ help:
 .venv/.dev: .venv/bin/python pyproject.toml constraints.txt
 	@echo "installing what the tests need (two minutes and 6 GB: PyTorch comes with its CUDA libraries)"
 	@$(BIN)/$(INSTALL) --constraint constraints.txt --editable ".[dev]"
-	@$(BIN)/$(INSTALL) --constraint constraints.txt --no-deps $(COMPILE_ONLY)
+	@$(BIN)/$(INSTALL) --constraint constraints.txt --no-deps --upgrade --target .venv/gpu-compiler $(GPU_COMPILER)
 	@touch $@ .venv/.train
 
 .venv-latest/.dev: pyproject.toml .venv/bin/python
 	@python=$$($(find_python)); rm -rf .venv-latest; "$$python" -m venv .venv-latest
 	@$(LATEST)/$(INSTALL) --upgrade --editable ".[dev]"
+	@version=$$($(LATEST)/python -c 'import jax; print(jax.__version__)'); $(LATEST)/$(INSTALL) --no-deps \
+	  --target .venv-latest/gpu-compiler jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version nvidia-cuda-nvcc nvidia-nvvm
 	@touch $@
 
 train: .venv/.train

@@ -1,0 +1,56 @@
+"""Compiles the JAX loss for a GPU that is not there and prints its temporaries, one JSON line a program.
+
+Run by test_jax_pallas_gpu_compile.py in a process of its own: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
+PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v and vocab_axis.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_pallas.linear_ce import linear_cross_entropy
+
+
+def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int) -> Any:
+    def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def loss(x: jax.Array, w: jax.Array, y: jax.Array, reduction: Any = "mean") -> jax.Array:
+        return linear_cross_entropy(x, w, y, reduction=reduction, vocab_axis=vocab_axis)
+
+    def none(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
+        losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
+        return losses, vjp(d_loss)
+
+    head = (v, d) if vocab_axis == 0 else (d, v)
+    arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
+    function: Any = loss
+    if mode == "train":
+        function = jax.value_and_grad(loss, argnums=(0, 1))
+    elif mode == "none":
+        function, arguments = none, [*arguments, shape((n,), jnp.float32)]
+    with jax.set_mesh(mesh):
+        return jax.jit(function).lower(*arguments).compile()
+
+
+def main() -> None:
+    target, programs = Path(sys.argv[1]).read_text(), json.loads(sys.argv[2])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    for program in programs:
+        executable = compiled(mesh, **program)
+        v, d = program["v"], program["d"]
+        moved = re.findall(rf"= \w+\[(?:{v},{d}|{d},{v})\]\S* (?:transpose|copy)\(.*", executable.as_text())
+        temporaries = executable.memory_analysis().temp_size_in_bytes
+        print(json.dumps({**program, "temporaries": temporaries, "moved": moved}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
