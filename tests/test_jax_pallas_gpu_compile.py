@@ -1,4 +1,4 @@
-"""What the GPU compiler makes of the chunked loss, without a GPU: temporaries within the budget, the head not copied."""
+"""What the GPU compiler makes of the chunked loss, without a GPU: temporaries within the budget, no copied head."""
 
 import json
 import os
