@@ -156,6 +156,7 @@ def chunk_statistics(
         merged = partial if merged is None else rows.merge(merged, partial)
         if kept is not None:
             kept.append(logits)
+        del logits  # or it would live until the next slab's are there
     return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
 
 
@@ -285,13 +286,14 @@ def chunk_gradients(
             sums.d_bias.put(slab, summed, first=chunk.start == 0)
         d_logits = _operand(d_logits, dtype)
         if sums.d_input is not None:
-            product = _product(d_logits, w)
-            d_input = product if d_input is None else d_input.add_(product)
+            d_input = _product(d_logits, w) if d_input is None else d_input.add_(_product(d_logits, w))
         if sums.d_weight is not None:
             product = _product(d_logits.T, x_head)
             if head_scale is not None:
                 product *= head_scale
             sums.d_weight.put(slab, product, first=chunk.start == 0)
+            del product
+        del w, d_logits  # or they would live until the next slab's are there
     if d_input is not None and sums.d_input is not None:
         if input_scale is not None:
             d_input *= input_scale[:, None]

@@ -235,7 +235,8 @@ def linear_log_probs(
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    log_prob, entropy, lse = ops.log_probs(*call.arrays(), **call.options())
+    d_input, d_weight = _differentiated(call.input), _differentiated(call.linear_weight)
+    log_prob, entropy, lse = ops.log_probs(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
     return LogProbs(*(result.reshape(target.shape) for result in (log_prob, entropy, lse)))
 
 
@@ -390,22 +391,20 @@ def _prepare(
     )
 
 
+def _differentiated(tensor: Tensor | None) -> bool:
+    """Whether a backward pass will ask for the tensor's gradient."""
+    return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
+
+
 def _loss(call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
-    head = [t for t in (call.linear_weight, call.linear_bias) if t is not None]
-    d_head = torch.is_grad_enabled() and any(t.requires_grad for t in head)
-    d_input = torch.is_grad_enabled() and call.input.requires_grad
+    d_input, d_weight, d_bias = (_differentiated(t) for t in (call.input, call.linear_weight, call.linear_bias))
+    d_head = d_weight or d_bias
     scalar = call.spec.reduction != "none"
     if (d_head and scalar) or (d_input and (scalar or not d_head)):
-        bias = call.linear_bias
         results = ops.loss_and_gradients(
-            *call.arrays(),
-            **call.options(),
-            reduce=scalar,
-            d_input=d_input,
-            d_weight=d_head and call.linear_weight.requires_grad,
-            d_bias=d_head and bias is not None and bias.requires_grad,
+            *call.arrays(), **call.options(), reduce=scalar, d_input=d_input, d_weight=d_weight, d_bias=d_bias
         )
         return results[:4]
-    loss, *statistics = ops.row_losses(*call.arrays(), **call.options())
+    loss, *statistics = ops.row_losses(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
     return loss.sum() if scalar else loss, *statistics

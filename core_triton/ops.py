@@ -22,6 +22,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 ARRAYS = 6  # input, linear_weight, linear_bias, target, row_weight, class_weight lead every operator's arguments
 OPTIONS = 7
+PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
 
 def _once(backward: Backward) -> Backward:
@@ -96,6 +97,7 @@ def _(input, linear_weight, linear_bias, target, row_weight, *options):
 def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted = inputs[-3:]
     ctx.reduce = inputs[-4]
+    ctx.memory_budget = inputs[ARRAYS + 5]
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[4], *output[4:])
@@ -113,50 +115,49 @@ def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> t
         zip(ctx.wanted, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
     ):
         if wanted:
-            results[index] = _scaled(saved, d_loss / scale)
+            results[index] = _scaled(saved, d_loss / scale, ctx.memory_budget)
     return tuple(results)
 
 
 loss_and_gradients.register_autograd(_loss_and_gradients_backward, setup_context=_loss_and_gradients_context)
 
 
-def _scaled(saved: Tensor, factor: Tensor) -> Tensor:
+def _scaled(saved: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
     """Returns saved * factor: in place where no second backward pass can come, else in a new tensor."""
     traced = type(saved) is not Tensor or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-        return scaled(saved, factor)
-    scale_(saved, factor)
+        return scaled(saved, factor, memory_budget)
+    scale_(saved, factor, memory_budget)
     return saved
 
 
 @torch.library.custom_op("linear_ce::scaled", mutates_args=())
-def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+def scaled(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
     """Returns gradient * factor, rounded once; `factor` is () or (N, 1) float32 on the device."""
     result = gradient.clone()
-    _scale_in_place(result, factor)
+    _scale_in_place(result, factor, memory_budget)
     return result
 
 
 @scaled.register_fake
-def _(gradient, factor):
+def _(gradient, factor, memory_budget):
     return torch.empty_like(gradient)
 
 
 @torch.library.custom_op("linear_ce::scale_", mutates_args=("gradient",))
-def scale_(gradient: Tensor, factor: Tensor) -> None:
+def scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
     """Multiplies gradient by factor, rounded once."""
-    _scale_in_place(gradient, factor)
+    _scale_in_place(gradient, factor, memory_budget)
 
 
-def _scale_in_place(gradient: Tensor, factor: Tensor) -> None:
+def _scale_in_place(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
     if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
         return  # a plain loss.backward(); reading a value of another device would wait for it
     if gradient.dtype == torch.float32:
         gradient *= factor
         return
-    pieces = -(
-        -gradient.numel() // 2**22
-    )  # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces of 16 MiB
+    # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces.
+    pieces = max(1, -(-4 * gradient.numel() // min(PIECE_BYTES, max(memory_budget // 2, 1))))
     factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
     for piece, piece_factor in zip(gradient.tensor_split(pieces), factors, strict=True):
         piece.copy_(piece.float().mul_(piece_factor))
@@ -177,10 +178,16 @@ def row_losses(
     vocab_size: int,
     memory_budget: int,
     implementation: str,
+    d_input: bool,
+    d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plan B, and plan C's forward pass. Returns weighted loss, lse, target_logit and max of each row, (N,) float32."""
+    """Plan B, and plan C's forward pass. Returns weighted loss, lse, target_logit and max of each row, (N,) float32.
+
+    `d_input` and `d_weight` say which gradients a backward pass will make: the budget must hold it too.
+    """
     problem = _problem(locals())
     with _plain(input):
+        _config(problem, Wanted(d_input, d_weight, False), memory_budget)
         statistics = chunked.statistics(problem, _config(problem, Wanted(False, False, False), memory_budget))
         loss = rows.row_loss(problem.spec, statistics, target, row_weight, problem.class_weight, vocab_size)
         return loss, statistics.lse, statistics.target_logit, statistics.max
@@ -194,14 +201,14 @@ def _(input, linear_weight, linear_bias, target, row_weight, *options):
 def _row_losses_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.options = inputs[ARRAYS:]
+    ctx.options = inputs[ARRAYS : ARRAYS + OPTIONS]
     ctx.save_for_backward(*inputs[:ARRAYS], output[1])
 
 
 @_once
 def _row_losses_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_loss is None:
-        return (None,) * (ARRAYS + OPTIONS)
+        return (None,) * (ARRAYS + OPTIONS + 2)
     *arrays, lse = ctx.saved_tensors
     target, row_weight, class_weight = arrays[3:]
     label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, *_rest = ctx.options
@@ -229,10 +236,16 @@ def log_probs(
     vocab_size: int,
     memory_budget: int,
     implementation: str,
+    d_input: bool,
+    d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plan C's forward pass for log-probabilities. Returns log_prob, entropy and lse of each row, (N,) float32."""
+    """Plan C's forward pass for log-probabilities. Returns log_prob, entropy and lse of each row, (N,) float32.
+
+    `d_input` and `d_weight` as in `row_losses`.
+    """
     problem = _problem(locals())
     with _plain(input):
+        _config(problem, Wanted(d_input, d_weight, False), memory_budget, entropy=True)
         config = _config(problem, Wanted(False, False, False), memory_budget, entropy=True)
         statistics = chunked.statistics(problem, config, entropy=True)
         assert statistics.entropy is not None
@@ -245,7 +258,7 @@ def _(input, linear_weight, linear_bias, target, row_weight, *options):
 
 
 def _log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[ARRAYS:]
+    ctx.options = inputs[ARRAYS : ARRAYS + OPTIONS]
     ctx.save_for_backward(*inputs[:ARRAYS], *output[1:])
 
 
@@ -265,7 +278,7 @@ def _recomputed(ctx: Any, arrays: list[Any], lse: Tensor, coefficients: Coeffici
     wanted = ctx.needs_input_grad[:3]
     found = recomputed_gradients(*arrays, lse, *coefficients, *ctx.options, *wanted)
     given = tuple(gradient if want else None for gradient, want in zip(found, wanted, strict=True))
-    return given + (None,) * (ARRAYS - 3 + len(ctx.options))
+    return given + (None,) * (ARRAYS - 3 + OPTIONS + 2)
 
 
 @torch.library.custom_op("linear_ce::recomputed_gradients", mutates_args=())

@@ -14,7 +14,7 @@ from torch_problem import FUNCTIONS, leaves, problem, total
 import core_triton
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ARGUMENTS = ("input", "linear_weight", "linear_bias")
+ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
 
 # Products of matrices of a whole call with one chunk and one slab: logits, d_input, d_weight, once more the logits.
 PRODUCTS = {

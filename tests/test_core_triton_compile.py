@@ -48,12 +48,12 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     arguments = operator_arguments(dtype, **options)
     bias = options["bias"]
     # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
-    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False)):
         torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, *wanted), **close)
     torch.library.opcheck(ops.loss_and_gradients, (*arguments, False, True, False, False), **close)
-    torch.library.opcheck(ops.row_losses, arguments, **close)
-    torch.library.opcheck(ops.log_probs, arguments, **close)
+    torch.library.opcheck(ops.row_losses, (*arguments, True, bias), **close)
+    torch.library.opcheck(ops.log_probs, (*arguments, bias, True), **close)
     rows = torch.linspace(-1.0, 1.0, 12)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
     sigma = rows if options["smoothing"] else None
@@ -65,8 +65,8 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("factor", [torch.tensor(2.0), torch.linspace(0.0, 3.0, 12)[:, None]])
 def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
     gradient = torch.linspace(-1.0, 1.0, 96).reshape(12, 8).to(dtype)
-    torch.library.opcheck(ops.scaled, (gradient, factor))
-    torch.library.opcheck(ops.scale_, (gradient.clone(), factor))
+    torch.library.opcheck(ops.scaled, (gradient, factor, 100))
+    torch.library.opcheck(ops.scale_, (gradient.clone(), factor, 100))
 
 
 def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:
