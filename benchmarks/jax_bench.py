@@ -1,0 +1,265 @@
+"""JAX's side of the benchmark: arrays, the float32 reference, the floor, compiled programs and their memory."""
+
+import gc
+import math
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from benchmarks import data, jax_methods
+from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.shapes import Mode, Shape
+from benchmarks.timing import Pairs, Sensor, host_pairs
+
+FLOOR_ROWS = 16384  # as in PyTorch's floor
+REFERENCE_ROWS = 2048
+BLOCK_SECONDS = 0.04  # what the host adds to a block, some 0.1 ms, is below half a percent of it
+BALLAST_SLACK = 64 * 2**20
+
+
+class JaxBench:
+    """JAX on its first device of a platform."""
+
+    framework = "jax"
+
+    def __init__(self, device: str) -> None:
+        jax.config.update("jax_platforms", device)
+        self.gpu = device == "cuda"
+        try:
+            found = jax.devices()[0].device_kind
+        except (AssertionError, RuntimeError) as error:  # which of the two depends on whether the plugin is installed
+            raise RuntimeError(f"JAX finds no such device: {error}") from error
+        self.device = found if self.gpu else "CPU (times are no results)"
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        return jax_methods.METHODS
+
+    def versions(self) -> dict[str, str]:
+        return {name: version(name) for name in ("jax", "jaxlib", "numpy")}
+
+    def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
+        return JaxProblem(shape, dtype, targets)
+
+    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+        block_seconds = BLOCK_SECONDS if self.gpu else 0.0
+        return host_pairs(floor, run, jax.block_until_ready, seconds, sensor, block_seconds)
+
+    def release(self) -> None:
+        gc.collect()
+        jax.block_until_ready(jnp.zeros(()) + 1)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype", "targets"))
+def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> dict[str, Array]:
+    keys = jax.random.split(key, 6)
+    n, d, v = shape.n, shape.d, shape.v
+    uniform = jax.random.uniform(keys[0], (n,))
+    target = jnp.searchsorted(cdf, uniform) if targets == "peaked" else (uniform * v).astype(jnp.int32)
+    target = jnp.minimum(target, v - 1).astype(jnp.int32)
+    weight = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
+    lean = data.lean_max(d, v, targets) * jax.random.uniform(keys[2], (n, 1))
+    x = jax.random.normal(keys[3], (n, d)) + lean * weight[target]
+    return {
+        "input": x.astype(dtype),
+        "weight": weight,
+        "target": target,
+        "upstream": jax.random.normal(keys[4], (n,)),
+        "ignored": jax.random.uniform(keys[5], (n,)),
+    }
+
+
+@partial(jax.jit, static_argnames=("backward",))
+def _reference(x: Array, w: Array, y: Array, row_weight: Array, *, backward: bool) -> tuple[Array, ...]:
+    """Losses (N,), and d_input and d_weight in float32, from float32 products, a chunk of rows at a time."""
+    dot = partial(jnp.dot, precision=lax.Precision.HIGHEST)
+    rows = math.gcd(len(x), REFERENCE_ROWS)
+    w = w.astype(jnp.float32)
+
+    def chunk(d_weight: Array | None, part: tuple[Array, Array, Array]) -> tuple[Array | None, tuple[Array, ...]]:
+        x, y, row_weight = part
+        x = x.astype(jnp.float32)
+        logits = dot(x, w.T)
+        lse = jax.nn.logsumexp(logits, axis=1)
+        at = (jnp.arange(rows), jnp.maximum(y, 0))
+        losses = jnp.where(y == -100, 0.0, lse - logits[at])
+        if d_weight is None:
+            return None, (losses,)
+        d_logits = jnp.exp(logits - lse[:, None]).at[at].add(-1.0) * row_weight[:, None]
+        return d_weight + dot(d_logits.T, x), (losses, dot(d_logits, w))
+
+    parts = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), (x, y, row_weight))
+    d_weight, results = lax.scan(chunk, jnp.zeros_like(w) if backward else None, parts)
+    losses, *d_input = (result.reshape(len(x), *result.shape[2:]) for result in results)
+    return (losses, *d_input) if d_weight is None else (losses, *d_input, d_weight)
+
+
+@jax.jit
+def _d_logits(x: Array, w: Array, y: Array) -> Array:
+    """d_logits of the mean loss in the input's dtype, for the floor."""
+    rows = math.gcd(len(x), REFERENCE_ROWS)
+
+    def chunk(part: tuple[Array, Array]) -> Array:
+        x, y = part
+        p = jax.nn.softmax(jnp.dot(x, w.T, preferred_element_type=jnp.float32), axis=1)
+        return (p.at[jnp.arange(rows), y].add(-1.0) / len(part[0])).astype(w.dtype)
+
+    parts = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), (x, y))
+    return lax.map(chunk, parts).reshape(len(x), -1)
+
+
+@partial(jax.jit, static_argnames=("d_input", "d_weight"))
+def _products(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: bool) -> list[Array]:
+    products = [jnp.dot(x, w.T)]
+    if d_input:
+        products.append(jnp.dot(d_logits, w))
+    if d_weight:
+        products.append(jnp.dot(d_logits.T, x))
+    return products
+
+
+@jax.jit
+def _error(result: Array, expected: Array) -> Array:
+    """The relative error in the Frobenius norm."""
+    return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+
+
+class JaxProblem:
+    """Arrays of one shape on the device; references and floors are made when first asked for.
+
+    Raises:
+        ValueError: the arrays drawn do not have the loss that their law gives.
+    """
+
+    def __init__(self, shape: Shape, dtype: str, targets: str) -> None:
+        self.shape = shape
+        cdf = jnp.asarray(data.zipf_cdf(shape.v), jnp.float32)
+        arrays = _draw(jax.random.key(0), cdf, shape=shape, dtype=dtype, targets=targets)
+        self.input, self.weight, self.target = arrays["input"], arrays["weight"], arrays["target"]
+        self.upstream, self.ignored = arrays["upstream"], arrays["ignored"]
+        self._weight_t: Array | None = None
+        self._references: dict[Any, tuple[Array, ...]] = {}
+        self._floor_d_logits: Array | None = None
+        sample = min(shape.n, 1024)
+        losses, *_ = _reference(
+            self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample), backward=False
+        )
+        data.check_loss(float(losses.mean()), sample, shape.d, shape.v, targets)
+
+    def targets(self, mode: Mode) -> Array:
+        """Returns the targets (N,) int32, the mode's share of them ignored."""
+        return jnp.where(self.ignored < mode.ignored, -100, self.target)
+
+    def reference(self, mode: Mode) -> tuple[Array, ...]:
+        """Returns losses, and d_input and d_weight where the mode has a backward pass, in float32."""
+        for key in ((mode.reduction, mode.ignored, True), (mode.reduction, mode.ignored, mode.backward)):
+            if key in self._references:
+                return self._references[key]
+        self._references.clear()
+        target = self.targets(mode)
+        valid = target != -100
+        row_weight = jnp.where(valid, self.upstream if mode.reduction == "none" else 1 / valid.sum(), 0.0)
+        reference = _reference(self.input, self.weight, target, row_weight, backward=mode.backward)
+        self._references[mode.reduction, mode.ignored, mode.backward] = reference
+        return reference
+
+    def floor(self, mode: Mode) -> Callable[[], Any]:
+        """Returns the bare products, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time."""
+        rows = math.gcd(self.shape.n, FLOOR_ROWS)
+        x = self.input[:rows]
+        if self._floor_d_logits is None:
+            self._floor_d_logits = _d_logits(x, self.weight, self.target[:rows])
+        arguments = (x, self.weight, self._floor_d_logits)
+        compiled = _products.lower(*arguments, d_input=mode.d_input, d_weight=mode.d_weight).compile()
+
+        def run() -> Any:
+            result = None
+            for _ in range(self.shape.n // rows):
+                result = compiled(*arguments)
+            return result
+
+        return run
+
+    def prepare(self, method: Method, mode: Mode) -> Prepared:
+        if method.kind == "floor":
+            return Prepared(self.floor(mode))
+        loss_fn, none = method.build(mode), mode.reduction == "none"
+        if method.vocab_axis == 1 and self._weight_t is None:
+            self._weight_t = jnp.array(self.weight.T)
+        weight = self._weight_t if method.vocab_axis == 1 else self.weight
+        argnums = tuple(index for index, wanted in enumerate((mode.d_input, mode.d_weight)) if wanted)
+
+        def call(x: Array, w: Array, y: Array, upstream: Array | None) -> tuple[Array, ...]:
+            if not argnums:
+                return (loss_fn(x, w, y),)
+            arguments = [x, w]
+
+            def loss_of(*wanted: Array) -> Array:
+                for index, array in zip(argnums, wanted, strict=True):
+                    arguments[index] = array
+                return loss_fn(*arguments, y)
+
+            loss, vjp = jax.vjp(loss_of, *(arguments[index] for index in argnums))
+            d_loss = jnp.ones((), loss.dtype) if upstream is None else upstream.astype(loss.dtype)
+            return loss, *vjp(d_loss)
+
+        arguments = (self.input, weight, self.targets(mode), self.upstream if none else None)
+        compiled = jax.jit(call).lower(*arguments).compile()
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        outputs, temporaries = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
+
+        def run() -> tuple[Array, ...]:
+            return compiled(*arguments)
+
+        results, measured = _measured_peak(run, outputs + temporaries)
+        figures: dict[str, Any] = {
+            "peak_bytes": outputs + temporaries if measured is None else measured,
+            "peak_source": "memory_analysis" if measured is None else "measured",
+            "workspace_bytes": temporaries,
+            "repeats": all(bool(jnp.array_equal(a, b)) for a, b in zip(results, run(), strict=True)),
+        }
+        return Prepared(run, figures | self._errors(results, method, mode))
+
+    def _errors(self, results: tuple[Array, ...], method: Method, mode: Mode) -> dict[str, float | None]:
+        losses, *expected = self.reference(mode)
+        loss = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
+        gradients = list(results[1:])
+        errors: dict[str, float | None] = {
+            "mean_loss": float(losses.mean()),
+            "err_loss": float(_error(results[0], loss)),
+            "err_d_input": float(_error(gradients.pop(0), expected[0])) if mode.d_input else None,
+            "err_d_weight": None,
+        }
+        if mode.d_weight:
+            d_weight = gradients.pop(0)
+            errors["err_d_weight"] = float(_error(d_weight.T if method.vocab_axis == 1 else d_weight, expected[1]))
+        return errors
+
+
+def _measured_peak(run: Callable[[], tuple[Array, ...]], predicted: int) -> tuple[tuple[Array, ...], int | None]:
+    """Runs once and returns the result with the bytes by which the device's memory peaked above what was in use.
+
+    The device reports the highest peak since the process began, so a small program under a large one's peak would not
+    show. An unused array first fills the memory to where `predicted` bytes reach above that peak.
+
+    Returns:
+        The result, and the bytes; None where the device counts none, or where the peak did not move.
+    """
+    device = jax.devices()[0]
+    stats = device.memory_stats()
+    if not stats:
+        return jax.block_until_ready(run()), None
+    missing = stats["peak_bytes_in_use"] - stats["bytes_in_use"] - predicted + BALLAST_SLACK
+    ballast = jnp.zeros(max(missing, 0), jnp.uint8).block_until_ready()
+    before = device.memory_stats()
+    results = jax.block_until_ready(run())
+    after = device.memory_stats()
+    ballast.delete()
+    moved = after["peak_bytes_in_use"] > before["peak_bytes_in_use"]
+    return results, after["peak_bytes_in_use"] - before["bytes_in_use"] if moved else None

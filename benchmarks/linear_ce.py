@@ -1,0 +1,152 @@
+"""Measures the loss beside its peers: `python -m benchmarks.linear_ce --framework torch|jax`.
+
+Every method is first held against float32 computed in chunks; one past the sanity bound is reported and not timed.
+Then it takes turns with the floor, the bare matrix products of its mode. NOTES.md has the definitions.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors
+from benchmarks.shapes import MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.timing import Sensor, median_ms
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
+    parser.add_argument("--framework", required=True, choices=("torch", "jax"))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the harness out")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="all by default; an unknown one lists them")
+    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for the pairs of one row (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    return parser.parse_args(arguments)
+
+
+def open_bench(framework: str, device: str) -> Bench:
+    """Returns the framework's side of the benchmark; raises RuntimeError where the device is not there."""
+    if framework == "torch":
+        from benchmarks.torch_bench import TorchBench
+
+        return TorchBench(device)
+    # Peers that need most of the memory must not fail for JAX's default share of it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
+    from benchmarks.jax_bench import JaxBench
+
+    return JaxBench(device)
+
+
+def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of one method: errors and bytes, then, if they are sane, times."""
+    try:
+        prepared = problem.prepare(method, mode)
+    except UnavailableError as error:
+        return {"status": "skipped", "note": str(error)}
+    figures = {"version": method.version(), **prepared.figures}
+    forward = figures.pop("forward", None)
+    errors = {key: figures[key] for key in ("err_loss", "err_d_input", "err_d_weight") if key in figures}
+    wrong = check_errors(errors, options.dtype)
+    if wrong is not None:
+        return {**figures, "status": "failed", "note": wrong}
+    pairs = bench.time_pairs(problem.floor(mode), prepared.run, options.seconds, options.sensor)
+    figures |= pairs.figures()
+    if forward is not None:
+        only = bench.time_pairs(problem.floor(mode), forward, options.seconds / 4, options.sensor)
+        figures["forward_ms"] = median_ms(only)
+    return {**figures, "status": "ok"}
+
+
+def measure_safely(
+    bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The same, with a failure of the method as its result; a failure of ours prints its traceback besides."""
+    try:
+        return measure(bench, problem, method, mode, options)
+    except Exception as error:  # a peer may fail in any way, and the others are still to be measured
+        if method.kind != "peer":
+            traceback.print_exc()
+        note = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        return {"status": "failed", "note": note[:200]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 if a method of ours failed."""
+    options = parse(arguments)
+    try:
+        items = plan(options.shapes, options.modes, options.targets)
+    except ValueError as error:
+        raise SystemExit(f"--{error}") from error
+    try:
+        bench = open_bench(options.framework, options.device)
+    except RuntimeError as error:
+        raise SystemExit(f"--device {options.device}: {error}") from error
+    unknown = [name for name in options.methods or () if name not in bench.methods]
+    if unknown:
+        raise SystemExit(f"--methods must be among {', '.join(bench.methods)}, got {', '.join(unknown)}")
+    methods = [method for name, method in bench.methods.items() if options.methods is None or name in options.methods]
+    options.sensor = Sensor(gpu=options.device == "cuda")
+    file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
+    if options.device == "cpu":
+        print("On a CPU: this tries the harness out, its times say nothing about the methods.")
+    elif options.sensor.why_not is not None:
+        print(f"no SM clock and power: {options.sensor.why_not}")
+
+    failed = 0
+    problem, made_for = None, None
+    for shape, mode, targets in items:
+        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading()}", flush=True)
+        if made_for != (shape, targets):
+            problem = None  # the old arrays go before the new ones come
+            bench.release()
+            problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
+        assert problem is not None
+        for method in methods:
+            if not method.applies(mode):
+                continue
+            row = {
+                "shape": shape.name,
+                "n": shape.n,
+                "d": shape.d,
+                "v": shape.v,
+                "dtype": options.dtype,
+                "targets": targets,
+                "mode": mode.name,
+                "method": method.name,
+                "kind": method.kind,
+                **dict.fromkeys(MEASURED),
+                **measure_safely(bench, problem, method, mode, options),
+            }
+            file.add(row)
+            print(results.line(row), flush=True)
+            failed += row["status"] == "failed" and method.kind != "peer"
+            bench.release()
+    return 1 if failed else 0
+
+
+# The keys that every row has, None where they were not measured.
+MEASURED = (
+    *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
+    *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
+    *("sm_mhz", "power_w", "version", "status", "note"),
+)
+
+
+def title(shape: Shape, mode: Mode, targets: str, dtype: str) -> str:
+    return f"{shape.name}: N {shape.n}, D {shape.d}, V {shape.v}, {dtype}, {targets} targets, {mode.name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

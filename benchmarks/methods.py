@@ -1,0 +1,123 @@
+"""What the two frameworks' benchmarks have in common: methods, problems, and what is measured of a method."""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from benchmarks.shapes import Mode, Shape
+from benchmarks.timing import Pairs, Sensor
+
+Kind = Literal["floor", "ours", "own-baseline", "peer"]
+
+# Past these relative errors a method computes something else, and its time means nothing.
+LOSS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+GRADIENT_BOUND = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
+
+
+class UnavailableError(Exception):
+    """A method cannot run here, and why: not installed, not written yet, an option that it does not have."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to compute the loss.
+
+    Args:
+        name: as in the results.
+        kind: whose it is.
+        build: from a mode to a function (input, linear_weight, target) -> loss; raises `UnavailableError`.
+        package: the distribution whose version goes into the row.
+        takes_budget: it has a memory_budget.
+        vocab_axis: 1 where it wants linear_weight as (D, V).
+    """
+
+    name: str
+    kind: Kind
+    build: Callable[[Mode], Callable[..., Any]]
+    package: str | None = None
+    takes_budget: bool = False
+    vocab_axis: int = 0
+
+    def applies(self, mode: Mode) -> bool:
+        return self.takes_budget or mode.memory_budget is None
+
+    def version(self) -> str | None:
+        try:
+            return None if self.package is None else version(self.package)
+        except PackageNotFoundError:
+            return None
+
+
+@dataclass
+class Prepared:
+    """A method on a problem, ready to be timed.
+
+    Args:
+        run: enqueues one call.
+        figures: keys of its row: errors, bytes.
+    """
+
+    run: Callable[[], Any]
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+class Problem(Protocol):
+    """The arrays of one shape, and the float32 results that methods are held against."""
+
+    def floor(self, mode: Mode) -> Callable[[], Any]:
+        """Returns a function that enqueues the bare products of a mode."""
+        ...
+
+    def prepare(self, method: Method, mode: Mode) -> Prepared:
+        """Compiles a method, runs it, and measures its errors and bytes, not its time."""
+        ...
+
+
+class Bench(Protocol):
+    """A framework."""
+
+    framework: str
+    device: str
+
+    @property
+    def methods(self) -> Mapping[str, Method]: ...
+
+    def versions(self) -> dict[str, str]: ...
+
+    def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
+
+    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs: ...
+
+    def release(self) -> None:
+        """Gives memory back between methods; raises if the device no longer answers."""
+        ...
+
+
+def by_name(methods: Sequence[Method]) -> dict[str, Method]:
+    return {method.name: method for method in methods}
+
+
+def load(module: str) -> ModuleType:
+    """Imports what a method needs; raises `UnavailableError` with the reason."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnavailableError(f"cannot import {module}: {error}") from error
+
+
+def check_errors(errors: Mapping[str, float | None], dtype: str) -> str | None:
+    """Returns what is wrong with a method's errors, or None.
+
+    Args:
+        errors: err_loss, err_d_input and err_d_weight; None where the mode asks for no such gradient.
+        dtype: of the input.
+    """
+    for name, error in errors.items():
+        bound = (LOSS_BOUND if name == "err_loss" else GRADIENT_BOUND)[dtype]
+        if error is not None and not (math.isfinite(error) and error <= bound):
+            return f"not timed: {name} is {error:.2g}, above the sanity bound {bound:g}"
+    return None

@@ -1,0 +1,122 @@
+"""Rows of results: their keys, the file they are kept in, and the table that is printed."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "parity")  # what a result depends on
+KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
+
+
+def commit() -> str:
+    """Returns the checkout's commit, with "-dirty" if measured code differs from it; "unknown" if git cannot tell."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *CODE) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row with None for NaN and infinities, which JSON does not have."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+class ResultFile:
+    """A file of rows that is written anew after each one, so that a run cut short keeps what it has measured.
+
+    Rows of one device under one set of versions belong together: a file of other versions is started afresh, one of
+    another device is refused. Every row says which commit it was measured on. A new row replaces the old one of the
+    same measurement, whatever its commit, except that a method which could not be tried replaces no row with a time.
+
+    Args:
+        path: of the JSON file; None keeps the rows in memory only.
+        device: name of the device.
+        versions: of the framework and of what it stands on.
+        commit: of the code that is measured.
+
+    Raises:
+        ValueError: the file's rows are of another device.
+    """
+
+    def __init__(self, path: Path | None, device: str, versions: Mapping[str, str], commit: str) -> None:
+        self.path = path
+        self.head = {"device": device, "versions": dict(versions), "commit": commit, "date": now()}
+        self.rows: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            old = json.loads(path.read_text())
+            if old["device"] != device:
+                raise ValueError(f"--json must name a file of {device}, got {path} of {old['device']}")
+            if old["versions"] == dict(versions):
+                self.rows = old["rows"]
+            else:
+                print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Adds a row, with the commit and date of the run, and writes the file."""
+        new = finite({**row, "commit": self.head["commit"], "date": now()})
+        same = [old for old in self.rows if all(old[key] == new[key] for key in KEY)]
+        if new["status"] == "skipped" and any(old["status"] == "ok" for old in same):
+            return
+        self.rows = [old for old in self.rows if old not in same] + [new]
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = self.path.with_suffix(".part")
+            scratch.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1, allow_nan=False) + "\n")
+            scratch.replace(self.path)
+
+
+HEADINGS = ("method", "ms", "p20-p80", "x floor", "p20-p80", "peak MiB", "work MiB", "loss", "d_input", "d_weight", "")
+WIDTHS = (31, 9, 17, 8, 13, 9, 9, 9, 9, 9, 0)
+
+
+def heading() -> str:
+    return _line(HEADINGS)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Returns a row of the printed table; a method without a time shows why."""
+
+    def number(key: str, style: str, scale: float = 1.0) -> str:
+        value = row.get(key)
+        return "-" if value is None else format(value / scale, style)
+
+    if row["status"] != "ok":
+        return f"{row['method']:{WIDTHS[0]}} {row['status']}: {row['note']}"
+    return _line(
+        (
+            row["method"],
+            number("ms", ".3f"),
+            f"{number('ms_p20', '.3f')}-{number('ms_p80', '.3f')}",
+            number("ratio", ".3f"),
+            f"{number('ratio_p20', '.3f')}-{number('ratio_p80', '.3f')}",
+            number("peak_bytes", ",.0f", 2**20),
+            number("workspace_bytes", ",.0f", 2**20),
+            number("err_loss", ".1e"),
+            number("err_d_input", ".1e"),
+            number("err_d_weight", ".1e"),
+            "not repeatable" if row.get("repeats") is False else "",
+        )
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *rest = (
+        cell.ljust(width) if at == 0 else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
+    return " ".join([first, *rest]).rstrip()

@@ -1,0 +1,132 @@
+"""What is measured: the named shapes, the modes, and the plan that orders them by importance."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+TARGETS = ("peaked", "random")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, hidden size D, V classes."""
+
+    name: str
+    n: int
+    d: int
+    v: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is asked of a method.
+
+    Args:
+        name: as in the results.
+        reduction: "mean", or "none" under a random upstream gradient.
+        d_input: the gradient of the input is wanted.
+        d_weight: the gradient of the weight is wanted. Without both it is evaluation: the forward pass alone.
+        memory_budget: bytes, for the methods that take one; only those are measured where it is given.
+        ignored: share of the targets that are ignore_index.
+    """
+
+    name: str
+    reduction: str = "mean"
+    d_input: bool = True
+    d_weight: bool = True
+    memory_budget: int | None = None
+    ignored: float = 0.0
+
+    @property
+    def backward(self) -> bool:
+        return self.d_input or self.d_weight
+
+    @property
+    def products(self) -> int:
+        """Matrix products of the floor: the logits, and one for each gradient."""
+        return 1 + self.d_input + self.d_weight
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama3-8b", 8192, 4096, 128256),
+        Shape("qwen2.5-0.5b", 8192, 896, 151936),
+        Shape("gemma2-2b", 8192, 2304, 256000),
+        Shape("seed", 16384, 4096, 128256),
+        Shape("long", 65536, 4096, 128256),
+        # The sweeps of the pictures; llama3-8b, seed and long lie on them too.
+        Shape("n2048", 2048, 4096, 128256),
+        Shape("n4096", 4096, 4096, 128256),
+        Shape("n32768", 32768, 4096, 128256),
+        Shape("v16384", 8192, 4096, 16384),
+        Shape("v32000", 8192, 4096, 32000),
+        Shape("v64000", 8192, 4096, 64000),
+        Shape("v256000", 8192, 4096, 256000),
+        Shape("smoke", 96, 64, 1000),  # for the tests of the harness, on a CPU
+    )
+}
+
+MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("train"),
+        Mode("roomy", memory_budget=2 * 2**30),
+        Mode("lean", memory_budget=128 * 2**20),
+        Mode("none", reduction="none"),
+        Mode("eval", d_input=False, d_weight=False),
+        Mode("frozen-weight", d_weight=False),
+        Mode("frozen-input", d_input=False),
+        Mode("half-ignored", ignored=0.5),
+    )
+}
+
+NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
+SWEEPS = ("n2048", "n4096", "n32768", "v16384", "v32000", "v64000", "v256000")
+
+Item = tuple[Shape, Mode, str]  # the last one is the kind of targets
+
+PLAN: tuple[tuple[str, str, str], ...] = (
+    *((shape, "train", "peaked") for shape in NAMED),
+    ("llama3-8b", "roomy", "peaked"),
+    ("seed", "roomy", "peaked"),
+    ("llama3-8b", "lean", "peaked"),
+    ("llama3-8b", "none", "peaked"),
+    ("llama3-8b", "eval", "peaked"),
+    ("qwen2.5-0.5b", "eval", "peaked"),
+    ("llama3-8b", "frozen-weight", "peaked"),
+    ("llama3-8b", "frozen-input", "peaked"),
+    ("llama3-8b", "half-ignored", "peaked"),
+    *((shape, "train", "random") for shape in NAMED[:3]),
+    *((shape, "train", "peaked") for shape in SWEEPS),
+)
+
+
+def plan(
+    shapes: Sequence[str] | None = None, modes: Sequence[str] | None = None, targets: Sequence[str] | None = None
+) -> list[Item]:
+    """Returns what to measure, in order.
+
+    Args:
+        shapes: names of `SHAPES`. With all three None it is `PLAN`; otherwise the product of what is given, where
+            shapes default to `NAMED`, modes to train and targets to peaked.
+        modes: names of `MODES`.
+        targets: names of `TARGETS`.
+
+    Raises:
+        ValueError: an unknown name.
+
+    Example:
+        >>> [(shape.name, mode.name, targets) for shape, mode, targets in plan(["seed"], ["roomy"])]
+        [('seed', 'roomy', 'peaked')]
+    """
+    for name, given, known in (("shapes", shapes, SHAPES), ("modes", modes, MODES), ("targets", targets, TARGETS)):
+        unknown = [value for value in given or () if value not in known]
+        if unknown:
+            raise ValueError(f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}")
+    if shapes is modes is targets is None:
+        names = list(PLAN)
+    else:
+        names = list(product(shapes or NAMED, modes or ("train",), targets or ("peaked",)))
+        names.sort(key=lambda item: PLAN.index(item) if item in PLAN else len(PLAN))
+    return [(SHAPES[shape], MODES[mode], kind) for shape, mode, kind in names]

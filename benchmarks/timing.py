@@ -1,0 +1,159 @@
+"""Time as ratios to the floor: method and floor take turns, and each neighbouring pair gives one ratio.
+
+A GPU's clock drifts with heat and power by more than the differences that matter here; what two neighbours share
+cancels in their ratio.
+"""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MIN_PAIRS, MAX_PAIRS = 3, 60
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Times of neighbouring runs of floor and method, in ms, with SM clock (MHz) and power (W) read meanwhile."""
+
+    floor: Sequence[float]
+    method: Sequence[float]
+    readings: Sequence[tuple[float, float]]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the medians and percentiles as keys of a row."""
+        floor, method = np.asarray(self.floor), np.asarray(self.method)
+        ratio = method / floor
+        clock = power = None
+        if self.readings:
+            clock, power = (float(value) for value in np.median(np.asarray(self.readings), axis=0))
+        return {
+            "ms": float(np.median(method)),
+            "ms_p20": float(np.percentile(method, 20)),
+            "ms_p80": float(np.percentile(method, 80)),
+            "floor_ms": float(np.median(floor)),
+            "ratio": float(np.median(ratio)),
+            "ratio_p20": float(np.percentile(ratio, 20)),
+            "ratio_p80": float(np.percentile(ratio, 80)),
+            "pairs": len(ratio),
+            "sm_mhz": clock,
+            "power_w": power,
+        }
+
+
+def median_ms(pairs: Pairs) -> float:
+    """Returns the median time of the method."""
+    return float(np.median(pairs.method))
+
+
+def pair_count(seconds: float, pair_seconds: float) -> int:
+    """Returns how many pairs fill `seconds`, within bounds."""
+    return int(np.clip(seconds / max(pair_seconds, 1e-9), MIN_PAIRS, MAX_PAIRS))
+
+
+class Sensor:
+    """Reads SM clock and power of the first visible GPU, through NVML or else nvidia-smi; `why_not` if neither."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self.why_not: str | None = None if gpu else "no GPU is measured"
+        self._read: Callable[[], tuple[float, float]] | None = None
+        if not gpu:
+            return
+        try:
+            self._read = _nvml()
+        except Exception as error:  # a driver without NVML has many ways to say so; the reason is kept
+            self._read, self.why_not = _nvidia_smi(), f"NVML: {error}"
+        if self._read is not None:
+            try:
+                self._read()
+                self.why_not = None
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                self._read, self.why_not = None, f"{self.why_not}; nvidia-smi: {error}"
+
+    def read(self) -> list[tuple[float, float]]:
+        """Returns one reading (MHz, W), or none."""
+        return [] if self._read is None else [self._read()]
+
+    def watch(self, done: Callable[[], bool], interval: float = 0.02) -> list[tuple[float, float]]:
+        """Reads until `done()`; the device is busy meanwhile, so these are readings under load."""
+        readings = []
+        while not done():
+            readings += self.read()
+            time.sleep(interval)
+        return readings
+
+
+def _nvml() -> Callable[[], tuple[float, float]]:
+    import pynvml  # pyright: ignore[reportMissingImports]
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+
+    def read() -> tuple[float, float]:
+        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        return float(clock), pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+
+    read()
+    return read
+
+
+def _nvidia_smi() -> Callable[[], tuple[float, float]] | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+
+    def read() -> tuple[float, float]:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        clock, power = answer.strip().split(",")
+        return float(clock), float(power)
+
+    return read
+
+
+def host_pairs(
+    floor: Callable[[], Any],
+    run: Callable[[], Any],
+    wait: Callable[[Any], None],
+    seconds: float,
+    sensor: Sensor,
+    block_seconds: float,
+) -> Pairs:
+    """Times pairs with the host's clock, several calls enqueued at once so that what the host adds vanishes.
+
+    Args:
+        floor: enqueues one call of the floor and returns its result.
+        run: the same of the method.
+        wait: blocks until a result is there.
+        seconds: time for all pairs.
+        sensor: read while the device works.
+        block_seconds: the least time of the calls that are enqueued together.
+    """
+    readings: list[tuple[float, float]] = []
+
+    def block(call: Callable[[], Any], count: int) -> float:
+        start = time.perf_counter()
+        result = None
+        for _ in range(count):
+            result = call()
+        wait(result)
+        return (time.perf_counter() - start) / count
+
+    calls = []
+    for call in (floor, run):
+        block(call, 1)
+        calls.append((call, max(1, int(np.ceil(block_seconds / block(call, 1))))))
+    once = [block(call, count) for call, count in calls]
+    pair_seconds = sum(count * each for (_, count), each in zip(calls, once, strict=True))
+    times: list[list[float]] = [[], []]
+    for _ in range(pair_count(seconds, pair_seconds)):
+        for measured, (call, count) in zip(times, calls, strict=True):
+            measured.append(1000 * block(call, count))
+    if sensor.why_not is None:  # in a block of its own: a reading takes host time
+        result = [call() for call, count in calls for _ in range(count)][-1]
+        readings += sensor.read()
+        wait(result)
+    return Pairs(times[0], times[1], readings)

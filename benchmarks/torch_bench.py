@@ -1,0 +1,252 @@
+"""PyTorch's side of the benchmark: arrays, the float32 reference, the floor, memory and CUDA-event times."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import data, torch_methods
+from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.shapes import Mode, Shape
+from benchmarks.timing import Pairs, Sensor, host_pairs, pair_count
+
+FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
+REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Losses (N,) and gradients in float32; the gradients None where they were not asked for."""
+
+    losses: Tensor
+    d_input: Tensor | None
+    d_weight: Tensor | None
+
+
+class TorchBench:
+    """PyTorch on one device."""
+
+    framework = "torch"
+
+    def __init__(self, device: str) -> None:
+        self.gpu = device == "cuda"
+        if self.gpu and not torch.cuda.is_available():
+            raise RuntimeError("PyTorch finds no GPU")
+        self.device = torch.cuda.get_device_name() if self.gpu else "CPU (times are no results)"
+        self._device = torch.device(device)
+        torch.set_float32_matmul_precision("highest")
+
+    @property
+    def methods(self) -> dict[str, Method]:
+        return torch_methods.METHODS
+
+    def versions(self) -> dict[str, str]:
+        versions = {"torch": torch.__version__, "numpy": np.__version__}
+        if self.gpu:
+            import triton
+
+            versions |= {"triton": triton.__version__, "cuda": str(torch.version.cuda)}
+        return versions
+
+    def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
+        return TorchProblem(shape, dtype, targets, self._device)
+
+    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+        if not self.gpu:
+            return host_pairs(floor, run, lambda _: None, seconds, sensor, block_seconds=0.0)
+        return _event_pairs(floor, run, seconds, sensor)
+
+    def release(self) -> None:
+        gc.collect()
+        if self.gpu:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def _event_pairs(floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+    """Enqueues all pairs with events between them; the host waits only at the end."""
+
+    def enqueue(count: int) -> list[list[torch.cuda.Event]]:
+        events = []
+        for _ in range(count):
+            triple = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            triple[0].record()
+            floor()
+            triple[1].record()
+            run()
+            triple[2].record()
+            events.append(triple)
+        return events
+
+    trial = enqueue(2)[-1]
+    torch.cuda.synchronize()
+    count = pair_count(seconds, trial[0].elapsed_time(trial[2]) / 1000)
+    events = enqueue(count)
+    readings = sensor.watch(events[-1][-1].query)
+    torch.cuda.synchronize()
+    return Pairs(
+        [first.elapsed_time(second) for first, second, _ in events],
+        [second.elapsed_time(third) for _, second, third in events],
+        readings,
+    )
+
+
+class TorchProblem:
+    """Arrays of one shape on the device; references and floors are made when first asked for.
+
+    Raises:
+        ValueError: the arrays drawn do not have the loss that their law gives.
+    """
+
+    def __init__(self, shape: Shape, dtype: str, targets: str, device: torch.device) -> None:
+        self.shape, self.dtype_name, self.device = shape, dtype, device
+        self.dtype = getattr(torch, dtype)
+        generator = torch.Generator(device).manual_seed(0)
+        normal = partial(torch.randn, generator=generator, device=device)
+        uniform = torch.rand(shape.n, generator=generator, device=device, dtype=torch.float64)
+        if targets == "random":
+            target = (uniform * shape.v).long()
+        else:
+            cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
+            target = torch.searchsorted(cdf, uniform)
+        self.target = target.clamp_(max=shape.v - 1)
+        self.weight = (normal(shape.v, shape.d) * shape.d**-0.5).to(self.dtype)
+        lean = data.lean_max(shape.d, shape.v, targets) * torch.rand(shape.n, 1, generator=generator, device=device)
+        self.input = (normal(shape.n, shape.d) + lean * self.weight[self.target]).to(self.dtype)
+        self.upstream = normal(shape.n)
+        self.ignored = torch.rand(shape.n, generator=generator, device=device)
+        self._references: dict[Any, Reference] = {}
+        self._floors: dict[str, Tensor] = {}
+        sample = slice(0, 1024)
+        logits = self.input[sample].float() @ self.weight.float().T
+        loss = torch.nn.functional.cross_entropy(logits, self.target[sample])
+        data.check_loss(float(loss), len(logits), shape.d, shape.v, targets)
+
+    def targets(self, mode: Mode) -> Tensor:
+        """Returns the targets (N,) int64, the mode's share of them ignored."""
+        return torch.where(self.ignored < mode.ignored, -100, self.target) if mode.ignored else self.target
+
+    def reference(self, mode: Mode) -> Reference:
+        """Returns losses and gradients computed in float32, a chunk of logits at a time."""
+        for key in ((mode.reduction, mode.ignored, True), (mode.reduction, mode.ignored, mode.backward)):
+            if key in self._references:
+                return self._references[key]
+        self._references.clear()  # two float32 d_weight at a time are one too many
+        target = self.targets(mode)
+        valid = target != -100
+        row_weight = self.upstream if mode.reduction == "none" else valid / valid.sum()
+        weight = self.weight.float()
+        d_input = torch.empty(self.input.shape, dtype=torch.float32, device=self.device) if mode.backward else None
+        d_weight = torch.zeros_like(weight) if mode.backward else None
+        losses = []
+        for rows in torch.arange(self.shape.n, device=self.device).split(max(1, REFERENCE_LOGITS // self.shape.v)):
+            chunk = slice(int(rows[0]), int(rows[-1]) + 1)
+            x, y = self.input[chunk].float(), target[chunk].clamp(min=0)[:, None]
+            logits = x @ weight.T
+            lse = logits.logsumexp(1, keepdim=True)
+            losses.append(torch.where(valid[chunk], (lse - logits.gather(1, y))[:, 0], 0.0))
+            if d_input is not None and d_weight is not None:
+                d_logits = logits.sub_(lse).exp_()
+                d_logits.scatter_add_(1, y, torch.full_like(lse, -1.0))
+                d_logits *= torch.where(valid[chunk], row_weight[chunk], 0.0)[:, None]
+                d_input[chunk] = d_logits @ weight
+                d_weight.addmm_(d_logits.T, x)
+            del logits
+        reference = Reference(torch.cat(losses), d_input, d_weight)
+        self._references[mode.reduction, mode.ignored, mode.backward] = reference
+        return reference
+
+    def floor(self, mode: Mode) -> Callable[[], Any]:
+        """Returns the bare products, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time.
+
+        Later rows overwrite d_weight instead of adding to it: the floor moves no byte that the products do not need.
+        """
+        if "d_logits" not in self._floors:
+            rows = min(self.shape.n, FLOOR_ROWS)
+            d_logits = torch.empty(rows, self.shape.v, dtype=self.dtype, device=self.device)
+            for index in torch.arange(rows, device=self.device).split(max(1, REFERENCE_LOGITS // self.shape.v)):
+                p = torch.softmax((self.input[index] @ self.weight.T).float(), 1)
+                p.scatter_add_(1, self.target[index][:, None], p.new_full((len(index), 1), -1.0))
+                d_logits[index] = (p / self.shape.n).to(self.dtype)
+            self._floors = {
+                "d_logits": d_logits,
+                "logits": torch.empty_like(d_logits),
+                "d_input": torch.empty_like(self.input[:rows]),
+                "d_weight": torch.empty_like(self.weight),
+            }
+        buffers, weight, chunks = self._floors, self.weight, self.input.split(FLOOR_ROWS)
+
+        def run() -> None:
+            for x in chunks:
+                n = len(x)
+                torch.mm(x, weight.T, out=buffers["logits"][:n])
+                if mode.d_input:
+                    torch.mm(buffers["d_logits"][:n], weight, out=buffers["d_input"][:n])
+                if mode.d_weight:
+                    torch.mm(buffers["d_logits"][:n].T, x, out=buffers["d_weight"])
+
+        return run
+
+    def prepare(self, method: Method, mode: Mode) -> Prepared:
+        if method.kind == "floor":
+            return Prepared(self.floor(mode))
+        loss_fn, target = method.build(mode), self.targets(mode)
+        x = self.input.detach().requires_grad_(mode.d_input)
+        w = self.weight.detach().requires_grad_(mode.d_weight)
+        wanted = [tensor for tensor in (x, w) if tensor.requires_grad]
+        upstream = self.upstream if mode.reduction == "none" else None
+
+        def forward() -> Tensor:
+            with torch.set_grad_enabled(mode.backward):
+                return loss_fn(x, w, target)
+
+        def run() -> tuple[Tensor, ...]:
+            loss = forward()
+            if not wanted:
+                return (loss,)
+            d_loss = None if upstream is None else upstream.to(loss.dtype)
+            return loss.detach(), *torch.autograd.grad(loss, wanted, d_loss)
+
+        run()  # compiles, and leaves library workspaces behind, which are no method's own
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        results = run()
+        gradients = sum(gradient.nbytes for gradient in results[1:])
+        figures: dict[str, Any] = {"peak_bytes": None, "workspace_bytes": None}
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+            figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
+        figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
+        figures |= self._errors(results, mode)
+        if mode.backward:
+            figures["forward"] = forward
+        return Prepared(run, figures)
+
+    def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
+        reference = self.reference(mode)
+        losses = reference.losses
+        expected = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
+        gradients = list(results[1:])
+        return {
+            "mean_loss": float(losses.mean()),
+            "err_loss": _error(results[0], expected),
+            "err_d_input": _error(gradients.pop(0), reference.d_input) if mode.d_input else None,
+            "err_d_weight": _error(gradients.pop(0), reference.d_weight) if mode.d_weight else None,
+        }
+
+
+def _error(result: Tensor, expected: Tensor | None) -> float:
+    """Returns the relative error in the Frobenius norm."""
+    assert expected is not None
+    if result.shape != expected.shape:
+        raise ValueError(f"result must have shape {tuple(expected.shape)}, got {tuple(result.shape)}")
+    return float(torch.linalg.vector_norm(result.float() - expected) / torch.linalg.vector_norm(expected))

@@ -1,0 +1,222 @@
+"""The benchmark harness on a CPU: what it reports, never how fast anything is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import data, linear_ce, plot, results
+from benchmarks.methods import GRADIENT_BOUND, Method, check_errors
+from benchmarks.shapes import MODES, PLAN, SHAPES, plan
+from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
+
+KEYS = {
+    *("shape", "n", "d", "v", "dtype", "targets", "mode", "method", "ms", "ms_p20", "ms_p80", "floor_ms", "ratio"),
+    *("peak_bytes", "workspace_bytes", "kind", "err_loss", "err_d_input", "err_d_weight", "commit", "date"),
+}
+
+
+def run(framework: str, folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    """Runs the command on the smoke shape; returns its exit status and the rows of its file."""
+    file = folder / f"{framework}.json"
+    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0"]
+    status = linear_ce.main([*common, "--json", str(file), *arguments])
+    return status, json.loads(file.read_text())["rows"]
+
+
+@pytest.mark.parametrize(
+    ("framework", "peers"),
+    [("torch", ["eager", "eager-float32-logits"]), ("jax", ["checkpointed-scan"])],
+)
+def test_every_mode_runs_end_to_end(
+    framework: str, peers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, rows = run(framework, tmp_path, "--modes", *MODES, "--methods", "floor", "chunked", *peers)
+    assert status == 0
+    for row in rows:
+        assert row.keys() >= KEYS
+        assert row["status"] == "ok", row["note"]
+        assert row["ms"] > 0
+        mode = MODES[row["mode"]]
+        if row["kind"] == "floor":
+            assert row["err_loss"] is None
+            continue
+        assert row["repeats"]
+        assert row["err_loss"] < 2e-3
+        for name, wanted in (("err_d_input", mode.d_input), ("err_d_weight", mode.d_weight)):
+            assert (row[name] is not None) == wanted
+            assert not wanted or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
+    measured = {(row["mode"], row["method"]) for row in rows}
+    assert ("lean", "chunked") in measured
+    assert ("lean", peers[0]) not in measured  # it has no budget
+    assert "times say nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_random_targets_and_float32(framework: str, tmp_path: Path) -> None:
+    status, rows = run(
+        framework, tmp_path, "--targets", "random", "--dtype", "float32", "--methods", "chunked", "floor"
+    )
+    chunked = next(row for row in rows if row["method"] == "chunked")
+    assert status == 0
+    assert chunked["err_d_weight"] < 1e-5
+    assert chunked["mean_loss"] == pytest.approx(data.expected_loss(0, 64, 1000), abs=0.5)
+
+
+def test_what_cannot_run_is_reported_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import torch_methods
+
+    def crashes(mode: Any) -> Any:
+        raise MemoryError("no room for the logits")
+
+    def is_wrong(mode: Any) -> Any:
+        loss = torch_methods.METHODS["eager"].build(mode)
+        return lambda x, w, y: 1.5 * loss(x, w, y)
+
+    methods = [
+        torch_methods.METHODS["F.linear_cross_entropy"],
+        Method("absent", "peer", lambda mode: import_absent()),
+        Method("crashes", "peer", crashes),
+        Method("is-wrong", "peer", is_wrong),
+        Method("eager", "peer", torch_methods.METHODS["eager"].build),
+    ]
+    monkeypatch.setattr(torch_methods, "METHODS", {method.name: method for method in methods})
+    status, rows = run("torch", tmp_path)
+    of = {row["method"]: row for row in rows}
+    assert status == 0  # peers alone failed
+    assert (of["absent"]["status"], of["absent"]["ms"]) == ("skipped", None)
+    assert "no_such_module" in of["absent"]["note"]
+    assert of["crashes"]["note"] == "MemoryError: no room for the logits"
+    assert of["is-wrong"]["status"] == "failed"
+    assert of["is-wrong"]["err_loss"] == pytest.approx(0.5, rel=0.01)
+    assert of["is-wrong"]["ms"] is None
+    assert of["eager"]["status"] == "ok"
+    printed = capsys.readouterr().out
+    assert "no room for the logits" in printed
+    assert "not timed: err_loss is 0.5, above the sanity bound" in printed
+
+    monkeypatch.setattr(torch_methods, "METHODS", {"ours": Method("ours", "ours", crashes)})
+    assert run("torch", tmp_path)[0] == 1
+
+
+def import_absent() -> Any:
+    from benchmarks.methods import load
+
+    return load("no_such_module")
+
+
+def test_plan_measures_what_matters_first_and_named_rows_alone_on_request() -> None:
+    first = [(shape.name, mode.name, targets) for shape, mode, targets in plan()]
+    assert first == list(PLAN)
+    assert first[0] == ("llama3-8b", "train", "peaked")
+    assert {("llama3-8b", "lean", "peaked"), ("seed", "roomy", "peaked"), ("qwen2.5-0.5b", "eval", "peaked")} <= set(
+        first
+    )
+    asked = [(shape.name, mode.name) for shape, mode, _ in plan(["gemma2-2b", "seed"], ["eval", "train"])]
+    assert asked == [("gemma2-2b", "train"), ("seed", "train"), ("gemma2-2b", "eval"), ("seed", "eval")]
+    with pytest.raises(ValueError, match=r"modes must be among train, .* got fast"):
+        plan(modes=["fast"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "tiny"], "--shapes must be among .* got tiny"),
+        (["--methods", "magic"], "--methods must be among floor, .* got magic"),
+    ],
+)
+def test_unknown_names_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        linear_ce.main(["--framework", "torch", "--device", "cpu", *arguments])
+
+
+def test_leans_give_a_trained_models_loss() -> None:
+    for name in ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b"):
+        shape = SHAPES[name]
+        top = data.lean_max(shape.d, shape.v, "peaked")
+        assert data.expected_loss(top, shape.d, shape.v) == pytest.approx(5, abs=1e-6)
+        assert data.expected_loss(0, shape.d, shape.v) == pytest.approx(np.log(shape.v) + 0.5, abs=1e-3)
+        data.check_loss(5.1, 1024, shape.d, shape.v, "peaked")
+        with pytest.raises(ValueError, match=r"peaked.*got 12\.10"):
+            data.check_loss(12.1, 1024, shape.d, shape.v, "peaked")
+    assert data.lean_max(64, 1000, "random") == 0
+    cdf = data.zipf_cdf(1000)
+    assert cdf[-1] == pytest.approx(1)
+    assert np.diff(cdf, prepend=0).argmax() == 0
+
+
+def test_errors_past_the_bound_and_nan_are_wrong() -> None:
+    sane = {"err_loss": 1e-6, "err_d_input": 3e-3, "err_d_weight": None}
+    assert check_errors(sane, "bfloat16") is None
+    assert "err_d_input is 0.003" in str(check_errors(sane, "float32"))
+    assert "err_loss is nan" in str(check_errors({**sane, "err_loss": float("nan")}, "bfloat16"))
+    assert set(GRADIENT_BOUND) == set(linear_ce.DTYPES)
+
+
+def test_ratios_are_of_neighbours() -> None:
+    # The clock halves half way: the ratio of medians would be off, the median of the ratios is not.
+    figures = Pairs([10, 10, 20, 20, 20], [11, 11, 22, 22, 22], [(1500.0, 600.0), (1400.0, 650.0)]).figures()
+    assert figures["ratio"] == figures["ratio_p20"] == pytest.approx(1.1)
+    assert (figures["ms"], figures["floor_ms"], figures["sm_mhz"], figures["power_w"]) == (22, 20, 1450, 625)
+    assert pair_count(0, 1) == MIN_PAIRS
+    assert pair_count(1, 0.1) == 10
+    assert pair_count(100, 0) == MAX_PAIRS
+    assert Sensor(gpu=False).read() == []
+
+
+def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "torch.json"
+    row = {"shape": "seed", "dtype": "bfloat16", "targets": "peaked", "mode": "train", "method": "a", "status": "ok"}
+
+    def add(commit: str, *rows: dict[str, Any], versions: str = "2.11") -> list[dict[str, Any]]:
+        file = results.ResultFile(path, "H200", {"torch": versions}, commit)
+        for new in rows:
+            file.add(new)
+        return json.loads(path.read_text())["rows"]
+
+    add("one", {**row, "ms": 1.0}, {**row, "method": "b", "ms": float("nan")})
+    rows = add("two", {**row, "ms": 2.0})
+    assert [(r["method"], r["ms"], r["commit"]) for r in rows] == [("b", None, "one"), ("a", 2.0, "two")]
+    assert add("three", {**row, "status": "skipped", "ms": None}) == rows  # an absent peer takes no time away
+    assert add("four", {**row, "status": "failed", "ms": None})[-1]["status"] == "failed"
+    assert json.loads(path.read_text()).keys() == {"device", "versions", "commit", "date", "rows"}
+    assert len(add("five", row, versions="2.12")) == 1
+    assert "started afresh" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):
+        results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
+
+
+def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:
+    for framework, names in (("torch", ("triton", "eager")), ("jax", ("mosaic", "float32-logits"))):
+        rows = [
+            {
+                "shape": shape.name,
+                "n": shape.n,
+                "d": shape.d,
+                "v": shape.v,
+                "mode": "train",
+                "method": method,
+                "dtype": "bfloat16",
+                "targets": "peaked",
+                "kind": kind,
+                "ms": ratio * shape.n,
+                "ratio": ratio,
+                "peak_bytes": None if kind == "floor" else ratio * 1e9,
+            }
+            for shape in (SHAPES["llama3-8b"], SHAPES["seed"], SHAPES["v32000"])
+            for method, kind, ratio in (("floor", "floor", 1.0), (names[0], "ours", 1.0), (names[1], "peer", 1.4))
+        ]
+        content = {"device": "NVIDIA H200", "versions": {framework: "1"}, "rows": rows}
+        (tmp_path / f"{framework}.json").write_text(json.dumps(content))
+    plot.main(["--json", *(str(path) for path in tmp_path.glob("*.json")), "--out", str(tmp_path)])
+    assert {path.stem for path in tmp_path.glob("*.png")} == {
+        *("time-memory-llama3-8b", "time-memory-seed"),
+        *("torch-against-n", "torch-against-v", "jax-against-n", "jax-against-v"),
+    }
+    (tmp_path / "torch.json").write_text(json.dumps({"device": "x", "versions": {"torch": "1"}, "rows": []}))
+    with pytest.raises(ValueError, match="no timed train row"):
+        plot.load([tmp_path / "torch.json"])
