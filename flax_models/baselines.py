@@ -75,8 +75,8 @@ def baselines(stream: np.ndarray, context: np.ndarray, token: np.ndarray, vocab_
 
     Example:
         >>> stream = np.array([0, 1] * 50)
-        >>> baselines(stream, np.array([0]), np.array([1]), vocab_size=4).uniform == np.log(4)
-        True
+        >>> round(baselines(stream, np.array([0]), np.array([1]), vocab_size=4).uniform, 3)
+        1.386
 
     Source: Jelinek and Mercer, "Interpolated estimation of Markov source parameters from sparse data" (1980).
     """

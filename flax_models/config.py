@@ -16,8 +16,9 @@ from flax_models.model import ModelConfig
 
 ConfigName = Literal["tiny", "micro"]
 
-# May differ between a run and its continuation: they change what is seen, never what is learned.
-FREE_ON_RESUME = frozenset({"resume", "runs", "name", "log_every", "prompt", "sample_tokens"})
+# May differ between a run and its continuation: they change what is seen, never what is learned. The text may have
+# moved: its hash says whether it is the same.
+FREE_ON_RESUME = frozenset({"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens"})
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class TrainConfig:
     """Optimiser steps of the whole run."""
     batch_size: int = 2
     """Sequences a step; each is --max-seq-len tokens long."""
-    learning_rate: float = 1.5e-3
+    learning_rate: float = 2e-3
     """Peak of the schedule: linear warm-up, then a cosine down to zero."""
     warmup_steps: int = 100
     """Steps of the warm-up."""
@@ -36,23 +37,21 @@ class TrainConfig:
     """AdamW's decay of matrices; norms are left alone."""
     beta1: float = 0.9
     """AdamW's average of gradients."""
-    beta2: float = 0.95
-    """AdamW's average of squared gradients."""
+    beta2: float = 0.997
+    """AdamW's average of squared gradients; steps of few tokens want a long one."""
     clip_norm: float = 1.0
     """Longest gradient; longer ones are scaled down to it."""
-    held_out_windows: int = 1024
-    """Most held-out sequences the final loss and the baselines are measured on."""
-    eval_windows: int = 64
-    """Held-out sequences measured during training."""
+    held_out_windows: int = 256
+    """Most held-out sequences the held-out loss and the baselines are measured on."""
     eval_every: int = 250
-    """Steps between held-out losses during training; 0 for none."""
+    """Steps between held-out losses; 0 for one at the end only."""
     checkpoint_every: int = 500
     """Steps between checkpoints; the last step always has one."""
     log_every: int = 20
     """Steps between fetches of what the device computed; every step is written to metrics.jsonl whatever it is."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "held_out_windows", "eval_windows", "checkpoint_every", "log_every"):
+        for name in ("steps", "batch_size", "held_out_windows", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("eval_every", "warmup_steps", "weight_decay"):
@@ -90,6 +89,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
+# tiny, 2,000 steps, held-out loss: 4.89 at beta2 0.997, 4.96 at 0.99; 4.91 at learning rate 3e-3. At beta2 0.99 a width
+# of 192 gives 5.04 and takes a fifth longer, and an untied head 4.99. At beta2 0.95 and learning rate 1.5e-3: 5.16.
 CONFIGS: dict[ConfigName, RunConfig] = {
     "tiny": RunConfig(),
     "micro": RunConfig(
@@ -104,7 +105,7 @@ CONFIGS: dict[ConfigName, RunConfig] = {
             max_seq_len=64,
         ),
         train=TrainConfig(
-            steps=200, batch_size=4, learning_rate=3e-3, warmup_steps=20, eval_every=50, checkpoint_every=100
+            steps=400, batch_size=4, learning_rate=1e-2, warmup_steps=40, eval_every=100, checkpoint_every=200
         ),
     ),
 }

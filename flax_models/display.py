@@ -33,7 +33,8 @@ class Display:
 
     def start(self, done: int, steps: int) -> Self:
         """Readies the bar for steps of which some are done; use the result in a `with` statement."""
-        self._steps, self._first, self._began = steps, done, time.monotonic()
+        self._steps = steps
+        self.compiled(done)
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"),
@@ -48,6 +49,10 @@ class Display:
             )
             self._task = self._bar.add_task("", total=steps, completed=done, numbers="compiling")
         return self
+
+    def compiled(self, step: int) -> None:
+        """Takes this moment, after this step, as the one from which the time left is reckoned."""
+        self._first, self._began = step, time.monotonic()
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -70,7 +75,7 @@ class Display:
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = now
-            left = (now - self._began) / (step - self._first) * (self._steps - step)
+            left = (now - self._began) / max(step - self._first, 1) * (self._steps - step)
             self.say(f"step {step:>6,}/{self._steps:,}  {numbers}  {duration(left)} left")
 
 

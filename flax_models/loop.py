@@ -26,7 +26,7 @@ class RunParts(NamedTuple):
 
     trainer: Trainer
     sampler: BatchSampler
-    eval_windows: Batch
+    held_out: Batch
     checkpoints: Checkpoints
     metrics: MetricsLog
     display: Display
@@ -94,7 +94,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
         RunError: a loss or a gradient is not finite, or a checkpoint cannot be written.
     """
     start = int(state.step)
-    batch_tokens = config.batch_size * parts.eval_windows.tokens.shape[1]
+    batch_tokens = config.batch_size * parts.held_out.tokens.shape[1]
     fetcher = _Fetcher(parts, batch_tokens)
     with parts.display.start(start, config.steps):
         for step in range(start + 1, config.steps + 1):
@@ -103,15 +103,17 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
             if step == start + 1:
                 jax.block_until_ready(metrics)
                 fetcher.skip_time()
-            if step % config.log_every == 0:
-                fetcher.fetch(keep=1)
-            evaluate = config.eval_every > 0 and step % config.eval_every == 0
-            save = step % config.checkpoint_every == 0 or step == config.steps
+                parts.display.compiled(step)
+            last = step == config.steps
+            evaluate = last or (config.eval_every > 0 and step % config.eval_every == 0)
+            save = last or step % config.checkpoint_every == 0
             if not (evaluate or save):
+                if step % config.log_every == 0:
+                    fetcher.fetch(keep=1)
                 continue
             fetcher.fetch(keep=0)
             if evaluate:
-                loss = parts.trainer.held_out_loss(state.params, parts.eval_windows)
+                loss = parts.trainer.held_out_loss(state.params, parts.held_out)
                 parts.metrics.write(step, held_out_loss=loss)
                 parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
             if save:

@@ -27,17 +27,17 @@ class ModelConfig:
 
     vocab_size: int = 16_384
     """Entries of the vocabulary: rows of the embedding and of the head."""
-    hidden_size: int = 192
+    hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
     """Number of blocks."""
-    num_heads: int = 3
+    num_heads: int = 2
     """Query heads of a block."""
     num_kv_heads: int = 1
     """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
     head_dim: int = 64
     """Width of one head; even, since rotary embedding turns pairs."""
-    intermediate_size: int = 512
+    intermediate_size: int = 384
     """Width inside the feed-forward layer."""
     max_seq_len: int = 128
     """Longest sequence the model is trained on, in tokens."""
@@ -183,7 +183,7 @@ class Decoder(nnx.Module):
         >>> model = Decoder(ModelConfig(vocab_size=100, num_layers=1), rngs=nnx.Rngs(0))
         >>> hidden = model(jnp.zeros((2, 16), jnp.int32))
         >>> hidden.shape, model.head_weight().shape
-        ((2, 16, 192), (100, 192))
+        ((2, 16, 128), (100, 128))
 
     Source: Touvron et al., "LLaMA", section 2.2; grouped queries: Ainslie et al., "GQA".
     """

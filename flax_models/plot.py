@@ -7,17 +7,15 @@ import numpy as np
 from flax_models.baselines import Baselines
 from flax_models.metrics import Row
 
-SMOOTHING = 0.02  # weight of the newest step in the running mean: about the last 50 steps
+SMOOTHED_SHARE = 40  # the running mean looks back over this fraction of the run: little lag, and most of the noise gone
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Returns the exponentially weighted mean of the values up to each, its weights adding up to 1 from the start."""
-    total, weight, means = 0.0, 0.0, []
-    for value in values:
-        total = (1 - SMOOTHING) * total + SMOOTHING * value
-        weight = (1 - SMOOTHING) * weight + SMOOTHING
-        means.append(total / weight)
-    return np.asarray(means)
+    """Returns the mean of each value and those before it, as far back as a 40th of all."""
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(ends - max(1, len(values) // SMOOTHED_SHARE), 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
 
 
 def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -> None:
@@ -39,7 +37,7 @@ def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -
     axes = figure.add_subplot()
     if train:
         steps, losses = np.asarray(train).T
-        axes.plot(steps, losses, color="tab:blue", alpha=0.2, linewidth=0.6)
+        axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.6)
         axes.plot(steps, running_mean(losses), color="tab:blue", label="train, running mean")
     if held_out:
         steps, losses = np.asarray(held_out).T
@@ -58,8 +56,10 @@ def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -
             fontsize="small",
             color="0.35",
         )
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    figure.suptitle(title, x=0.02, ha="left", fontsize="large")
     axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower left")
+    if train or held_out:
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)

@@ -98,7 +98,7 @@ class Trainer:
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         loss, gradients = jax.value_and_grad(self._loss)(state.params, batch)
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        metrics = StepMetrics(loss, optax.global_norm(gradients), self._schedule(state.step))
+        metrics = StepMetrics(loss, optax.tree.norm(gradients), self._schedule(state.step))
         params = cast(nnx.State, optax.apply_updates(state.params, updates))  # optax keeps the tree, not its type
         return TrainState(params, optimizer, state.step + 1), metrics
 

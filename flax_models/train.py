@@ -118,7 +118,6 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
     length = model_config.max_seq_len
     sampler = BatchSampler(stream, train_config.batch_size, length, config.seed)
     windows = held_out_windows(held_out, length, train_config.held_out_windows)
-    eval_windows = held_out_windows(held_out, length, train_config.eval_windows)
     judged = baselines(stream, windows.tokens.ravel(), windows.targets.ravel(), vocab_size)
 
     trainer = Trainer(Decoder(model_config, rngs=nnx.Rngs(config.seed)), train_config)
@@ -140,14 +139,14 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         sampler.restore(place)
         display.fact("continued", f"from step {int(state.step):,}")
     metrics = MetricsLog(folder, after=int(state.step))
-    parts = RunParts(trainer, sampler, eval_windows, checkpoints, metrics, display)
+    parts = RunParts(trainer, sampler, windows, checkpoints, metrics, display)
     trained = time.monotonic()
     try:
         state = train(state, train_config, parts)
     finally:
         metrics.close()
         checkpoints.close()
-        plot_losses(folder / "loss.png", read_rows(folder), judged, title=str(folder))
+        plot_losses(folder / "loss.png", read_rows(folder), judged, title=folder.name)
     trained = time.monotonic() - trained
 
     loss = trainer.held_out_loss(state.params, windows)

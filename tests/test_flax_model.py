@@ -1,0 +1,195 @@
+"""The decoder of flax_models: shapes, the head, causality, rotary positions, grouped queries, parameter count."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_models.generate import generate
+from flax_models.model import Decoder, ModelConfig, rotary_embedding
+
+SMALL = ModelConfig(
+    vocab_size=97,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    max_seq_len=16,
+)
+
+
+def make(config: ModelConfig = SMALL) -> Decoder:
+    return Decoder(config, rngs=nnx.Rngs(0))
+
+
+def tokens_of(config: ModelConfig = SMALL, rows: int = 2, length: int = 12) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(config.vocab_size, size=(rows, length)), jnp.int32)
+
+
+@nnx.jit
+def hidden_states(model: Decoder, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+@nnx.jit
+def materialised_loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    logits = model(tokens) @ model.head_weight().T
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gives_hidden_states_in_the_config_dtype_and_a_head_in_the_parameters_dtype(dtype):
+    config = dataclasses.replace(SMALL, dtype=dtype)
+    model = make(config)
+    hidden = hidden_states(model, tokens_of())
+    assert hidden.shape == (2, 12, SMALL.hidden_size)
+    assert hidden.dtype == jnp.dtype(dtype)
+    assert model.head_weight().shape == (SMALL.vocab_size, SMALL.hidden_size)
+    assert model.head_weight().dtype == jnp.float32
+    assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameter_count_matches_the_parameters(tie):
+    config = dataclasses.replace(SMALL, tie_embeddings=tie)
+    leaves = jax.tree.leaves(nnx.state(make(config), nnx.Param))
+    assert sum(leaf.size for leaf in leaves) == config.parameter_count()
+
+
+def test_tied_head_is_the_embedding_and_learns_from_both_ends():
+    model = make()
+    assert model.head_weight() is model.embedding.embedding[...]
+    graph, params = nnx.split(model)
+    tokens = jnp.zeros((1, 4), jnp.int32)  # token 0 alone is looked up
+    targets = jnp.full((1, 4), 5)
+
+    def loss(params):
+        return materialised_loss(nnx.merge(graph, params), tokens, targets)
+
+    gradient = jax.grad(loss)(params)["embedding"]["embedding"][...]
+    assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "as a head, every row has a gradient"
+
+
+def test_untied_head_is_a_parameter_of_its_own():
+    model = make(dataclasses.replace(SMALL, tie_embeddings=False))
+    assert not np.array_equal(model.head_weight(), model.embedding.embedding[...])
+
+
+def test_first_loss_is_near_uniform():
+    model = make(dataclasses.replace(SMALL, vocab_size=1000, hidden_size=64))
+    tokens = tokens_of(model.config, rows=4)
+    loss = float(materialised_loss(model, tokens, jnp.flip(tokens)))
+    assert abs(loss - math.log(1000)) < 1.0
+
+
+def test_later_tokens_do_not_change_earlier_hidden_states():
+    model, tokens = make(), tokens_of()
+    changed = tokens.at[:, 7].set((tokens[:, 7] + 1) % SMALL.vocab_size)
+    before, after = np.asarray(hidden_states(model, tokens)), np.asarray(hidden_states(model, changed))
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert (np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1) > 1e-6).all()
+
+
+def test_sequences_of_a_batch_do_not_see_each_other():
+    model, tokens = make(), tokens_of()
+    alone = hidden_states(model, tokens[:1])
+    np.testing.assert_allclose(hidden_states(model, tokens)[:1], alone, rtol=2e-5, atol=2e-6)
+
+
+def test_rotary_embedding_matches_complex_rotation():
+    x = np.random.default_rng(0).normal(size=(1, 5, 2, 8)).astype(np.float32)
+    positions = np.array([0, 1, 5, 17, 400])
+    frequencies = 10_000.0 ** (-np.arange(4) / 4)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None] * frequencies)[None, :, None, :]
+    expected = np.concatenate((turned.real, turned.imag), axis=-1)
+    got = rotary_embedding(jnp.asarray(x), jnp.asarray(positions), 10_000.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_rotated_products_depend_on_distance_alone():
+    query, key = np.random.default_rng(2).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def product(query_position: int, key_position: int) -> float:
+        rotated = (
+            rotary_embedding(jnp.asarray(vector), jnp.asarray([position]), 10_000.0)
+            for vector, position in ((query, query_position), (key, key_position))
+        )
+        return float(jnp.vdot(*rotated))
+
+    assert product(9, 4) == pytest.approx(product(25, 20), rel=1e-4)
+    assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads():
+    grouped = make()
+    full = make(dataclasses.replace(SMALL, num_kv_heads=SMALL.num_heads))
+    state = nnx.state(grouped, nnx.Param)
+    repeats = SMALL.num_heads // SMALL.num_kv_heads
+    for block in state["blocks"].values():
+        for name in ("key", "value"):
+            kernel = block["attention"][name]["kernel"][...]  # (D, num_kv_heads * head_dim)
+            heads = kernel.reshape(kernel.shape[0], SMALL.num_kv_heads, SMALL.head_dim)
+            repeated = jnp.repeat(heads, repeats, axis=1).reshape(kernel.shape[0], -1)
+            block["attention"][name]["kernel"] = nnx.Param(repeated)
+    nnx.update(full, state)
+    np.testing.assert_allclose(
+        hidden_states(full, tokens_of()), hidden_states(grouped, tokens_of()), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 3}, "num_heads must be a multiple of num_kv_heads 2, got 3"),
+        ({"head_dim": 7}, "head_dim must be even and positive, got 7"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"num_layers": -1}, "num_layers must not be negative, got -1"),
+    ],
+)
+def test_a_shape_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(length):
+        hidden = hidden_states(model, jnp.asarray([tokens[-model.config.max_seq_len :]]))[0, -1]
+        tokens.append(int(jnp.argmax(model.head_weight() @ hidden)))
+    return tokens[len(prompt) :]
+
+
+def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
+    model = make(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
+    drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 passes max_seq_len 4
+    assert drawn == greedy(model, [3, 8], 6)
+
+
+def test_generation_repeats_with_its_key_and_ends_at_the_end_token():
+    model = make()
+    first, again, other = (
+        generate(model, [1], length=8, key=jax.random.key(seed), temperature=5.0) for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    ended = generate(model, [1], length=8, key=jax.random.key(0), temperature=5.0, end=first[2])
+    assert ended == first[: first.index(first[2])]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "prompt must have at least one token, got none"),
+        ({"length": -1}, "length must not be negative, got -1"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+    ],
+)
+def test_generation_names_a_bad_option(options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(make(), **{"prompt": [1], "length": 1, "key": jax.random.key(0), **options})
