@@ -81,14 +81,14 @@ class Case:
         return self.spec.classes(self.vocab)
 
     @property
-    def extra_roundings(self) -> int:
-        """How many times an implementation may round a 16-bit gradient beyond what the unfused computation does.
+    def extra_roundings(self) -> float:
+        """How many roundings of the head's gradient an implementation may add to those of the unfused computation.
 
-        Gradients of a scalar loss are stored in the forward pass and multiplied by d_loss in the backward pass, which
-        rounds unless d_loss is a power of two; under a tight budget d_weight may be summed in its own dtype.
+        Under a tight budget a 16-bit d_weight may be summed over the chunks in its own dtype. The k-th of n chunks
+        rounds a sum of variance k / n of the whole: together (n + 1) / 2, of which the unfused computation has 1.
         """
-        scalar = self.function == "loss" and self.spec.reduction != "none"
-        return 0 if self.dtype == "float32" else self.tight_memory + (scalar and self.upstream == "random")
+        chunks = 4 if self.tight_memory and self.weight_dtype != "float32" else 1
+        return (chunks + 1) / 2 - 1
 
     @property
     def memory_budget(self) -> int | None:

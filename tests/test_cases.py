@@ -10,7 +10,7 @@ from parity.cases import POISONS, STRATA, Case, cases, exhaustive_cases, select,
 from parity.expected import expected, outputs_of
 from parity.pairwise import pairs, pairwise
 from parity.rounding import round_to
-from parity.spec import FLOAT_DTYPES, LossSpec
+from parity.spec import FLOAT_DTYPES
 
 
 def test_there_are_about_300_cases_of_distinct_names() -> None:
@@ -112,9 +112,8 @@ def test_select_takes_part_of_a_name() -> None:
     assert not list(select("no such case"))
 
 
-def test_extra_roundings_are_counted_for_16_bits_only() -> None:
-    tight = {"tight_memory": True, "upstream": "random"}
-    assert Case(name="a", dtype="float32", **tight).extra_roundings == 0
-    assert Case(name="a", dtype="bfloat16", **tight).extra_roundings == 2
-    assert Case(name="a", dtype="bfloat16", spec=LossSpec("none"), **tight).extra_roundings == 1
+def test_extra_roundings_are_those_of_a_16_bit_head_in_chunks() -> None:
+    assert Case(name="a", dtype="bfloat16", tight_memory=True).extra_roundings == 1.5
     assert Case(name="a", dtype="bfloat16").extra_roundings == 0
+    assert Case(name="a", dtype="bfloat16", head_dtype="float32", tight_memory=True).extra_roundings == 0
+    assert Case(name="a", dtype="float32", tight_memory=True).extra_roundings == 0

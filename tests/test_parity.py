@@ -158,6 +158,23 @@ def test_two_backends_within_budget_are_within_twice_of_each_other() -> None:
     assert judge_pair(want, outputs, other)["loss"].percent == np.inf
 
 
+def test_budget_counts_roundings_and_condition() -> None:
+    floor = tolerances.GRADIENT_FLOOR["bfloat16"]
+    plain = tolerances.budget("d_weight", "bfloat16", 1e-3)
+    assert plain == pytest.approx(tolerances.FACTOR * 1e-3 + floor)
+    assert tolerances.budget("d_weight", "bfloat16", 1e-3, 3) == pytest.approx(2 * (plain - floor) + floor)
+    assert tolerances.budget("loss", "bfloat16", 0.0, 0, 7.0) == 7 * tolerances.FLOAT32_FLOOR
+
+
+def test_a_sum_that_cancels_is_judged_by_its_terms() -> None:
+    case = Case(name="cancels", token_weight="signed", spec=LossSpec("sum"), lead=(2,), hidden=3, vocab=5)
+    arrays = make_arrays(case) | {"token_weight": np.array([1, 1], np.float32)}
+    arrays["input"][1], arrays["target"][1] = arrays["input"][0], arrays["target"][0]
+    plain = expected(case, arrays)["loss"].budget
+    arrays["token_weight"] = np.array([1, -0.75], np.float32)
+    assert expected(case, arrays)["loss"].budget == pytest.approx(7 * plain, rel=0.5)
+
+
 # Backends.
 
 
