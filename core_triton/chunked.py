@@ -3,17 +3,16 @@ are held against.
 
 Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
 
-    plan A  `loss_and_gradients`   a chunk's logits are kept in float32, its statistics and then its d_logits come
-    from them: 3 products
-    plan B  `statistics`           no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`            any upstream gradient: the tile is computed again from the inputs once lse is
-    known: 1 + 3 products
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
+                                  float32 between the passes, 4 where they are computed again for the second
+    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
 vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
 without other code.
 
-Logits are kept in float32, not in a 16-bit input's dtype: rounding them costs a probability |logit| * 2**-9 of its
+Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
 """
 
@@ -322,7 +321,7 @@ def loss_and_gradients(
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
-        kept: list[Tensor] = []
+        kept: list[Tensor] | None = [] if config.keeps_logits else None
         partial = chunk_statistics(problem, chunk, config.slab, kept=kept)
         part = rows.finish(partial, target, row_weight, classes)
         losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))

@@ -15,7 +15,7 @@ from torch import Tensor
 from core_triton import chunked, rows
 from core_triton.chunked import Problem, Wanted
 from core_triton.rows import Coefficients
-from core_triton.tiles import ChunkConfig, choose_chunks, workspace_model
+from core_triton.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -67,7 +67,7 @@ def loss_and_gradients(
     """
     problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
     with _plain(input):
-        config = _config(problem, wanted, memory_budget, keeps_logits=True)
+        config = _config(problem, wanted, memory_budget, plan_a=True)
         scales = _saved_scales(problem)
         loss, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, (scales[0], scales[1]))
         return (
@@ -333,23 +333,30 @@ def _problem(arguments: dict[str, Any]) -> Problem:
 
 
 def _config(
-    problem: Problem, wanted: Wanted, memory_budget: int, *, keeps_logits: bool = False, entropy: bool = False
+    problem: Problem, wanted: Wanted, memory_budget: int, *, plan_a: bool = False, entropy: bool = False
 ) -> ChunkConfig:
     tokens, hidden = problem.input.shape
-    model = workspace_model(
-        tokens=tokens,
-        hidden=hidden,
-        classes=problem.classes,
-        itemsize=problem.input.itemsize,
-        weight_itemsize=problem.linear_weight.itemsize,
-        keeps_logits=keeps_logits,
-        softcap=problem.spec.softcap is not None,
-        entropy=entropy,
-        d_input=wanted.d_input,
-        d_weight=wanted.d_weight,
-        upcasts=chunked.upcasts(problem.input),
+
+    def model(*, keeps_logits: bool) -> WorkspaceModel:
+        return workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=problem.classes,
+            itemsize=problem.input.itemsize,
+            weight_itemsize=problem.linear_weight.itemsize,
+            keeps_logits=keeps_logits,
+            float16=problem.input.dtype == torch.float16,
+            softcap=problem.spec.softcap is not None,
+            entropy=entropy,
+            d_input=wanted.d_input,
+            d_weight=wanted.d_weight,
+            upcasts=chunked.upcasts(problem.input),
+        )
+
+    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
+    return (
+        choose_plan_a(model(keeps_logits=True), recomputing, *sizes) if plan_a else choose_chunks(recomputing, *sizes)
     )
-    return choose_chunks(model, tokens, problem.classes, memory_budget)
 
 
 def _saved_scales(problem: Problem) -> Tensor:

@@ -6,20 +6,29 @@ bytes that one chunk of `rows` x one slab of `slab` keeps alive at the worst mom
 chunk within the budget.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
 MIN_SLAB = 64
 ROW_MULTIPLE = 16
+KEEP_ROWS = 2048  # plan A keeps logits if this many rows fit; products of fewer waste more than a fourth one costs
 
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """Rows of a chunk, classes of a slab, and whether d_weight is summed over chunks in a float32 buffer of its own."""
+    """How a call is cut.
+
+    Args:
+        rows: of a chunk.
+        slab: classes of a slab.
+        float32_sum: d_weight is summed over chunks in a float32 buffer of its own.
+        keeps_logits: plan A keeps a chunk's logits from its first pass to its second.
+    """
 
     rows: int
     slab: int
     float32_sum: bool
+    keeps_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ def workspace_model(
     itemsize: int,
     weight_itemsize: int,
     keeps_logits: bool,
+    float16: bool,
     softcap: bool,
     entropy: bool,
     d_input: bool,
@@ -71,6 +81,7 @@ def workspace_model(
         itemsize: bytes of input's dtype.
         weight_itemsize: bytes of linear_weight's dtype.
         keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        float16: input is float16, whose rows are scaled by powers of two for d_weight.
         softcap: the logits are capped.
         entropy: the entropy is computed, or differentiated.
         d_input: d_input is computed.
@@ -85,13 +96,12 @@ def workspace_model(
         per_row += 4 * classes
     if d_input:
         per_row += 8 * hidden  # float32 sum and one slab's product
-    if d_weight and half:
-        per_row += hidden * (4 + itemsize + copy)  # rows times their power of two, for float16
+    if d_weight and float16:
+        per_row += hidden * (4 + itemsize + copy)  # those rows
     per_slab = hidden * (cast + copy + (4 if d_weight else 0)) + 32
     first_pass = 4 + 4 * entropy  # exponentials; shifted logits
-    second_pass = (
-        4 * softcap + 4 * entropy + (itemsize + copy if half else 0)
-    )  # the cap's slope; a factor; rounded d_logits
+    rounded = itemsize + copy if half else 0
+    second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
     per_tile = 4 * (not keeps_logits) + max(first_pass, second_pass)
     needs_sum = d_weight and weight_itemsize < 4
     return WorkspaceModel(
@@ -129,14 +139,32 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     return ChunkConfig(summed.rows, summed.slab, float32_sum=True)
 
 
+def choose_plan_a(
+    keeping: WorkspaceModel, recomputing: WorkspaceModel, tokens: int, classes: int, budget: int
+) -> ChunkConfig:
+    """Returns the chunks of plan A, which keeps a chunk's logits if all rows fit so, or at least KEEP_ROWS.
+
+    Kept logits spare a product, but at a large vocabulary the budget holds them for few rows only, and products of few
+    rows waste more than that. Then they are computed twice, in chunks that V does not limit.
+
+    Raises:
+        ValueError: as `choose_chunks`.
+    """
+    if keeping.rows_within(budget, min(classes, MIN_SLAB)) >= min(max(tokens, 1), KEEP_ROWS):
+        kept = choose_chunks(keeping, tokens, classes, budget)
+        if kept.rows >= min(tokens, KEEP_ROWS):
+            return replace(kept, keeps_logits=True)
+    return choose_chunks(recomputing, tokens, classes, budget)
+
+
 def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:
-    """Widest slab that costs no more than a tenth of the rows that the narrowest allows."""
+    """Widest slab that leaves half of the rows that the narrowest would: products and passes want both sides long."""
     narrowest = min(classes, MIN_SLAB)
     slabs = [narrowest]
     while slabs[-1] < classes:
         slabs.append(min(2 * slabs[-1], classes))
     most = min(tokens, model.rows_within(budget, narrowest))
-    enough = max(min(tokens, MIN_ROWS), min(most, 9 * most // 10))
+    enough = max(min(tokens, MIN_ROWS), most // 2)
     slab = max(slab for slab in slabs if slab == narrowest or model.rows_within(budget, slab) >= enough)
     rows = min(tokens, model.rows_within(budget, slab))
     if ROW_MULTIPLE <= rows < tokens:

@@ -2,17 +2,16 @@
 
 Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
 
-    plan A  `loss_and_gradients`  a chunk's logits are kept in float32; its statistics, then its d_logits come from
-                                  them: 3 products
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
+                                  float32 between the passes, 4 where they are computed again for the second
     plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: the tile is computed again from the inputs once lse is known:
-                                  1 + 3 products
+    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
 vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
 without other code.
 
-Logits are kept in float32, not in a 16-bit input's dtype: rounding them costs a probability |logit| * 2**-9 of its
+Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
 
 Shapes are static, so a last chunk or slab that would stick out starts earlier instead, and what it sees a second time
@@ -354,7 +353,7 @@ def loss_and_gradients(
     ) -> tuple[tuple[Array | None, _HeadSums], tuple[Array, RowStatistics]]:
         d_input, sums = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
-        partial, kept = chunk_statistics(problem, chunk, config.slab, keep=True)
+        partial, kept = chunk_statistics(problem, chunk, config.slab, keep=config.keeps_logits)
         part = rows.finish(partial, target, row_weight, classes)
         loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
         coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)

@@ -29,7 +29,7 @@ from jax_pallas import chunked, rows
 from jax_pallas.chunked import Gradients, Problem, Wanted
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.rows import Coefficients
-from jax_pallas.tiles import ChunkConfig, choose_chunks, workspace_model
+from jax_pallas.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 RESIDUAL = (
@@ -70,23 +70,28 @@ class Options:
     def problem(self, arrays: Sequence[Array]) -> Problem:
         return Problem(**self.named(arrays), spec=self.spec, classes=self.classes, vocab_axis=self.vocab_axis)
 
-    def config(
-        self, problem: Problem, wanted: Wanted, *, keeps_logits: bool = False, entropy: bool = False
-    ) -> ChunkConfig:
+    def config(self, problem: Problem, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False) -> ChunkConfig:
         tokens, hidden = problem.input.shape
-        model = workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=self.classes,
-            itemsize=problem.input.dtype.itemsize,
-            weight_itemsize=problem.linear_weight.dtype.itemsize,
-            keeps_logits=keeps_logits,
-            softcap=self.spec.softcap is not None,
-            entropy=entropy,
-            d_input=wanted.d_input,
-            d_weight=wanted.d_weight,
-        )
-        return choose_chunks(model, tokens, self.classes, self.memory_budget)
+
+        def model(*, keeps_logits: bool) -> WorkspaceModel:
+            return workspace_model(
+                tokens=tokens,
+                hidden=hidden,
+                classes=self.classes,
+                itemsize=problem.input.dtype.itemsize,
+                weight_itemsize=problem.linear_weight.dtype.itemsize,
+                keeps_logits=keeps_logits,
+                float16=problem.input.dtype == jnp.float16,
+                softcap=self.spec.softcap is not None,
+                entropy=entropy,
+                d_input=wanted.d_input,
+                d_weight=wanted.d_weight,
+            )
+
+        recomputing, sizes = model(keeps_logits=False), (tokens, self.classes, self.memory_budget)
+        if plan_a:
+            return choose_plan_a(model(keeps_logits=True), recomputing, *sizes)
+        return choose_chunks(recomputing, *sizes)
 
     def wanted(self, primals: Sequence[Any]) -> Wanted:
         """Reads from a forward rule's primals what is differentiated."""
@@ -211,7 +216,7 @@ def _plan_a(static: tuple[Options, Wanted], *arrays: Array) -> tuple[Array, Arra
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
     options, wanted = static
     problem = options.problem(arrays)
-    config = options.config(problem, wanted, keeps_logits=True)
+    config = options.config(problem, wanted, plan_a=True)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     losses, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, scales)
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
