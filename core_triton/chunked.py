@@ -113,7 +113,7 @@ def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
-    """Returns the logits of rows `x` against the slab `w` of the head, (n, v) float32, scaled and capped. MATH.md"""
+    """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
     logits = _product(x, w.T)
     if problem.linear_bias is not None:
         logits += problem.linear_bias[slab]
@@ -125,7 +125,7 @@ def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
 
 
 def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, *, entropy: bool) -> Partial:
-    """Returns the statistics of one tile of logits. MATH.md"""
+    """Returns the statistics of one tile of logits: MATH.md (25)."""
     top = logits.amax(1)
     shift = torch.where(top == -torch.inf, 0.0, top)  # all -inf: sums of 0, not NaN
     local, inside = _local_target(problem, target, slab)
@@ -168,7 +168,7 @@ def tile_d_logits(
     contributes: Tensor,
     slab: slice,
 ) -> Tensor:
-    """Overwrites one tile of logits with d_logits before scale and cap, (n, v) float32. MATH.md"""
+    """Overwrites a tile of logits with d_logits, the cap's slope included, the scale not: MATH.md (23), (15)."""
     slope = None
     if problem.spec.softcap is not None:  # d tanh = 1 - tanh**2
         slope = (logits / problem.spec.softcap).square_().neg_().add_(1.0)
@@ -293,7 +293,9 @@ def chunk_gradients(
             sums.d_weight.put(slab, product, first=chunk.start == 0)
             del product
         del w, d_logits  # or they would live until the next slab's are there
-    if d_input is not None and sums.d_input is not None:
+    if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
+        sums.d_input[chunk] = 0
+    elif sums.d_input is not None and d_input is not None:
         if input_scale is not None:
             d_input *= input_scale[:, None]
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)

@@ -120,7 +120,7 @@ def linear_cross_entropy(
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
             slab: Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md.
+        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
     """
     return linear_cross_entropy_with_stats(
         input,
@@ -231,7 +231,7 @@ def linear_log_probs(
         >>> (out.log_prob.sum() - 0.01 * out.entropy.sum()).backward()
 
     Source:
-        Entropy from running sums: parity/MATH.md.
+        parity/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)

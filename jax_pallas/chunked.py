@@ -161,7 +161,7 @@ def _product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
-    """Returns the logits of rows `x` against the slab `w` of the head, (n, v) float32, scaled and capped. MATH.md"""
+    """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
     logits = _product(x, w, (1, 1 - problem.vocab_axis))
     if problem.linear_bias is not None:
         logits = logits + slab.of(problem.linear_bias).astype(jnp.float32)
@@ -173,7 +173,7 @@ def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
 
 
 def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *, entropy: bool) -> Partial:
-    """Returns the statistics of one tile of logits. MATH.md"""
+    """Returns the statistics of one tile of logits: MATH.md (25)."""
     if slab.fresh is not None:
         logits = jnp.where(slab.fresh, logits, -jnp.inf)
     top = logits.max(1)
@@ -223,7 +223,7 @@ def tile_d_logits(
     contributes: Array,
     slab: Piece,
 ) -> Array:
-    """Returns d_logits of one tile before scale and cap, (n, v) float32. MATH.md"""
+    """Returns d_logits of a tile, the cap's slope included, the scale not: MATH.md (23), (15)."""
     log_prob = jnp.maximum(logits - lse[:, None], NO_PROBABILITY)
     factor = coefficients.alpha[:, None]
     if coefficients.beta is not None:

@@ -4,7 +4,7 @@ The first pass leaves `Partial` statistics of each row, one for each stretch of 
 stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
 second pass needs nothing of a loss but `Coefficients`: d_logits is
 
-    d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j   (MATH.md)
+    d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j  MATH.md (23)
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ MAX_EXPONENT = 126  # of a normal float32
 
 
 class Partial(NamedTuple):
-    """Statistics of n rows over one stretch of the vocabulary, all (n,) float32, MATH.md; None where not asked for."""
+    """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
 
     max: Array
     sum_exp: Array  # of exp(logits - max)
@@ -68,7 +68,7 @@ def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the statistics of two stretches of the vocabulary."""
+    """Joins the statistics of two stretches of the vocabulary: (26)."""
     top = jnp.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Array, Array]:
@@ -93,7 +93,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> RowStatistics:
-    """Turns statistics of the whole vocabulary into those that a loss is made of."""
+    """Turns statistics of the whole vocabulary into those that a loss is made of: (27)."""
     contributes = row_weight != 0
     log_sum = jnp.log(partial.sum_exp)
     entropy = None
@@ -117,7 +117,7 @@ def row_weights(
     normalizer: Array | None,
     classes: int,
 ) -> tuple[Array, Array]:
-    """Returns what each row's loss is multiplied by, (N,) float32, 0 for rows that do not contribute; and n_valid, ().
+    """Returns what each row's loss is multiplied by, (N,) float32, and n_valid, (): MATH.md (5), (8), (9).
 
     This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after selects
     out rows of 0.
@@ -147,7 +147,7 @@ def row_loss(
     class_weight: Array | None,
     classes: int,
 ) -> Array:
-    """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute. MATH.md"""
+    """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute: (6), (7), (10)."""
     loss = statistics.lse - statistics.target_logit
     if class_weight is not None:
         loss = _target_class_weight(target, class_weight, classes) * loss
@@ -164,7 +164,7 @@ def row_loss(
 def loss_coefficients(
     spec: LossSpec, lse: Array, target: Array, upstream: Array, class_weight: Array | None, classes: int
 ) -> Coefficients:
-    """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent. MATH.md"""
+    """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent: (13)."""
     kept = upstream * (1.0 - spec.label_smoothing)
     alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
     sigma = None
@@ -179,7 +179,7 @@ def loss_coefficients(
 def log_prob_coefficients(
     entropy: Array, target: Array, d_log_prob: Array, d_entropy: Array, d_lse: Array, classes: int
 ) -> Coefficients:
-    """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,). MATH.md"""
+    """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,): (23)."""
     alpha = d_lse - d_log_prob - d_entropy * entropy
     return Coefficients(alpha=_poison(alpha, target, classes), tau=-d_log_prob, beta=-d_entropy)
 
@@ -199,7 +199,7 @@ def saved_scales(row_weight: Array) -> tuple[Array, Array]:
 
 
 def split_exponents(coefficients: Coefficients, class_weight: Array | None) -> tuple[Coefficients, Array]:
-    """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32.
+    """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32: (34).
 
     float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
     two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
