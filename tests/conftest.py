@@ -1,5 +1,8 @@
 """Settings of the whole suite."""
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A test run repeats: hypothesis draws the same examples every time, and a slow machine fails none of them.
@@ -11,3 +14,15 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module")
+def torch_poisons_buffers() -> Iterator[None]:
+    """Fills new PyTorch buffers with NaN: an element that is not written shows."""
+    import torch  # the tests of JAX have no need of it
+
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.zeros(3)).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

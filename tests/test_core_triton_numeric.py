@@ -1,11 +1,61 @@
-"""core_triton against the float64 reference: every case of the table."""
+"""core_triton against the float64 reference: every case of the table, and float16 where it would underflow."""
 
 import pytest
+import torch
 from judged import check
 
+from parity.arrays import make_arrays
+from parity.backends import run_case
 from parity.cases import Case, cases
+from parity.expected import expected
+from parity.spec import LossSpec
+from parity.tolerances import error
+
+pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_case(case: Case) -> None:
     check("torch-chunked", case)
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 65536.0])
+@pytest.mark.parametrize("token_weight", ["", "signed"])
+def test_float16_mean_of_many_tokens_does_not_underflow(loss_scale: float, token_weight: str) -> None:
+    case = Case(
+        name=f"many-{loss_scale}",
+        lead=(4096,),
+        hidden=16,
+        vocab=50,
+        dtype="float16",
+        token_weight="signed" if token_weight else "",
+        loss_scale=loss_scale,
+        has_bias=True,
+    )
+    arrays = make_arrays(case)
+    outputs = run_case("torch-chunked", case, arrays).outputs
+    for name in ("d_input", "d_weight", "d_bias"):
+        # Without a scale the smallest elements of d_input are float16's subnormal numbers; no more than that is lost.
+        assert error(outputs[name], expected(case, arrays)[name].value) < 1e-3
+
+
+def test_float16_head_gradient_does_not_overflow() -> None:
+    # 3000 rows add up to more than half of what float16 holds, at an upstream gradient of 8.
+    spec = LossSpec("sum", label_smoothing=0.1)
+    case = Case(name="sum", lead=(3000,), hidden=4, vocab=3, dtype="float16", spec=spec, loss_scale=8.0)
+    check("torch-chunked", case)
+
+
+@pytest.mark.slow
+def test_more_logits_than_32_bits_count() -> None:
+    case = Case(name="N*V", lead=(2**16,), hidden=1, vocab=2**15 + 3)
+    arrays = make_arrays(case)
+    outputs = run_case("torch-chunked", case, arrays).outputs
+    # The float64 logits would take 17 GB: rows at both ends stand for all.
+    x, w, y = arrays["input"].astype(float), arrays["linear_weight"].astype(float), arrays["target"]
+    for rows in (slice(0, 16), slice(2**16 - 16, 2**16)):
+        logits = torch.from_numpy(x[rows] @ w.T)
+        assert error(outputs["lse"][rows], torch.logsumexp(logits, 1).numpy()) < 1e-5
+        d_logits = torch.softmax(logits, 1).numpy()
+        d_logits[range(16), y[rows]] -= 1
+        assert error(outputs["d_input"][rows], d_logits @ w / 2**16) < 1e-5

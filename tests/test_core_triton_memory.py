@@ -1,0 +1,117 @@
+"""What a call of core_triton allocates above its arguments and gradients stays within memory_budget, in every plan."""
+
+from typing import Any
+
+import pytest
+import torch
+from allocations import Meter, bytes_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from judged import least_budget
+from torch_problem import FUNCTIONS, leaves, problem, total
+
+from parity.spec import DEFAULT_MEMORY_BUDGET
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 8, 50), (3, 64, 501), (50, 16, 1001), (257, 32, 150))  # N, D, V
+
+
+def workspace(
+    function: str,
+    arrays: dict[str, Any],
+    budget: int | None,
+    *,
+    upstream: float = 1.0,
+    frozen: tuple[str, ...] = (),
+    **options: Any,
+) -> int:
+    """Returns the most bytes that a call and its backward pass held at once, less its gradients."""
+    arrays = {name: tensor.detach() if name in frozen else tensor for name, tensor in arrays.items()}
+    found = ()
+    with Meter() as meter:
+        value = total(function, arrays, memory_budget=budget, **options)
+        if value.requires_grad:
+            found = torch.autograd.grad(value, leaves(arrays), torch.tensor(upstream))
+    return meter.peak - bytes_of(*found)
+
+
+def assert_within(budget: int, used: int) -> None:
+    assert used <= budget, f"{used} bytes of workspace are {used / budget:.0%} of the budget of {budget}"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_workspace_within_budget(function: str, dtype: torch.dtype, shape: Any, softcap: float | None) -> None:
+    arrays = problem(*shape, dtype=dtype)
+    least = least_budget(lambda budget: workspace(function, arrays, budget, softcap=softcap))
+    for budget in (least, 3 * least, 10 * least):
+        assert_within(budget, workspace(function, arrays, budget, softcap=softcap, upstream=3.0))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",)])
+def test_frozen_arguments_within_budget(function: str, dtype: torch.dtype, frozen: tuple[str, ...]) -> None:
+    arrays = problem(50, 16, 501, dtype=dtype)
+    least = least_budget(lambda budget: workspace(function, arrays, budget, frozen=frozen))
+    for budget in (least, 3 * least):
+        assert_within(budget, workspace(function, arrays, budget, frozen=frozen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_many_tokens_within_budget(function: str, dtype: torch.dtype) -> None:
+    arrays = problem(65536, 4, 70, dtype=dtype)
+    least = least_budget(lambda budget: workspace(function, arrays, budget))
+    for budget in (2 * least, 2**23):
+        assert_within(budget, workspace(function, arrays, budget))
+
+
+def test_options_of_the_loss_within_budget() -> None:
+    arrays = problem(257, 32, 300, dtype=torch.float16)
+    extra = {"weight": torch.ones(300), "token_weight": torch.ones(257), "normalizer": 5.0}
+    options: dict[str, Any] = {**extra, "label_smoothing": 0.1, "z_loss_weight": 0.1, "softcap": 3.0}
+    least = least_budget(lambda budget: workspace("mean", arrays, budget, **options))
+    assert_within(least, workspace("mean", arrays, least, **options))
+
+
+def test_default_budget_is_within_itself() -> None:
+    arrays = problem(20, 8, 50)
+    assert workspace("mean", arrays, None) <= 2**20 < DEFAULT_MEMORY_BUDGET
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_least_budget_is_the_least(function: str, dtype: torch.dtype) -> None:
+    arrays = problem(40, 8, 120, dtype=dtype)
+    least = least_budget(lambda budget: total(function, arrays, memory_budget=budget))
+    total(function, arrays, memory_budget=least).backward()  # neither pass refuses it
+    with pytest.raises(ValueError, match=f"at least {least} bytes for 40 tokens and 120 classes, got {least - 1}"):
+        total(function, arrays, memory_budget=least - 1)
+    # A larger problem needs no less, and evaluation no more than training.
+    larger = problem(40, 16, 240, dtype=dtype)
+    assert least_budget(lambda budget: total(function, larger, memory_budget=budget)) >= least
+    with torch.no_grad():
+        assert least_budget(lambda budget: total(function, arrays, memory_budget=budget)) <= least
+
+
+@settings(max_examples=100)
+@given(
+    n=st.integers(1, 150),
+    d=st.integers(1, 40),
+    v=st.integers(1, 400),
+    dtype=st.sampled_from(DTYPES),
+    function=st.sampled_from(FUNCTIONS),
+    softcap=st.sampled_from((None, 4.0)),
+    factor=st.floats(1.0, 8.0),
+    bias=st.booleans(),
+)
+def test_drawn_problems_within_budget(
+    n: int, d: int, v: int, dtype: torch.dtype, function: str, softcap: float | None, factor: float, bias: bool
+) -> None:
+    arrays = problem(n, d, v, dtype=dtype, bias=bias)
+    least = least_budget(lambda budget: workspace(function, arrays, budget, softcap=softcap))
+    budget = int(least * factor)
+    assert_within(budget, workspace(function, arrays, budget, softcap=softcap, upstream=3.0))

@@ -1,0 +1,84 @@
+"""LinearCrossEntropy, the head and its loss as a module."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core_triton import LinearCrossEntropy
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_state_dict_is_that_of_a_linear_layer(bias: bool) -> None:
+    linear = nn.Linear(8, 50, bias=bias)
+    head = LinearCrossEntropy(8, 50, bias=bias)
+    assert head.state_dict().keys() == linear.state_dict().keys()
+    head.load_state_dict(linear.state_dict())
+    x, target = torch.randn(2, 6, 8), torch.randint(0, 50, (2, 6))
+    want = F.cross_entropy(linear(x).reshape(12, 50), target.reshape(12))
+    torch.testing.assert_close(head(x, target), want)
+    linear.load_state_dict(head.state_dict())
+
+
+def test_is_initialised_as_a_linear_layer() -> None:
+    torch.manual_seed(0)
+    head = LinearCrossEntropy(64, 5000, bias=True)
+    assert head.bias is not None
+    for parameter in (head.weight, head.bias):
+        assert parameter.abs().max() <= 1 / 8
+        assert abs(parameter.std().item() - 1 / 8 / 3**0.5) < 5e-3
+
+
+def test_a_tied_head_takes_both_gradients() -> None:
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(50, 8), LinearCrossEntropy(8, 50)
+    assert isinstance(embedding.weight, nn.Parameter)
+    head.weight = embedding.weight
+    tokens, target = torch.randint(0, 50, (12,)), torch.randint(0, 50, (12,))
+    head(embedding(tokens), target).backward()
+    got = embedding.weight.grad
+    embedding.weight.grad = None
+    F.cross_entropy(F.linear(embedding(tokens), embedding.weight), target).backward()
+    torch.testing.assert_close(got, embedding.weight.grad)
+
+
+def test_repr_shows_what_was_changed() -> None:
+    assert repr(LinearCrossEntropy(8, 50)) == "LinearCrossEntropy(8, 50, bias=False)"
+    head = LinearCrossEntropy(8, 50, bias=True, softcap=30.0, reduction="sum")
+    assert repr(head) == "LinearCrossEntropy(8, 50, bias=True, reduction='sum', softcap=30.0)"
+
+
+def test_options_and_class_weights_reach_the_loss() -> None:
+    torch.manual_seed(0)
+    class_weight = torch.rand(50)
+    head = LinearCrossEntropy(8, 50, weight=class_weight, label_smoothing=0.1, ignore_index=-1, reduction="none")
+    x, target = torch.randn(12, 8), torch.randint(-1, 50, (12,))
+    token_weight = torch.rand(12)
+    want = token_weight * F.cross_entropy(
+        F.linear(x, head.weight), target, class_weight, label_smoothing=0.1, ignore_index=-1, reduction="none"
+    )
+    torch.testing.assert_close(head(x, target, token_weight=token_weight), want)
+
+
+def test_normalizer_is_the_denominator() -> None:
+    head = LinearCrossEntropy(8, 50)
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    want = F.cross_entropy(F.linear(x, head.weight), target, reduction="sum") / 48
+    torch.testing.assert_close(head(x, target, normalizer=torch.tensor(48)), want)
+
+
+def test_dtype_device_and_copies() -> None:
+    assert LinearCrossEntropy(8, 50, dtype=torch.bfloat16).weight.dtype == torch.bfloat16
+    assert LinearCrossEntropy(8, 50, device="meta").weight.is_meta
+    head = LinearCrossEntropy(8, 50, bias=True, weight=torch.rand(50))
+    x, target = torch.randn(12, 8), torch.randint(0, 50, (12,))
+    stored = io.BytesIO()
+    torch.save(head.state_dict(), stored)
+    stored.seek(0)
+    other = LinearCrossEntropy(8, 50, bias=True, weight=torch.zeros(50))
+    other.load_state_dict(torch.load(stored))
+    for twin in (copy.deepcopy(head), other):
+        torch.testing.assert_close(twin(x, target), head(x, target), rtol=0, atol=0)
