@@ -1,0 +1,125 @@
+"""The arrows between the packages: flax_models -> jax_pallas -> parity <- core_triton, and NumPy alone in parity."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCH = {"torch", "triton"}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+PACKAGES = {"core_triton", "jax_pallas", "flax_models", "parity", "benchmarks", "tests"}
+
+FORBIDDEN = {
+    "core_triton": JAX | PACKAGES - {"core_triton", "parity"},
+    "jax_pallas": TORCH | {"flax", "optax", "orbax"} | PACKAGES - {"jax_pallas", "parity"},
+    "flax_models": TORCH | PACKAGES - {"flax_models", "jax_pallas", "parity"},
+}
+LAZY = {  # inside functions only
+    "parity/backends.py": TORCH | JAX | {"core_triton", "jax_pallas"},
+}
+AT_THE_TOP_OF_PARITY = set(sys.stdlib_module_names) | {"numpy", "parity"}
+
+
+def files(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, f"{package} has no files"
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yields the first name of every module that the code imports, wherever."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
+            assert isinstance(node.args[0], ast.Constant), f"an import of what is not written: {ast.unparse(node)}"
+            yield str(node.args[0].value).split(".")[0]
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_package_imports_what_is_not_below_it(package: str) -> None:
+    for path in files(package):
+        forbidden = set(imports(ast.parse(path.read_text()))) & FORBIDDEN[package]
+        assert not forbidden, f"{path.relative_to(ROOT)} imports {', '.join(sorted(forbidden))}"
+
+
+def test_parity_imports_numpy_only() -> None:
+    for path in files("parity"):
+        name = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text())
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
+        inside = {module for function in functions for module in imports(function)}
+        everywhere = set(imports(tree))
+        for function in functions:
+            function.body = [ast.Pass()] if not isinstance(function, ast.Lambda) else ast.Constant(None)  # pyright: ignore[reportAttributeAccessIssue]
+        top = set(imports(tree))
+        assert top <= AT_THE_TOP_OF_PARITY, f"{name} imports {', '.join(sorted(top - AT_THE_TOP_OF_PARITY))} at its top"
+        others = (everywhere | inside) - AT_THE_TOP_OF_PARITY - LAZY.get(name, set())
+        assert not others, f"{name} imports {', '.join(sorted(others))}"
+
+
+LOADED = "import json, sys; {statement}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import core_triton", JAX | {"jax_pallas", "flax_models"}),
+        ("import jax_pallas.linear_ce", TORCH | {"core_triton", "flax_models", "flax", "optax"}),
+        ("import flax_models.train", TORCH | {"core_triton"}),
+        (
+            "import parity.cases, parity.arrays, parity.expected, parity.reference, parity.backends, parity.__main__",
+            TORCH | JAX | {"core_triton", "jax_pallas"},
+        ),
+    ],
+    ids=["core_triton", "jax_pallas", "flax_models", "parity"],
+)
+def test_an_import_loads_no_other_framework(statement: str, absent: set[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(statement=statement)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = set(json.loads(done.stdout.splitlines()[-1]))
+    assert not loaded & absent, f"{statement} loads {', '.join(sorted(loaded & absent))}"
+
+
+@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "parity"])
+def test_types_are_published(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "parity"])
+def test_no_file_says_too_much(package: str) -> None:
+    for path in files(package):
+        lines = len(path.read_text().splitlines())
+        assert path.name != "utils.py"
+        assert lines <= 450, f"{path.relative_to(ROOT)} has {lines} lines: it says more than one thing"
+
+
+@pytest.mark.parametrize("name", ["linear_ce.py", "ops.py", "chunked.py", "rows.py", "tiles.py"])
+def test_the_two_frameworks_mirror_each_other(name: str) -> None:
+    """The same functions and classes in the same order, but for those that only one framework needs."""
+    torch_names, jax_names = (
+        [
+            node.name
+            for node in ast.parse((ROOT / package / name).read_text()).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        ]
+        for package in ("core_triton", "jax_pallas")
+    )
+    both = set(torch_names) & set(jax_names)
+    assert [n for n in torch_names if n in both] == [n for n in jax_names if n in both]
+    alone = {n for n in {*torch_names} ^ {*jax_names} if not n.startswith("_")}
+    assert not alone or name in ("ops.py", "chunked.py", "rows.py"), f"{alone} in one framework only"
