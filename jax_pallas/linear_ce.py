@@ -257,7 +257,7 @@ def linear_log_probs(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, None, None, None, vocab_axis, memory_budget, implementation
     )
-    results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0),) * 3
+    results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -359,7 +359,7 @@ def _prepare(
             named[name] = _undifferentiated(name, named[name])
     chosen = explain(named["input"], named["linear_weight"], implementation=implementation)
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
-    flat_target = named["target"].reshape(-1).astype(jnp.int32)
+    flat_target = _signed(named["target"].reshape(-1))
     class_weight = None if weight is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if token_weight is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = rows.row_weights(
@@ -385,6 +385,13 @@ def _prepare(
     return _Call(options, arrays, row_weight, n_valid, tuple(target.shape))
 
 
+def _signed(target: Array) -> Array:
+    """Returns `target` in int32 or int64; what would change its sign there is no class, and becomes another such."""
+    if target.dtype in (jnp.uint32, jnp.uint64):
+        target = jnp.minimum(target, jnp.iinfo(jnp.int32).max)
+    return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _undifferentiated(name: str, array: Array) -> Array:
     """Returns `array`; refuses to be differentiated, where a gradient of zeros would be silently wrong."""
@@ -400,7 +407,7 @@ def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
     """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
     scalar = call.options.spec.reduction != "none"
     if not call.tokens:
-        empty = jnp.zeros(0)
-        return jnp.zeros(()) if scalar else empty, empty, empty, empty
+        empty = jnp.zeros(0, jnp.float32)
+        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty
     loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)
     return loss, lse, target_logit, top

@@ -157,6 +157,7 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
+    options.config(options.problem(arrays), wanted)  # a budget too small for the backward pass is refused here
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
 
@@ -188,9 +189,10 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
-    arrays = tuple(primal.value for primal in primals)
+    wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
+    options.config(options.problem(arrays), wanted, entropy=True)  # too small a budget, as in `_row_losses_fwd`
     log_prob, entropy, lse = _log_probs(options, *arrays)
-    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), options.wanted(primals))
+    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), wanted)
 
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:

@@ -1,0 +1,59 @@
+"""Small random problems as JAX arrays, for the tests of jax_pallas that are about more than numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
+
+FUNCTIONS = ("mean", "sum", "none", "log_probs")
+ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
+
+
+def problem(
+    n: int = 12, d: int = 8, v: int = 50, *, dtype: Any = jnp.float32, bias: bool = True, vocab_axis: int = 0
+) -> dict[str, Any]:
+    """Returns input (N, D), linear_weight (V, D) or (D, V), linear_bias (V,) and target (N,)."""
+    rng = np.random.default_rng(0)
+    head = rng.standard_normal((v, d))
+    arrays = {
+        "input": jnp.asarray(rng.standard_normal((n, d)), dtype),
+        "linear_weight": jnp.asarray(head if vocab_axis == 0 else head.T, dtype),
+        "linear_bias": jnp.asarray(rng.standard_normal(v), dtype),
+        "target": jnp.asarray(rng.integers(0, v, n), jnp.int32),
+    }
+    if not bias:
+        del arrays["linear_bias"]
+    return arrays
+
+
+def total(function: Any, arrays: dict[str, Any], **options: Any) -> Array:
+    """Returns a scalar made of the results of `function`, one of FUNCTIONS, with another factor for each element."""
+    if function == "log_probs":
+        results = tuple(linear_log_probs(**arrays, **options))
+    else:
+        results = (linear_cross_entropy(**arrays, reduction=function, **options),)
+    if function in ("mean", "sum"):
+        return results[0]
+    terms = [result.reshape(-1) * (jnp.arange(result.size) / 8 - k) for k, result in enumerate(results)]
+    return jnp.stack(terms).sum()
+
+
+def gradients(function: Any, arrays: dict[str, Any], names: tuple[str, ...] = ARGUMENTS, **options: Any) -> Any:
+    """Returns the gradients of `total` by the named arguments, a dict."""
+
+    def value(differentiated: dict[str, Any], others: dict[str, Any]) -> Array:
+        return total(function, differentiated | others, **options)
+
+    chosen = {name: arrays[name] for name in names if name in arrays}
+    return jax.grad(value)(chosen, {name: array for name, array in arrays.items() if name not in chosen})
+
+
+def materialised(arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
+    """Returns the (N, V) logits, in float32."""
+    w = arrays["linear_weight"] if vocab_axis == 1 else arrays["linear_weight"].T
+    with jax.default_matmul_precision("float32"):
+        return arrays["input"].astype(jnp.float32) @ w.astype(jnp.float32) + arrays.get("linear_bias", 0.0)

@@ -1,0 +1,246 @@
+"""jax_pallas under jit, grad of each argument, vmap and jax.checkpoint, beside jax.grad of materialised logits."""
+
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialised, problem, total
+
+from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
+from jax_pallas.ops import RESIDUAL
+
+SUBSETS = [names for k in (1, 2, 3) for names in itertools.combinations(ARGUMENTS, k)]
+
+# Products of a whole call with one chunk and one slab, by whether input and linear_weight are differentiated.
+PRODUCTS = {
+    "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
+    "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
+    "none": {(True, True): 4, (True, False): 2, (False, True): 3, (False, False): 2},
+    "log_probs": {(True, True): 4, (True, False): 3, (False, True): 3, (False, False): 2},
+}
+
+
+def expected(function: str, arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
+    """`total` of materialised logits, for jax.grad to differentiate."""
+    logits = materialised(arrays, vocab_axis)
+    log_p = jax.nn.log_softmax(logits)
+    log_prob = jnp.take_along_axis(log_p, arrays["target"][:, None], 1)[:, 0]
+    if function in ("mean", "sum"):
+        return -log_prob.mean() if function == "mean" else -log_prob.sum()
+    results = (-log_prob,)
+    if function == "log_probs":
+        results = (log_prob, -(jnp.exp(log_p) * log_p).sum(1), jax.nn.logsumexp(logits, 1))
+    return jnp.stack([r * (jnp.arange(r.size) / 8 - k) for k, r in enumerate(results)]).sum()
+
+
+def expected_gradients(function: str, arrays: dict[str, Any], names: tuple[str, ...], vocab_axis: int = 0) -> Any:
+    chosen = {name: arrays[name] for name in names}
+    return jax.grad(lambda chosen: expected(function, arrays | chosen, vocab_axis))(chosen)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
+
+
+def products_of(function: Any, *arguments: Any) -> int:
+    """Returns how many products of matrices the lowered program has."""
+    return jax.jit(function).lower(*arguments).as_text().count("stablehlo.dot_general")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
+def test_gradient_of_each_argument_alone(function: str, names: tuple[str, ...]) -> None:
+    arrays = problem()
+    assert_close(gradients(function, arrays, names), expected_gradients(function, arrays, names))
+    count = PRODUCTS[function]["input" in names, "linear_weight" in names]
+    # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
+    count += function == "none" and names == ("input", "linear_bias")
+    assert products_of(lambda arrays: gradients(function, arrays, names), arrays) == count
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_without_a_gradient_there_is_one_product(function: str) -> None:
+    arrays = problem()
+    assert products_of(lambda arrays: total(function, arrays), arrays) == 1
+    np.testing.assert_allclose(total(function, arrays), expected(function, arrays), rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("budget", [None, 2**16])
+def test_jit(function: str, budget: int | None) -> None:
+    arrays = problem(60, 8, 300)
+    got = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=budget))(arrays)
+    assert_close(got, expected_gradients(function, arrays, ARGUMENTS))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_head_is_transposed(function: str, dtype: str) -> None:
+    for vocab_axis in (0, 1):
+        arrays = problem(dtype=dtype, vocab_axis=vocab_axis)
+        text = jax.jit(lambda arrays, axis=vocab_axis: gradients(function, arrays, vocab_axis=axis)).lower(arrays)
+        moved = re.findall(r"stablehlo.transpose.*tensor<(?:50x8|8x50)x.*", text.as_text())
+        assert not moved
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_second_axis_as_vocabulary(function: str) -> None:
+    arrays = problem(vocab_axis=1)
+    got = gradients(function, arrays, vocab_axis=1)
+    assert got["linear_weight"].shape == (8, 50)
+    assert_close(got, expected_gradients(function, arrays, ARGUMENTS, vocab_axis=1))
+
+
+BATCH = 5
+
+
+def batched_problem() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays of a shared head, and input (B, N, D) with target (B, N)."""
+    shared = problem(12 * BATCH)
+    rows = {"input": shared.pop("input").reshape(BATCH, 12, 8), "target": shared.pop("target").reshape(BATCH, 12)}
+    rows["target"] = rows["target"].at[1, 3:].set(-100)
+    return shared, rows
+
+
+def of_each(function: Any, shared: dict[str, Any], rows: dict[str, Any]) -> Array:
+    """The function of each batch element, from materialised logits."""
+
+    def one(x: Array, y: Array) -> Array:
+        valid = y != -100
+        log_p = jax.nn.log_softmax(materialised({**shared, "input": x}))
+        losses = -jnp.where(valid, jnp.take_along_axis(log_p, jnp.where(valid, y, 0)[:, None], 1)[:, 0], 0.0)
+        if function == "entropy":
+            return jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(1), 0.0)
+        return {"mean": losses.sum() / valid.sum(), "sum": losses.sum(), "none": losses}[function]
+
+    return jnp.stack([one(x, y) for x, y in zip(rows["input"], rows["target"], strict=True)])
+
+
+def of_batch(function: Any, shared: dict[str, Any], rows: dict[str, Any], **axes: Any) -> Array:
+    """The same by jax.vmap of the loss."""
+
+    def one(rows: dict[str, Any]) -> Array:
+        if function == "entropy":
+            return linear_log_probs(**shared, **rows).entropy
+        return linear_cross_entropy(**shared, **rows, reduction=function)
+
+    return jax.vmap(one, **axes)(rows)
+
+
+@pytest.mark.parametrize("function", ["mean", "sum", "none", "entropy"])
+def test_vmap_over_tokens(function: str) -> None:
+    shared, rows = batched_problem()
+    want = of_each(function, shared, rows)
+    np.testing.assert_allclose(of_batch(function, shared, rows), want, rtol=1e-5, atol=1e-6)
+
+    def value(of: Any) -> Any:
+        def weighted(shared: dict[str, Any], x: Array) -> Array:
+            results = of(function, shared, {**rows, "input": x})
+            return (results.T * jnp.arange(1.0, BATCH + 1)).sum()  # an upstream gradient for each
+
+        return jax.grad(weighted, argnums=(0, 1))(shared, rows["input"])
+
+    assert_close(value(of_batch), value(of_each))
+
+
+def test_vmap_over_another_axis_and_over_two() -> None:
+    shared, rows = batched_problem()
+    moved = {name: jnp.moveaxis(array, 0, 1) for name, array in rows.items()}
+    want = of_each("mean", shared, rows)
+    np.testing.assert_allclose(of_batch("mean", shared, moved, in_axes=1), want, rtol=1e-5)
+    twice = {name: jnp.stack([array, array[::-1]]) for name, array in rows.items()}
+    got = jax.vmap(lambda rows: of_batch("mean", shared, rows))(twice)
+    np.testing.assert_allclose(got, jnp.stack([want, want[::-1]]), rtol=1e-5)
+
+
+def test_vmap_over_the_head() -> None:
+    arrays = problem()
+    heads = jnp.stack([arrays["linear_weight"], -arrays["linear_weight"]])
+
+    def loss(w: Any) -> Array:
+        return linear_cross_entropy(**arrays | {"linear_weight": w})
+
+    for head, got in zip(heads, jax.vmap(jax.grad(loss))(heads), strict=True):
+        want = expected_gradients("mean", arrays | {"linear_weight": head}, ("linear_weight",))["linear_weight"]
+        assert_close(got, want)
+
+
+def test_vmap_over_targets_alone() -> None:
+    shared, rows = batched_problem()
+    x = rows["input"][0]
+    got = jax.vmap(lambda y: linear_cross_entropy(x, target=y, **shared))(rows["target"])
+    same = {"input": jnp.broadcast_to(x, (BATCH, *x.shape)), "target": rows["target"]}
+    np.testing.assert_allclose(got, of_each("mean", shared, same), rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", ["mean", "sum", "none", "entropy"])
+def test_vmap_keeps_no_head_gradient_for_each_element(function: str) -> None:
+    shared, rows = batched_problem()
+
+    def value(shared: dict[str, Any], rows: dict[str, Any]) -> Array:
+        return of_batch(function, shared, rows).sum()
+
+    program = jax.jit(jax.grad(value)).lower(shared, rows)
+    assert not re.findall(rf"{BATCH}x50x8x|50x{BATCH}x8x|{BATCH}x8x50x", program.as_text())
+    assert not re.findall(rf"\[{BATCH},50,8\]|\[50,{BATCH},8\]", str(program.compile().as_text()))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("saved", [False, True])
+def test_checkpoint(function: str, saved: bool) -> None:
+    arrays = problem()
+    policy = jax.checkpoint_policies.save_only_these_names(RESIDUAL) if saved else None
+
+    def value(chosen: dict[str, Any]) -> Array:
+        body = jax.checkpoint(lambda chosen: total(function, arrays | chosen), policy=policy)
+        return 2.0 * body(chosen)
+
+    chosen = {name: arrays[name] for name in ARGUMENTS}
+    loss, got = jax.value_and_grad(value)(chosen)
+    np.testing.assert_allclose(loss, 2.0 * expected(function, arrays), rtol=1e-5)
+    want = expected_gradients(function, arrays, ARGUMENTS)
+    assert_close(got, jax.tree.map(lambda gradient: 2.0 * gradient, want))
+    # What the forward pass saves under a name is not computed again; otherwise one more pass is the price.
+    count = products_of(jax.value_and_grad(value), chosen)
+    assert count == PRODUCTS[function][True, True] if saved else count > PRODUCTS[function][True, True]
+
+
+def test_statistics_carry_no_gradient() -> None:
+    arrays = problem()
+    x = arrays.pop("input")
+
+    def statistic(x: Array, name: str) -> Array:
+        _, stats = linear_cross_entropy_with_stats(x, **arrays, z_loss_weight=0.1)
+        return getattr(stats, name).astype(jnp.float32).sum()
+
+    for name in ("lse", "target_logit", "z_loss", "accuracy"):
+        assert (jax.grad(statistic)(x, name) == 0).all()
+
+
+def test_loss_and_gradient_share_one_pass() -> None:
+    arrays = problem()
+
+    def loss(x: Any, w: Any) -> tuple[Array, Any]:
+        return linear_cross_entropy_with_stats(**arrays | {"input": x, "linear_weight": w})
+
+    both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    assert products_of(both, arrays["input"], arrays["linear_weight"]) == 3
+
+
+def test_numpy_arrays_are_taken() -> None:
+    arrays = problem()
+    numpy: dict[str, Any] = {name: np.asarray(array) for name, array in arrays.items()}
+    got = linear_cross_entropy(**numpy)
+    np.testing.assert_allclose(got, expected("mean", arrays), rtol=1e-5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_results_repeat_bit_for_bit(function: str) -> None:
+    arrays = problem(60, 8, 200, dtype="bfloat16")
+    run = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16))
+    jax.tree.map(np.testing.assert_array_equal, run(arrays), run(arrays))
