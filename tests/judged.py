@@ -11,6 +11,7 @@ from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case
 from parity.expected import expected, judge
+from parity.tolerances import error
 
 
 def check(backend: str, case: Case) -> None:
@@ -27,6 +28,21 @@ def assert_within_budget(
     used = ", ".join(f"{name} {judgement.percent:.0f}%" for name, judgement in judgements.items())
     within = (judgement.percent <= 100 or judgement.error <= floor for judgement in judgements.values())
     assert all(within), f"{case.name} used of its budget: {used}"
+
+
+def check_many_logits(backend: str) -> None:
+    """Runs more than 2**31 logits; rows at both ends stand for all, whose float64 logits would take 17 GB."""
+    case = Case(name="N*V", lead=(2**16,), hidden=1, vocab=2**15 + 3)
+    arrays = make_arrays(case)
+    outputs = run_case(backend, case, arrays).outputs
+    x, w, y = arrays["input"].astype(np.float64), arrays["linear_weight"].astype(np.float64), arrays["target"]
+    for rows in (slice(0, 16), slice(2**16 - 16, 2**16)):
+        logits = x[rows] @ w.T
+        lse = np.log(np.exp(logits).sum(1))
+        assert error(outputs["lse"][rows], lse) < 1e-5
+        d_logits = np.exp(logits - lse[:, None])
+        d_logits[np.arange(16), y[rows]] -= 1
+        assert error(outputs["d_input"][rows], d_logits @ w / case.n) < 1e-5
 
 
 def least_budget(call: Callable[[int], Any]) -> int:

@@ -1,7 +1,7 @@
 """jax_pallas against the float64 reference: every case of the table, and float16 where it would underflow."""
 
 import pytest
-from judged import check
+from judged import check, check_many_logits
 
 from parity.arrays import make_arrays
 from parity.backends import run_case
@@ -39,3 +39,8 @@ def test_float16_head_gradient_does_not_overflow() -> None:
     # 3000 rows add up to more than half of what float16 holds, at an upstream gradient of 8.
     spec = LossSpec("sum", label_smoothing=0.1)
     check("jax-chunked", Case(name="sum", lead=(3000,), hidden=4, vocab=3, dtype="float16", spec=spec, loss_scale=8.0))
+
+
+@pytest.mark.slow
+def test_more_logits_than_32_bits_count() -> None:
+    check_many_logits("jax-chunked")
