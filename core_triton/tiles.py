@@ -144,8 +144,7 @@ def choose_plan_a(
     """Returns the chunks of plan A, which keeps the logits from the first pass to the second if all rows fit so.
 
     Kept logits spare a product, but at a large vocabulary the budget holds them for few rows at a time, and products of
-    few rows waste more than that. Measured with JAX on an H200 (N 8,192, D 4,096): 2.3 times the bare products where
-    chunks of 2,048 rows kept theirs (V 16,384), 1.9 where larger ones computed them twice (V 32,000).
+    few rows waste more than that (benchmarks/NOTES.md). Then they are computed twice, in chunks that V does not limit.
 
     Raises:
         ValueError: as `choose_chunks`.
