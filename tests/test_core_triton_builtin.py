@@ -31,7 +31,7 @@ def test_equals_the_builtin(reduction: str, label_smoothing: float, extras: bool
         options |= {"linear_bias": arrays[2], "weight": torch.rand(203, generator=generator)}
     upstream = torch.randn(50, generator=generator) if reduction == "none" else torch.tensor(1.5)
     builtin: Any = F.linear_cross_entropy  # pyright: ignore[reportAttributeAccessIssue]
-    got, expected = (f(*arrays[:2], target, **options) for f in (linear_cross_entropy, builtin))
+    got, expected = (f(arrays[0], arrays[1], target, **options) for f in (linear_cross_entropy, builtin))
     torch.testing.assert_close(got, expected)
     gradients = [torch.autograd.grad(loss, arrays, upstream) for loss in (got, expected)]
     for mine, theirs in zip(*gradients, strict=True):
