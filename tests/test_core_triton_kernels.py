@@ -40,9 +40,10 @@ def test_scale_kernel_compiles(arch: int, dtype: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 65536.0])
-def test_backward_on_a_gpu(dtype: torch.dtype, factor: float) -> None:
+def test_no_wait_and_a_second_backward_on_a_gpu(dtype: torch.dtype, factor: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((300, 64), (1001, 64)))
     y = torch.randint(0, 1001, (300,), generator=generator)
@@ -50,11 +51,11 @@ def test_backward_on_a_gpu(dtype: torch.dtype, factor: float) -> None:
 
     def gradients(device: str, backwards: int) -> list[torch.Tensor]:
         arrays = [a.to(device).requires_grad_() for a in (x, w)]
-        loss = core_triton.linear_cross_entropy(arrays[0], arrays[1], y.to(device))
-        d_loss = upstream.to(device)
+        target, d_loss = y.to(device), upstream.to(device)
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("error")  # nothing may wait for the device
         try:
+            loss = core_triton.linear_cross_entropy(arrays[0], arrays[1], target)
             for left in reversed(range(backwards)):
                 found = torch.autograd.grad(loss, arrays, d_loss, retain_graph=left > 0)
         finally:
