@@ -1,0 +1,284 @@
+"""Runs the loss through its Triton kernels in Triton's interpreter: in its own process, for Triton chooses when it is
+imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAM [ARGUMENTS]`; prints one JSON line
+a call.
+
+Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which takes gradients to two and a half times
+the error of rounding. Here its casts round to nearest, so interpreted results keep the budgets of real ones.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch_problem import leaves, problem, total
+from triton.runtime import interpreter
+
+from core_triton import chunked, fused, rows
+from core_triton.chunked import Problem, Wanted
+from core_triton.tiles import ChunkConfig
+from parity.arrays import make_arrays
+from parity.backends import run_case
+from parity.cases import Case, cases
+from parity.expected import expected, judge
+from parity.reference import reference_loss
+from parity.rounding import round_to
+from parity.spec import LossSpec
+from parity.tolerances import error
+
+_BUILDER: Any = interpreter.InterpreterBuilder
+_cast = _BUILDER.cast_impl
+
+
+def _rounding_cast(self: Any, source: Any, to: Any) -> Any:
+    pair = source.dtype.scalar, to.scalar
+    if pair == (tl.float32, tl.bfloat16):
+        bits = round_to(source.data, "bfloat16").view(np.uint32) >> np.uint32(16)
+        return interpreter.TensorHandle(bits.astype(np.uint16), tl.bfloat16)
+    if pair == (tl.bfloat16, tl.float32):
+        bits = source.data.astype(np.uint32) << np.uint32(16)
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+    return _cast(self, source, to)
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
+    """Runs a case and prints the percentage of its budget that each output used."""
+    outcome = run_case("torch-triton", case, arrays)
+    assert outcome.implementation == "triton"
+    judgements = judge(case, expected(case, arrays), outcome.outputs)
+    say(name=case.name, used={name: judgement.percent for name, judgement in judgements.items()}, **fields)
+
+
+def run_table(dtype: str) -> None:
+    """Every case of the contract in one dtype."""
+    for case in cases():
+        if case.dtype == dtype:
+            say_judged(case, make_arrays(case))
+
+
+# Anchors that have to be repaired.
+
+REPAIRED = (
+    Case(name="far", logit_std=60.0),
+    Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
+    Case(name="far-softcap", logit_std=60.0, spec=LossSpec("sum", softcap=60.0, z_loss_weight=1e-3)),
+    Case(name="far-weight", logit_std=60.0, has_class_weight=True, head_dtype="float32", vocab_axis=1),
+    Case(name="far-frozen_weight", logit_std=60.0, frozen=("linear_weight",), vocab=300),
+    Case(name="far-frozen_input", logit_std=60.0, frozen=("input",), tight_memory=True, lead=(150,)),
+)
+LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that an anchor stands
+
+
+def run_repair() -> None:
+    """Logits far above the target's, in every block of rows or in one alone."""
+    for case in REPAIRED:
+        case = replace(case, dtype="bfloat16")
+        arrays = make_arrays(case)
+        say_judged(case, arrays, far=far_rows(case, arrays))
+    case = Case(name="far-in_one_block", logit_std=60.0, dtype="bfloat16", lead=(150,))
+    arrays = make_arrays(case)
+    near = [row for row in range(150) if row != 140]
+    arrays["input"][near] /= 64  # a power of two: exact
+    say_judged(case, arrays, far=far_rows(case, arrays))
+
+
+def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
+    """Returns the rows whose anchors are too low, which is why their block has to be done again."""
+    result: Any = reference_loss(**arrays, spec=replace(case.spec, reduction="none"))
+    return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
+
+
+# Writes.
+
+GUARD = 1024  # elements beside every buffer: a multiple of 16 bytes, as descriptors want
+FACTORIES = ("empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like", "full", "full_like", "new_full")
+PATTERNS = {1: 0x5A, 2: 0x7FD3, 4: 0x7FC12345, 8: -(2**40) - 7}  # NaN of 2 and 4 bytes: what is read there shows
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Guards(TorchDispatchMode):
+    """Puts a pattern before and behind every buffer that is made while it is active, also inside the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "linear_ce":
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in FACTORIES and isinstance(out, Tensor) and out.numel():
+            return self.guarded(out)
+        return out
+
+    def guarded(self, tensor: Tensor) -> Tensor:
+        """Returns a copy between two patterns."""
+        integer = INTEGERS[tensor.itemsize]
+        buffer = torch.full((tensor.numel() + 2 * GUARD,), PATTERNS[tensor.itemsize], dtype=integer)
+        inside = buffer.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), GUARD)
+        self.buffers.append(buffer)
+        return inside.copy_(tensor)
+
+    def assert_whole(self) -> None:
+        for buffer in self.buffers:
+            pattern = PATTERNS[buffer.itemsize]
+            assert (buffer[:GUARD] == pattern).all(), "written before a buffer"
+            assert (buffer[-GUARD:] == pattern).all(), "written behind a buffer"
+
+
+WRITES: tuple[dict[str, Any], ...] = (
+    {},
+    {"bias": True, "softcap": 4.0, "vocab_size": 290},
+    {"bias": True, "ignored": True, "memory_budget": 90_000},
+    {"bias": True, "transposed": True, "logit_scale": 0.5},
+    {"d": 21, "transposed": True},
+    {"d": 21, "frozen": ("linear_weight",)},
+    {"frozen": ("input",), "memory_budget": 90_000},
+    {"n": 1, "v": 1, "d": 1},
+    {"bias": True, "label_smoothing": 0.1, "z_loss_weight": 0.1, "weight": torch.linspace(0.5, 2.0, 300)},
+)
+
+
+def run_writes(dtype: str, *functions: str) -> None:
+    """Calls between guards, on buffers full of NaN: nothing is written or used outside, and everything inside is."""
+    for function in functions:
+        for number, options in enumerate(WRITES):
+            if function == "log_probs" and "label_smoothing" in options:
+                continue
+            guards = Guards()
+            value, arrays = guarded_call(guards, function, getattr(torch, dtype), dict(options))
+            assert value.isfinite()
+            for leaf in leaves(arrays):
+                assert leaf.grad is not None
+                assert leaf.grad.isfinite().all(), f"{function} {options}: a gradient is not written everywhere"
+            guards.assert_whole()
+            say(name=f"{function}-{number}", buffers=len(guards.buffers))
+
+
+def guarded_call(guards: Guards, function: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Returns a total of the function's results and the arrays, whose gradients are there."""
+    sizes = {name: options.pop(name, default) for name, default in (("n", 135), ("d", 24), ("v", 300))}
+    made = problem(**sizes, dtype=dtype, bias=options.pop("bias", False))
+    frozen = options.pop("frozen", ())
+    made["target"] %= options.get("vocab_size", sizes["v"])
+    if options.pop("ignored", False):
+        made["target"][::3] = -100
+    if options.pop("transposed", False):
+        made["linear_weight"] = made["linear_weight"].detach().T.contiguous().T
+    arrays = {}
+    for name, tensor in made.items():
+        differentiated = tensor.is_floating_point() and name not in frozen
+        arrays[name] = guards.guarded(tensor.detach()).requires_grad_(differentiated)
+    with guards:
+        value = total(function, arrays, implementation="triton", **options)
+        value.backward()
+    return value, arrays
+
+
+# Shards of the vocabulary.
+
+SHARDED = (
+    Case(name="plain"),
+    Case(name="bias-softcap", has_bias=True, spec=LossSpec("sum", softcap=4.0, z_loss_weight=0.01)),
+    Case(name="smoothing", has_class_weight=True, spec=LossSpec("sum", label_smoothing=0.2, logit_scale=0.5)),
+    Case(name="padded", has_bias=True, spec=LossSpec("sum", vocab_size=380)),  # the last shard is nothing but padding
+    Case(name="axis1", vocab_axis=1),
+)
+SIZES = (300, 100, 107)
+
+
+def run_shards(dtype: str) -> None:
+    """Statistics and gradients of three stretches of the vocabulary, merged."""
+    for case in SHARDED:
+        case = replace(case, dtype=dtype, spec=replace(case.spec, reduction="sum"))
+        arrays = make_arrays(case)
+        want: Any = reference_loss(**arrays, spec=case.spec)
+        budgets = expected(case, arrays)
+        found = {name: value.float().numpy() for name, value in sharded(case, arrays).items()}
+        used = {name: 100 * error(found[name], getattr(want, name)) / 2e-6 for name in ("lse", "target_logit", "loss")}
+        # Each shard rounds its part of d_input once.
+        parts = {"d_input": len(SIZES) ** 0.5, "d_weight": 1.0, "d_bias": 1.0}
+        for name in parts:
+            if name in budgets:
+                used[name] = 100 * error(found[name], budgets[name].value) / (parts[name] * budgets[name].budget)
+        say(name=case.name, used=used)
+
+
+def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Returns loss, lse, target_logit and gradients made of the shards', each computed from its rows of the head."""
+    dtypes = {name: getattr(torch, case.dtype) for name in ("input", "linear_weight", "linear_bias")}
+    t = {name: torch.tensor(array, dtype=dtypes.get(name)) for name, array in arrays.items()}
+    classes, n, everything = case.classes, case.n, slice(0, case.n)
+    class_weight = t["weight"][:classes].float() if "weight" in t else None
+    row_weight = torch.ones(n)
+    shards = list(shards_of(case, t, row_weight, class_weight))
+
+    def statistics(shard: Problem) -> rows.Partial:
+        return chunked.chunk_statistics(shard, everything, 128, tiles=fused.KERNEL_TILES)
+
+    merged = statistics(shards[0])
+    for shard in shards[1:]:
+        merged = rows.merge(merged, statistics(shard))
+    found = rows.finish(merged, t["target"], row_weight, classes)
+    loss = rows.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
+    coefficients = rows.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
+    wanted = Wanted(d_input=True, d_weight=True, d_bias=case.has_bias)
+    config = ChunkConfig(rows=64, slab=128, float32_sum=True)
+    parts = [
+        chunked.gradients_by(fused.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
+    ]
+    gradients = {
+        "d_input": torch.stack([part.d_input.float() for part in parts if part.d_input is not None]).sum(0),
+        "d_weight": torch.cat([part.d_weight for part in parts if part.d_weight is not None]),
+    }
+    if case.has_bias:
+        gradients["d_bias"] = torch.cat([part.d_bias for part in parts if part.d_bias is not None])
+    return gradients | {"loss": loss.sum(), "lse": found.lse, "target_logit": found.target_logit}
+
+
+def shards_of(
+    case: Case, t: Mapping[str, Tensor], row_weight: Tensor, class_weight: Tensor | None
+) -> Iterator[Problem]:
+    offset = 0
+    for size in SIZES:
+        w = t["linear_weight"][offset : offset + size]
+        b = t["linear_bias"][offset : offset + size] if case.has_bias else None
+        w = w.T.contiguous().T if case.vocab_axis == 1 else w
+        yield Problem(
+            t["input"], w, b, t["target"], row_weight, class_weight, case.spec, case.classes, vocab_offset=offset
+        )
+        offset += size
+
+
+PROGRAMS = {"table": run_table, "repair": run_repair, "writes": run_writes, "shards": run_shards}
+
+
+def main() -> None:
+    _BUILDER.cast_impl = _rounding_cast
+    torch.use_deterministic_algorithms(True)  # fills new buffers with NaN: an element that is not written shows
+    torch.set_num_threads(1)
+    # NumPy, which interprets the kernels, warns of infinities and NaN, which the edges have on purpose, and of how
+    # Triton 3.6's interpreter makes scalars.
+    warnings.filterwarnings("ignore", category=RuntimeWarning)
+    warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0 to a scalar", DeprecationWarning)
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
