@@ -16,7 +16,7 @@ Logits stay in float32, also under a 16-bit input: rounding them costs a probabi
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from core_triton import rows
 from core_triton.rows import Coefficients, Partial, RowStatistics
-from core_triton.tiles import ChunkConfig
+from core_triton.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
@@ -75,6 +75,9 @@ class Problem:
             return None
         return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
 
+    def contributes(self, chunk: slice) -> Tensor:
+        return self.row_weight[chunk] != 0
+
     def rows(self, chunk: slice) -> Tensor:
         """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
         return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
@@ -96,9 +99,28 @@ class Wanted(NamedTuple):
     d_bias: bool
 
 
+NOTHING = Wanted(False, False, False)
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b in float32 with float32 accumulation, for two operands that `_operand` made."""
     return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Adds a @ b to `total`, or overwrites it if `first`, with float32 accumulation and one rounding."""
+    if not a.is_cuda:
+        product = _product(a, b)
+        total.copy_(product if first else product.add_(total))
+    elif total.dtype != a.dtype:  # float32 under 16-bit operands
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        torch.mm(a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out=total)
 
 
 def upcasts(input: Tensor) -> bool:
@@ -142,33 +164,85 @@ def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, 
     return Partial(top, sum_exp, target_logit, weighted_sum, exponentials.mul_(shifted).sum(1))
 
 
+def _partial(
+    problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: list[Tensor] | None, *, entropy: bool
+) -> Partial:
+    logits = logits_tile(problem, x, w, slab)
+    if kept is not None:
+        kept.append(logits)
+    return tile_partial(problem, logits, target, slab, entropy=entropy)
+
+
+def _d_logits(
+    problem: Problem, x: Tensor, w: Tensor, chunk: slice, slab: slice, row: "RowGradient", kept: list[Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    logits = logits_tile(problem, x, w, slab) if kept is None else kept.pop(0)
+    d_logits = tile_d_logits(problem, logits, problem.target[chunk], row, problem.contributes(chunk), slab)
+    del logits  # d_logits is the same memory: gone when that is
+    summed = None
+    if row.bias:
+        summed = d_logits.sum(0) if row.bias_scale is None else row.bias_scale @ d_logits
+    return _operand(d_logits, problem.input.dtype), summed
+
+
+class Tiles(NamedTuple):
+    """How a chunk's rows meet a slab of the head.
+
+    Args:
+        partial: statistics of the tile, its logits going to the list `kept`, if there is one.
+        d_logits: the tile's d_logits, (n, v), an operand of products, and their sum over rows for d_bias, (v,), if
+            wanted. Takes logits from the list `kept`, if there is one, else computes them.
+    """
+
+    partial: Callable[..., Partial]
+    d_logits: Callable[..., tuple[Tensor, Tensor | None]]
+
+
+TORCH_TILES = Tiles(_partial, _d_logits)
+
+
+class RowGradient(NamedTuple):
+    """What a chunk's second pass knows of its rows, (n,) float32 each.
+
+    Args:
+        lse: of the whole vocabulary.
+        coefficients: of (23), times the logit scale.
+        bias: d_bias is wanted.
+        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+    """
+
+    lse: Tensor
+    coefficients: Coefficients
+    bias: bool
+    bias_scale: Tensor | None
+
+
 def chunk_statistics(
-    problem: Problem, chunk: slice, slab_size: int, *, entropy: bool = False, kept: list[Tensor] | None = None
+    problem: Problem,
+    chunk: slice,
+    slab_size: int,
+    *,
+    entropy: bool = False,
+    kept: list[Tensor] | None = None,
+    tiles: Tiles = TORCH_TILES,
 ) -> Partial:
     """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
     x, target = problem.rows(chunk), problem.target[chunk]
     x = _operand(x, x.dtype)
     merged = None
     for slab in problem.slabs(slab_size):
-        logits = logits_tile(problem, x, _operand(problem.linear_weight[slab], problem.input.dtype), slab)
-        partial = tile_partial(problem, logits, target, slab, entropy=entropy)
+        w = _operand(problem.linear_weight[slab], problem.input.dtype)
+        partial = tiles.partial(problem, x, w, target, slab, kept, entropy=entropy)
         merged = partial if merged is None else rows.merge(merged, partial)
-        if kept is not None:
-            kept.append(logits)
-        del logits  # or it would live until the next slab's are there
+        del w  # or it would live until the next slab's is there
     return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
 
 
 def tile_d_logits(
-    problem: Problem,
-    logits: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    coefficients: Coefficients,
-    contributes: Tensor,
-    slab: slice,
+    problem: Problem, logits: Tensor, target: Tensor, row: RowGradient, contributes: Tensor, slab: slice
 ) -> Tensor:
     """Overwrites a tile of logits with d_logits, the cap's slope included, the scale not: MATH.md (23), (15)."""
+    lse, coefficients = row.lse, row.coefficients
     slope = None
     if problem.spec.softcap is not None:  # d tanh = 1 - tanh**2
         slope = (logits / problem.spec.softcap).square_().neg_().add_(1.0)
@@ -192,7 +266,7 @@ def tile_d_logits(
     return d_logits.masked_fill_(~contributes[:, None], 0.0)
 
 
-class _ClassSum:
+class ClassSum:
     """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
@@ -200,10 +274,17 @@ class _ClassSum:
         self.total[classes:] = 0  # padding
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
-    def put(self, slab: slice, product: Tensor, *, first: bool) -> None:
+    def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
         if not first:
-            product += self.sum[slab]
-        self.sum[slab] = product
+            summand += self.sum[slab]
+        self.sum[slab] = summand
+
+    def put_product(self, slab: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
+        """Adds scale * a @ b."""
+        if scale is None:
+            add_product(self.sum[slab], a, b, first=first)
+        else:
+            self.put(slab, _product(a, b).mul_(scale), first=first)
 
     def result(self, *, empty: bool) -> Tensor:
         if empty:
@@ -213,18 +294,18 @@ class _ClassSum:
         return self.total
 
 
-class _GradientSums:
+class GradientSums:
     """The gradients of a call while its chunks add to them."""
 
     def __init__(self, problem: Problem, wanted: Wanted, config: ChunkConfig) -> None:
         x, w, b = problem.input, problem.linear_weight, problem.linear_bias
         classes = problem.local_classes
         self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
-        self.d_weight = _ClassSum(w, classes, float32_sum=config.float32_sum) if wanted.d_weight else None
+        self.d_weight = ClassSum(w, classes, float32_sum=config.float32_sum) if wanted.d_weight else None
         self.d_bias = None
         if wanted.d_bias:
             assert b is not None
-            self.d_bias = _ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
 
     def result(self, *, empty: bool) -> Gradients:
         return Gradients(
@@ -240,10 +321,11 @@ def chunk_gradients(
     slab_size: int,
     lse: Tensor,
     coefficients: Coefficients,
-    sums: _GradientSums,
+    sums: GradientSums,
     *,
     kept: list[Tensor] | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
+    tiles: Tiles = TORCH_TILES,
 ) -> None:
     """Second pass over a chunk: writes its rows of d_input, adds to d_weight and d_bias.
 
@@ -253,15 +335,16 @@ def chunk_gradients(
         kept: the first pass's tiles of logits, consumed; None computes them again.
         scales: () factors on d_input and on the gradients of the head.
     """
-    dtype, x, target = problem.input.dtype, problem.rows(chunk), problem.target[chunk]
-    contributes = problem.row_weight[chunk] != 0
+    dtype, x, contributes = problem.input.dtype, problem.rows(chunk), problem.contributes(chunk)
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
     input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
     if dtype == torch.float16:
         coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
-        x_head = (x * torch.ldexp(torch.ones_like(lse), exponent - top)[:, None]).to(dtype)
+        if sums.d_weight is not None:
+            x_head = (x * torch.ldexp(torch.ones_like(lse), exponent - top)[:, None]).to(dtype)
         input_scale = torch.ldexp(torch.ones_like(lse), exponent - FLOAT16_HEADROOM)
         head_scale = torch.ldexp(torch.ones_like(lse[0]), top - FLOAT16_HEADROOM)
         bias_scale = input_scale
@@ -271,27 +354,20 @@ def chunk_gradients(
                 head_scale * scales[1],
                 bias_scale * scales[1],
             )
+    row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
     x, x_head = _operand(x, dtype), _operand(x_head, dtype)
-    d_input = None
+    d_input, first = None, chunk.start == 0
     for slab in problem.slabs(slab_size):
         w = _operand(problem.linear_weight[slab], dtype)
-        logits = logits_tile(problem, x, w, slab) if kept is None else kept.pop(0)
-        d_logits = tile_d_logits(problem, logits, target, lse, coefficients, contributes, slab)
-        del logits  # d_logits is the same memory: gone when that is
-        if dtype == torch.float16:
-            d_logits *= 2.0**FLOAT16_HEADROOM
+        d_logits, summed = tiles.d_logits(problem, x, w, chunk, slab, row, kept)
         if sums.d_bias is not None:
-            summed = d_logits.sum(0) if bias_scale is None else bias_scale @ d_logits
-            sums.d_bias.put(slab, summed, first=chunk.start == 0)
-        d_logits = _operand(d_logits, dtype)
-        if sums.d_input is not None:
-            d_input = _product(d_logits, w) if d_input is None else d_input.add_(_product(d_logits, w))
+            sums.d_bias.put(slab, summed, first=first)
+        if sums.d_input is not None and d_input is None:
+            d_input = _product(d_logits, w)
+        elif d_input is not None:
+            add_product(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
-            product = _product(d_logits.T, x_head)
-            if head_scale is not None:
-                product *= head_scale
-            sums.d_weight.put(slab, product, first=chunk.start == 0)
-            del product
+            sums.d_weight.put_product(slab, d_logits.T, x_head, head_scale, first=first)
         del w, d_logits  # or they would live until the next slab's are there
     if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
         sums.d_input[chunk] = 0
@@ -301,11 +377,45 @@ def chunk_gradients(
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
-def statistics(problem: Problem, config: ChunkConfig, *, entropy: bool = False) -> RowStatistics:
+def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
+    _config(problem, memory_budget, wanted, entropy=entropy)
+
+
+def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
     """Plan B: statistics of every row, no gradient."""
+    return statistics_by(TORCH_TILES, problem, _config(problem, memory_budget, NOTHING, entropy=entropy), entropy)
+
+
+def loss_and_gradients(
+    problem: Problem,
+    memory_budget: int,
+    wanted: Wanted,
+    scales: tuple[Tensor, Tensor] | None,
+    *,
+    statistics: bool = True,
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
+
+    `statistics` says whether the largest logits are wanted; here they cost nothing.
+    """
+    config = _config(problem, memory_budget, wanted, plan_a=True)
+    return loss_and_gradients_by(TORCH_TILES, problem, config, wanted, scales)
+
+
+def gradients(
+    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+) -> Gradients:
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    config = _config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
+    return gradients_by(TORCH_TILES, problem, config, lse, coefficients, wanted)
+
+
+def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+    """`statistics` with any tiles."""
     parts = [
         rows.finish(
-            chunk_statistics(problem, chunk, config.slab, entropy=entropy),
+            chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles),
             problem.target[chunk],
             problem.row_weight[chunk],
             problem.classes,
@@ -315,34 +425,63 @@ def statistics(problem: Problem, config: ChunkConfig, *, entropy: bool = False) 
     return _concatenate(parts, problem, entropy=entropy)
 
 
-def loss_and_gradients(
-    problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Tensor, Tensor] | None
+def loss_and_gradients_by(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
-    sums, classes = _GradientSums(problem, wanted, config), problem.classes
+    """`loss_and_gradients` with any tiles."""
+    sums, classes = GradientSums(problem, wanted, config), problem.classes
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
-        partial = chunk_statistics(problem, chunk, config.slab, kept=kept)
+        partial = chunk_statistics(problem, chunk, config.first_slab, kept=kept, tiles=tiles)
         part = rows.finish(partial, target, row_weight, classes)
         losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
         coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
-        chunk_gradients(problem, chunk, config.slab, part.lse, coefficients, sums, kept=kept, scales=scales)
+        chunk_gradients(
+            problem, chunk, config.slab, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
+        )
         parts.append(part)
     loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
     return loss, _concatenate(parts, problem, entropy=False), sums.result(empty=not parts)
 
 
-def gradients(
-    problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+def gradients_by(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, wanted: Wanted
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    sums = _GradientSums(problem, wanted, config)
+    """`gradients` with any tiles."""
+    sums = GradientSums(problem, wanted, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
-        chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums)
+        chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
+
+
+def _config(
+    problem: Problem, memory_budget: int, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False
+) -> ChunkConfig:
+    tokens, hidden = problem.input.shape
+
+    def model(*, keeps_logits: bool) -> WorkspaceModel:
+        return workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=problem.classes,
+            itemsize=problem.input.itemsize,
+            weight_itemsize=problem.linear_weight.itemsize,
+            keeps_logits=keeps_logits,
+            float16=problem.input.dtype == torch.float16,
+            softcap=problem.spec.softcap is not None,
+            entropy=entropy,
+            d_input=wanted.d_input,
+            d_weight=wanted.d_weight,
+            upcasts=upcasts(problem.input),
+        )
+
+    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
+    return (
+        choose_plan_a(model(keeps_logits=True), recomputing, *sizes) if plan_a else choose_chunks(recomputing, *sizes)
+    )
 
 
 def _local_target(problem: Problem, target: Tensor, slab: slice) -> tuple[Tensor, Tensor]:

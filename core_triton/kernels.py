@@ -1,18 +1,677 @@
-"""Triton kernels: bodies and nothing else. Their launchers stand where they are called."""
+"""Triton kernels: bodies and nothing else. Their launchers stand in `fused.py` and `ops.py`.
+
+The kernels that multiply share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of
+programs that stay (`tiles_of`), reads its operands through tensor descriptors (TMA where the card has it), which
+return zeros outside their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit
+for bit. Equations: parity/MATH.md.
+"""
 
 import triton
 import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+# A sum of exponentials past this has lost touch with its anchor: (30). 2**64 is 44 nats above the target logit, and
+# leaves its reciprocal times a row weight times an input within bfloat16's range.
+SUM_LIMIT = tl.constexpr(2.0**64)
+SIZES = ("rows", "hidden", "classes")  # nothing is gained by a compilation for each
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
+
+
+@triton.jit
+def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
+    """Returns the row block and class block of a tile: GROUP row blocks first, then the next class block.
+
+    The programs that run together so share few class blocks, whose rows of the head they read from L2.
+    """
+    group = tile // (GROUP * class_blocks)
+    first = group * GROUP
+    size = min(row_blocks - first, GROUP)
+    within = tile - first * class_blocks
+    return first + within % size, within // size
+
+
+@triton.jit
+def logits_tile(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    row,
+    column,
+    hidden,
+    classes,
+    scale,
+    softcap,
+    W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); columns past `classes` hold
+    anything."""
+    raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for k in range(0, hidden, BLOCK_D):
+        x = x_desc.load([row, k])  # (BLOCK_N, BLOCK_D)
+        if W_BY_CLASS:
+            w = w_desc.load([column, k]).T  # (BLOCK_D, BLOCK_V)
+        else:
+            w = w_desc.load([k, column])
+        if INTERPRETED:
+            x, w = x.to(tl.float32), w.to(tl.float32)
+        raw = tl.dot(x, w, raw, input_precision=PRECISION)
+    if HAS_BIAS:
+        columns = column + tl.arange(0, BLOCK_V)
+        raw += tl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(tl.float32)[None, :]
+    logits = raw * scale
+    if HAS_SOFTCAP:
+        logits = softcap * tanh(logits * (1.0 / softcap))
+    return logits
+
+
+@triton.jit
+def tanh(t):
+    small = tl.exp2(-2.0 * LOG2_E * tl.abs(t))
+    magnitude = (1.0 - small) / (1.0 + small)
+    return tl.where(t < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def slope(logits, softcap):
+    """Returns the derivative of the cap at capped logits: (15)."""
+    ratio = logits * (1.0 / softcap)
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V: tl.constexpr):
+    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile."""
+    target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+    here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+    owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
+    tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+
+
+@triton.jit
+def target_logit_kernel(
+    input_ptr,
+    weight_ptr,
+    bias_ptr,
+    target_ptr,
+    row_weight_ptr,
+    row_ptr,
+    target_logit_ptr,
+    anchor_ptr,
+    hidden,
+    classes,
+    input_stride,
+    input_stride_d,
+    weight_stride,
+    weight_stride_d,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes the target's logit of each row, NaN where the target is no class, and the integer anchor that it gives,
+    0 where it gives none: (29). One program owns a row; reads weight (V, D), target (N,) int64, and of input (N, D) the
+    rows row (N,) int64."""
+    row = tl.program_id(0).to(tl.int64)
+    picked = tl.load(row_ptr + row)
+    target = tl.load(target_ptr + row)
+    is_class = (target >= 0) & (target < classes) & (tl.load(row_weight_ptr + row) != 0)
+    target = tl.where(is_class, target, 0)
+    acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in range(0, hidden, BLOCK_D):
+        columns = (k + tl.arange(0, BLOCK_D)).to(tl.int64)
+        inside = (columns < hidden) & is_class
+        x = tl.load(input_ptr + picked * input_stride + columns * input_stride_d, mask=inside, other=0.0)
+        w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside, other=0.0)
+        acc += x.to(tl.float32) * w.to(x.dtype).to(tl.float32)
+    logit = tl.sum(acc, 0)
+    if HAS_BIAS:
+        logit += tl.load(bias_ptr + target, mask=is_class, other=0.0).to(tl.float32)
+    logit *= scale
+    if HAS_SOFTCAP:
+        logit = softcap * tanh(logit * (1.0 / softcap))
+    finite = is_class & (tl.abs(logit) < float("inf"))
+    tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
+    tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def exponentials_kernel(
+    x_desc,
+    w_desc,
+    e_desc,
+    bias_ptr,
+    target_ptr,
+    anchor_ptr,
+    flag_ptr,
+    sum_ptr,
+    max_ptr,
+    target_logit_ptr,
+    rows,
+    hidden,
+    classes,
+    scale,
+    softcap,
+    REPAIR: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
+
+    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes e (rows, V), times the cap's slope: (31),
+    and sum (class blocks, rows). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of the rows
+    whose target (int64) is among these classes. With REPAIR, the rows of a flag, only tiles with a flag.
+    """
+    row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
+    tiles = row_blocks * class_blocks
+    if REPAIR:
+        tiles = tl.where(any_flag(flag_ptr, 0, tl.cdiv(rows, REPAIR)), tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=REPAIR == 0):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        wanted = True
+        if REPAIR:
+            wanted = row_block_flag(flag_ptr, row_block, rows, BLOCK_N, REPAIR)
+        if wanted:
+            row, column = row_block * BLOCK_N, class_block * BLOCK_V
+            logits = logits_tile(
+                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            )  # fmt: skip
+            row_ids = row + tl.arange(0, BLOCK_N)
+            columns = column + tl.arange(0, BLOCK_V)
+            inside = row_ids < rows
+            anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+            if column + BLOCK_V > classes:
+                logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+            exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+            out = class_block.to(tl.int64) * rows + row_ids
+            tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+            if STATISTICS:
+                tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
+            if HAS_SOFTCAP:
+                exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+            e_desc.store([row, column], exponentials.to(e_desc.dtype))
+
+
+@triton.jit
+def flag_kernel(sum_ptr, row_weight_ptr, flag_ptr, rows, class_blocks, BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Flags blocks of BLOCK_F rows with a sum that is not below SUM_LIMIT: their anchors are too low. One program a
+    block; reads sum (class_blocks, rows) of rows whose row_weight is not 0, writes flag (blocks,) int32."""
+    row_ids = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_F, BLOCK_T)
+    row_weight = tl.load(row_weight_ptr + row_ids, mask=row_ids < rows, other=0.0)
+    lost = (row_weight != 0) & ~(total < SUM_LIMIT)
+    tl.store(flag_ptr + tl.program_id(0), tl.max(lost.to(tl.int32), 0))
+
+
+@triton.jit
+def any_flag(flag_ptr, first, last):
+    """Whether one of flag[first:last] is set."""
+    found = tl.zeros((128,), tl.int32)
+    for start in range(first, last, 128):
+        blocks = start + tl.arange(0, 128)
+        found |= tl.load(flag_ptr + blocks, mask=blocks < last, other=0)
+    return tl.max(found, 0) != 0
+
+
+@triton.jit
+def row_block_flag(flag_ptr, row_block, rows, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Whether one of the flags of a block of BLOCK_N rows is set."""
+    return any_flag(flag_ptr, row_block * (BLOCK_N // BLOCK_F), tl.cdiv(min((row_block + 1) * BLOCK_N, rows), BLOCK_F))
+
+
+@triton.jit
+def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in one fixed order."""
+    acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
+        acc += tl.load(sum_ptr + blocks.to(tl.int64)[:, None] * rows + row_ids[None, :], mask=mask, other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def anchor_kernel(
+    max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Replaces the anchors of flagged row blocks by ones made of the rows' largest logits, max (class blocks, rows):
+    (30). One program a row block."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if row_block_flag(flag_ptr, tl.program_id(0), rows, BLOCK_N, BLOCK_F):
+        acc = tl.full((BLOCK_T, BLOCK_N), float("-inf"), dtype=tl.float32)
+        for start in range(0, class_blocks, BLOCK_T):
+            blocks = start + tl.arange(0, BLOCK_T)
+            mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
+            place = max_ptr + blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+            acc = tl.maximum(acc, tl.load(place, mask=mask, other=float("-inf")))
+        top = tl.max(acc, 0)
+        anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+        tl.store(anchor_ptr + row_ids, anchor, mask=row_ids < rows)
+
+
+@triton.jit
+def row_factors_kernel(
+    sum_ptr,
+    anchor_ptr,
+    target_logit_ptr,
+    target_ptr,
+    row_weight_ptr,
+    tau_ptr,
+    e_ptr,
+    lse_ptr,
+    rho_ptr,
+    theta_ptr,
+    rows,
+    class_blocks,
+    classes,
+    e_stride,
+    z_loss_weight,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Writes lse, rho and theta of each row, (rows,) float32: (29), (31), both factors times the scale; and zeroes
+    the target's column of e (rows, V), whose term theta is. One program owns BLOCK_N rows."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
+    total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
+    lse = (tl.load(anchor_ptr + row_ids, mask=inside, other=0.0) + tl.log2(total)) * LN_2
+    row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
+    tau = tl.load(tau_ptr + row_ids, mask=inside, other=0.0)
+    target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+    contributes = row_weight != 0
+    upstream = tau + 2.0 * z_loss_weight * row_weight * lse
+    theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - tau
+    if HAS_SOFTCAP:
+        theta *= slope(target_logit, softcap)
+    tl.store(lse_ptr + row_ids, tl.where(contributes, lse, 0.0), mask=inside)
+    tl.store(rho_ptr + row_ids, tl.where(contributes, scale * upstream / total, 0.0), mask=inside)
+    tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)
+    is_class = inside & (target >= 0) & (target < classes)
+    tl.store(e_ptr + row_ids.to(tl.int64) * e_stride + target, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), is_class)
+
+
+@triton.jit
+def rows_kernel(
+    source_ptr,
+    row_ptr,
+    factor_ptr,
+    result_ptr,
+    hidden,
+    source_stride,
+    source_stride_d,
+    result_stride,
+    PICKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes rows times their factor, rounded once, zeros where the factor is 0 whatever the row holds.
+
+    One program owns BLOCK_D columns of a row. Reads source (rows, D), with PICKS its rows row (rows,) int64 of
+    (N, D), and factor (rows,) float32; writes result (rows, D), which without PICKS may be source.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < hidden
+    factor = tl.load(factor_ptr + row) + tl.zeros((BLOCK_D,), tl.float32)
+    picked = tl.load(row_ptr + row) if PICKS else row
+    source = source_ptr + picked * source_stride + columns.to(tl.int64) * source_stride_d
+    x = tl.load(source, mask=inside & (factor != 0), other=0.0).to(tl.float32)
+    tl.store(result_ptr + row * result_stride + columns, (x * factor).to(result_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def d_input_kernel(
+    product_ptr,
+    rho_ptr,
+    theta_ptr,
+    target_ptr,
+    row_weight_ptr,
+    row_ptr,
+    weight_ptr,
+    d_input_ptr,
+    hidden,
+    classes,
+    weight_stride,
+    weight_stride_d,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes d_input = rho * product + theta * weight[target], rounded once, where row_weight is not 0: (32).
+
+    One program owns BLOCK_D columns of a row. Reads product (rows, D) float32, rho and theta (rows,), weight (V, D),
+    and row (rows,) int64: which row of d_input (N, D) a row is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    inside = columns < hidden
+    rho, theta, target = tl.load(rho_ptr + row), tl.load(theta_ptr + row), tl.load(target_ptr + row)
+    product = tl.load(product_ptr + row * hidden + columns, mask=inside, other=0.0)
+    is_class = (target >= 0) & (target < classes)
+    w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
+    w = w.to(d_input_ptr.dtype.element_ty).to(tl.float32)
+    result = tl.where(is_class, rho * product + theta * w, rho)  # not a class: rho is NaN
+    if tl.load(row_weight_ptr + row) != 0:
+        out = tl.load(row_ptr + row)
+        tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def zero_rows_kernel(row_weight_ptr, result_ptr, hidden, BLOCK_D: tl.constexpr):
+    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_D columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(row_weight_ptr + row) == 0:
+        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        zeros = tl.zeros((BLOCK_D,), tl.float32).to(result_ptr.dtype.element_ty)
+        tl.store(result_ptr + row * hidden + columns, zeros, mask=columns < hidden)
+
+
+@triton.jit
+def target_rows_kernel(
+    order_ptr,
+    sorted_target_ptr,
+    end_ptr,
+    theta_ptr,
+    input_ptr,
+    d_weight_ptr,
+    d_bias_ptr,
+    hidden,
+    classes,
+    input_stride,
+    input_stride_d,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
+
+    One program owns BLOCK_D columns of one class: that of the run of equal sorted targets that starts at its position,
+    if one does. It sums the run in float32 in its order and rounds once. Reads order (N,), sorted_target (N,) and where
+    their runs end, end (N,); theta (N,) float32, input (N, D); adds to d_weight (V, D), d_bias (V,) float32.
+    """
+    start = tl.program_id(0)
+    target = tl.load(sorted_target_ptr + start).to(tl.int64)
+    starts = (target >= 0) & (target < classes)
+    if start > 0:
+        starts = starts & (tl.load(sorted_target_ptr + start - 1) != target)
+    if starts:
+        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        inside = columns < hidden
+        acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+        acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
+        end = tl.load(end_ptr + start).to(tl.int32)
+        for position in tl.range(start, end, BLOCK_R, num_stages=3):
+            positions = position + tl.arange(0, BLOCK_R)
+            row = tl.load(order_ptr + positions, mask=positions < end, other=0)
+            theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)
+            if HAS_WEIGHT:
+                source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
+                x = tl.load(source, mask=(positions < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                acc += theta[:, None] * x
+            acc_bias += theta
+        if HAS_WEIGHT:
+            place = d_weight_ptr + target * hidden + columns
+            old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
+        if HAS_BIAS and tl.program_id(1) == 0:
+            tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
+
+
+@triton.jit
+def class_sums_kernel(
+    matrix_ptr,
+    factor_ptr,
+    sum_ptr,
+    rows,
+    classes,
+    stride,
+    ADDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Writes, or with ADDS adds, the sum over rows of factor * matrix to each class of sum, (V,) float32: (18), (33).
+
+    One program owns BLOCK_V classes. Reads matrix (rows, V) and factor (rows,) float32 once.
+    """
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, rows, BLOCK_N):
+        row_ids = start + tl.arange(0, BLOCK_N)
+        factor = tl.load(factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
+        mask = (row_ids < rows)[:, None] & (columns < classes)[None, :]
+        mask = mask & (factor != 0)[:, None]
+        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + columns[None, :]
+        acc += factor[:, None] * tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(acc, 0)
+    if ADDS:
+        total += tl.load(sum_ptr + columns, mask=columns < classes, other=0.0)
+    tl.store(sum_ptr + columns, total, mask=columns < classes)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def statistics_kernel(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    class_weight_ptr,
+    target_ptr,
+    flag_ptr,
+    max_ptr,
+    sum_ptr,
+    weighted_sum_ptr,
+    sum_exp_log_ptr,
+    target_logit_ptr,
+    rows,
+    hidden,
+    classes,
+    scale,
+    softcap,
+    REPAIR: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
+
+    Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, class indices of this stretch, and writes the target
+    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR, the rows of a flag, only max,
+    of tiles with a flag.
+    """
+    row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
+    tiles = row_blocks * class_blocks
+    if REPAIR:
+        tiles = tl.where(any_flag(flag_ptr, 0, tl.cdiv(rows, REPAIR)), tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=REPAIR == 0):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        wanted = True
+        if REPAIR:
+            wanted = row_block_flag(flag_ptr, row_block, rows, BLOCK_N, REPAIR)
+        if wanted:
+            row, column = row_block * BLOCK_N, class_block * BLOCK_V
+            logits = logits_tile(
+                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            )  # fmt: skip
+            row_ids = row + tl.arange(0, BLOCK_N)
+            columns = column + tl.arange(0, BLOCK_V)
+            inside = row_ids < rows
+            if column + BLOCK_V > classes:
+                logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+            out = class_block.to(tl.int64) * rows + row_ids
+            top = tl.max(logits, 1)
+            tl.store(max_ptr + out, top, mask=inside)
+            if not REPAIR:
+                shift = tl.where(top == float("-inf"), 0.0, top)
+                exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+                if ENTROPY:
+                    shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
+                    tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
+                if WEIGHTED:
+                    class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+                    weighted = tl.where((columns < classes)[None, :], logits * class_weight[None, :], 0.0)
+                    tl.store(weighted_sum_ptr + out, tl.sum(weighted, 1), mask=inside)
+                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
+
+
+@triton.jit
+def merge_kernel(
+    max_ptr,
+    sum_ptr,
+    weighted_sum_ptr,
+    sum_exp_log_ptr,
+    rows,
+    class_blocks,
+    SUMS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Merges statistics (class blocks, rows) over class blocks into their first row: (26). One program owns BLOCK_N
+    rows; without SUMS only max."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    top = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & inside[None, :]
+        place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+        top = tl.maximum(top, tl.load(max_ptr + place, mask=mask, other=float("-inf")))
+    top = tl.max(top, 0)
+    if SUMS:
+        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        weighted = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        logs = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        for start in range(0, class_blocks, BLOCK_T):
+            blocks = start + tl.arange(0, BLOCK_T)
+            mask = (blocks < class_blocks)[:, None] & inside[None, :]
+            place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+            part_top = tl.load(max_ptr + place, mask=mask, other=float("-inf"))
+            masked = part_top == float("-inf")  # a block of nothing but -inf logits: its sums are 0
+            shift = tl.where(masked, 0.0, part_top - top[None, :])
+            factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
+            part = tl.load(sum_ptr + place, mask=mask, other=0.0)
+            total += factor * part
+            if ENTROPY:
+                logs += factor * (tl.load(sum_exp_log_ptr + place, mask=mask, other=0.0) + shift * part)
+            if WEIGHTED:
+                weighted += tl.load(weighted_sum_ptr + place, mask=mask, other=0.0)
+        tl.store(sum_ptr + row_ids, tl.sum(total, 0), mask=inside)
+        if ENTROPY:
+            tl.store(sum_exp_log_ptr + row_ids, tl.sum(logs, 0), mask=inside)
+        if WEIGHTED:
+            tl.store(weighted_sum_ptr + row_ids, tl.sum(weighted, 0), mask=inside)
+    tl.store(max_ptr + row_ids, top, mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def d_logits_kernel(
+    x_desc,
+    w_desc,
+    d_logits_desc,
+    bias_ptr,
+    class_weight_ptr,
+    target_ptr,
+    row_weight_ptr,
+    lse_ptr,
+    alpha_ptr,
+    tau_ptr,
+    beta_ptr,
+    sigma_ptr,
+    rows,
+    hidden,
+    classes,
+    scale,
+    softcap,
+    HAS_BETA: tl.constexpr,
+    HAS_SIGMA: tl.constexpr,
+    W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
+
+    Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64 within it, lse and the coefficients
+    (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
+    """
+    row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
+    for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row, column = row_block * BLOCK_N, class_block * BLOCK_V
+        logits = logits_tile(
+            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        row_ids = row + tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, BLOCK_V)
+        inside = row_ids < rows
+        lse = tl.load(lse_ptr + row_ids, mask=inside, other=0.0)
+        alpha = tl.load(alpha_ptr + row_ids, mask=inside, other=0.0)
+        tau = tl.load(tau_ptr + row_ids, mask=inside, other=0.0)
+        target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+        contributes = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
+        log_prob = logits - lse[:, None]
+        factor = alpha[:, None]
+        if HAS_BETA:
+            beta = tl.load(beta_ptr + row_ids, mask=inside, other=0.0)
+            factor += beta[:, None] * tl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
+        d_logits = tl.exp2(log_prob * LOG2_E) * factor
+        if HAS_SIGMA:
+            sigma = tl.load(sigma_ptr + row_ids, mask=inside, other=0.0)
+            class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+            d_logits -= sigma[:, None] * class_weight[None, :]
+        d_logits = tl.where(columns[None, :] == target[:, None], d_logits - tau[:, None], d_logits)
+        if HAS_SOFTCAP:
+            d_logits *= slope(logits, softcap)
+        d_logits = tl.where(contributes[:, None], d_logits, 0.0)
+        d_logits_desc.store([row, column], d_logits.to(d_logits_desc.dtype))
 
 
 @triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
     """Multiplies a gradient by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
 
-    One program owns BLOCK contiguous elements of gradient (numel,), reads and writes each once, and reads factor ().
+    Programs take turns at blocks of BLOCK contiguous elements of gradient (numel,), read and write each once, and read
+    factor ().
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:  # true of NaN as well
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-        inside = offsets < numel
-        gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
-        tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+            inside = offsets < numel
+            gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
+            tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)

@@ -11,6 +11,7 @@ denominators: `rows.row_weights` folds all of that into one vector. Which operat
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from core_triton import ops, rows
 from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
-IMPLEMENTATIONS = ("chunked",)
+IMPLEMENTATIONS = ("triton", "chunked")
 
 
 class LossStats(NamedTuple):
@@ -99,7 +100,7 @@ def linear_cross_entropy(
         logit_scale: factor on the raw logits.
         vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
         memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "chunked", or None for the best on this device (`explain` tells which). A named one never
+        implementation: "triton", "chunked", or None for the best on this device (`explain` tells which). A named one never
             falls back.
 
     Returns:
@@ -122,24 +123,11 @@ def linear_cross_entropy(
             slab: Wijmans et al.,
         "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
     """
-    return linear_cross_entropy_with_stats(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        normalizer=normalizer,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        memory_budget=memory_budget,
-        implementation=implementation,
-    )[0]
+    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    call = _prepare(
+        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
+    )
+    return _loss(call, statistics=False)[0].reshape(_loss_shape(spec, target))
 
 
 def linear_cross_entropy_with_stats(
@@ -183,7 +171,7 @@ def linear_cross_entropy_with_stats(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    loss, lse, target_logit, top = _loss(call)
+    loss, lse, target_logit, top = _loss(call, statistics=True)
     row_weight, leading = call.row_weight, target.shape
     contributes = row_weight != 0
     z_loss = row_weight * spec.z_loss_weight * lse.square()
@@ -191,11 +179,11 @@ def linear_cross_entropy_with_stats(
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
-        z_loss=z_loss.reshape(leading) if spec.reduction == "none" else z_loss.sum(),
+        z_loss=(z_loss if spec.reduction == "none" else z_loss.sum()).reshape(_loss_shape(spec, target)),
         accuracy=right.sum() / contributes.sum().clamp(min=1),
         n_valid=call.n_valid,
     )
-    return (loss.reshape(leading) if spec.reduction == "none" else loss), stats
+    return loss.reshape(_loss_shape(spec, target)), stats
 
 
 def linear_log_probs(
@@ -276,9 +264,36 @@ def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None 
     Raises:
         ValueError: `implementation` is no implementation.
     """
-    if implementation is not None:
-        return Implementation(check_choice("implementation", implementation, IMPLEMENTATIONS), "asked for by name")
-    return Implementation("chunked", f"no kernel for {input.device.type} devices")
+    obstacle = _triton_obstacle(input.device)
+    if implementation is None:
+        if obstacle is None:
+            return Implementation("triton", f"the kernels for {input.device.type} devices")
+        return Implementation("chunked", obstacle)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation == "triton" and obstacle is not None and not _interpreted():
+        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}")
+    return Implementation(implementation, "asked for by name")
+
+
+def _triton_obstacle(device: torch.device) -> str | None:
+    """Returns why the kernels do not run on a device, or None."""
+    if device.type != "cuda":
+        return f"no kernel for {device.type} devices"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0, the device has {major}.{minor}"
+    return None
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter was switched on: then the kernels run on any device when asked for by name."""
+    if find_spec("triton") is None:
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)
@@ -396,15 +411,23 @@ def _differentiated(tensor: Tensor | None) -> bool:
     return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
 
 
-def _loss(call: _Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
+def _loss_shape(spec: LossSpec, target: Tensor) -> torch.Size:
+    return target.shape if spec.reduction == "none" else torch.Size()
+
+
+def _loss(call: _Call, *, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,).
+
+    The last may be NaN unless `statistics`.
+    """
     d_input, d_weight, d_bias = (_differentiated(t) for t in (call.input, call.linear_weight, call.linear_bias))
     d_head = d_weight or d_bias
     scalar = call.spec.reduction != "none"
     if (d_head and scalar) or (d_input and (scalar or not d_head)):
+        wanted = {"d_input": d_input, "d_weight": d_weight, "d_bias": d_bias}
         results = ops.loss_and_gradients(
-            *call.arrays(), **call.options(), reduce=scalar, d_input=d_input, d_weight=d_weight, d_bias=d_bias
+            *call.arrays(), **call.options(), statistics=statistics, reduce=scalar, **wanted
         )
         return results[:4]
-    loss, *statistics = ops.row_losses(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
-    return loss.sum() if scalar else loss, *statistics
+    loss, *found = ops.row_losses(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
+    return loss.sum() if scalar else loss, *found

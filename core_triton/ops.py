@@ -5,8 +5,10 @@ graph break. Each is functional. Gradients that are not asked for come back as e
 no optional results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import Tensor
 from core_triton import chunked, rows
 from core_triton.chunked import Problem, Wanted
 from core_triton.rows import Coefficients
-from core_triton.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -54,6 +55,7 @@ def loss_and_gradients(
     vocab_size: int,
     memory_budget: int,
     implementation: str,
+    statistics: bool,
     reduce: bool,
     d_input: bool,
     d_weight: bool,
@@ -62,19 +64,20 @@ def loss_and_gradients(
     """Plan A. Returns loss (() if `reduce`, else (N,)), lse, target_logit, max (N,), d_input, d_weight, d_bias,
     scales (2,).
 
-    The gradients are those of the sum of the rows' losses times a power of two, scales[0] for d_input and scales[1]
+    Without `statistics` max may be NaN. The gradients are those of the sum of the rows' losses times a power of two, scales[0] for d_input and scales[1]
     for the head's, which is 1 unless input is float16. Without `reduce` only d_input may be asked for.
     """
     problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
     with _plain(input):
-        config = _config(problem, wanted, memory_budget, plan_a=True)
         scales = _saved_scales(problem)
-        loss, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, (scales[0], scales[1]))
+        loss, found, gradients = _plans(implementation).loss_and_gradients(
+            problem, memory_budget, wanted, (scales[0], scales[1]), statistics=statistics
+        )
         return (
             loss.sum() if reduce else loss,
-            statistics.lse,
-            statistics.target_logit,
-            statistics.max,
+            found.lse,
+            found.target_logit,
+            found.max,
             *_or_empty(gradients, input),
             scales,
         )
@@ -106,7 +109,7 @@ def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple
 @_once
 def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
-    results: list[Tensor | None] = [None] * (ARRAYS + OPTIONS + 4)
+    results: list[Tensor | None] = [None] * (ARRAYS + OPTIONS + 5)
     if d_loss is None:
         return tuple(results)
     if not ctx.reduce:  # only d_input was made; a row that does not contribute takes nothing from any upstream gradient
@@ -169,9 +172,10 @@ def _scale_in_place(gradient: Tensor, factor: Tensor, memory_budget: int) -> Non
 def _launch_scale(gradient: Tensor, factor: Tensor) -> None:
     from core_triton import kernels  # Triton is not on every machine that has PyTorch
 
-    block = 4096  # 16 elements a thread: 16-byte accesses, and few enough programs to leave early in microseconds
+    block = 4096  # 16 elements a thread: 16-byte accesses
     if gradient.numel():
-        launch: Any = kernels.scale_kernel[(-(-gradient.numel() // block),)]
+        programs = 16 * torch.cuda.get_device_properties(gradient.device).multi_processor_count
+        launch: Any = kernels.scale_kernel[(min(programs, -(-gradient.numel() // block)),)]
         with torch.cuda.device(gradient.device):
             launch(gradient, factor, gradient.numel(), BLOCK=block, num_warps=8)
 
@@ -200,8 +204,9 @@ def row_losses(
     """
     problem = _problem(locals())
     with _plain(input):
-        _config(problem, Wanted(d_input, d_weight, False), memory_budget)
-        statistics = chunked.statistics(problem, _config(problem, Wanted(False, False, False), memory_budget))
+        plans = _plans(implementation)
+        plans.check_budget(problem, memory_budget, Wanted(d_input, d_weight, False))
+        statistics = plans.statistics(problem, memory_budget)
         loss = rows.row_loss(problem.spec, statistics, target, row_weight, problem.class_weight, vocab_size)
         return loss, statistics.lse, statistics.target_logit, statistics.max
 
@@ -258,9 +263,9 @@ def log_probs(
     """
     problem = _problem(locals())
     with _plain(input):
-        _config(problem, Wanted(d_input, d_weight, False), memory_budget, entropy=True)
-        config = _config(problem, Wanted(False, False, False), memory_budget, entropy=True)
-        statistics = chunked.statistics(problem, config, entropy=True)
+        plans = _plans(implementation)
+        plans.check_budget(problem, memory_budget, Wanted(d_input, d_weight, False), entropy=True)
+        statistics = plans.statistics(problem, memory_budget, entropy=True)
         assert statistics.entropy is not None
         return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
 
@@ -321,8 +326,8 @@ def recomputed_gradients(
     """Plan C's backward pass. Returns d_input, d_weight, d_bias for the rows' `rows.Coefficients`."""
     problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
     with _plain(input):
-        config = _config(problem, wanted, memory_budget, entropy=beta is not None)
-        found = chunked.gradients(problem, config, lse, Coefficients(alpha, tau, beta, sigma), wanted)
+        coefficients = Coefficients(alpha, tau, beta, sigma)
+        found = _plans(implementation).gradients(problem, memory_budget, lse, coefficients, wanted)
         return _or_empty(found, input)
 
 
@@ -331,9 +336,28 @@ def _(input, linear_weight, linear_bias, *others):
     return _fake_gradients(input, linear_weight, linear_bias, Wanted(*others[-3:]))
 
 
-def _plain(input: Tensor) -> torch.autocast:
-    """Inside an operator products run in the dtypes that it chose, whatever autocast surrounds the call."""
-    return torch.autocast(input.device.type, enabled=False)
+@contextmanager
+def _plain(input: Tensor) -> Iterator[None]:
+    """Inside an operator products run in the dtypes that it chose, whatever autocast surrounds the call, and sum in
+    float32 throughout: PyTorch lets cuBLAS add up the parts of a split product in 16 bits unless told otherwise."""
+    switches = torch.backends.cuda.matmul
+    before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
+    try:
+        switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
+        with torch.autocast(input.device.type, enabled=False):
+            yield
+    finally:
+        switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
+
+
+def _plans(implementation: str) -> ModuleType:
+    """Returns the module that carries out an implementation's plans: A `loss_and_gradients`, B `statistics`, C
+    `gradients`, and `check_budget`."""
+    if implementation == "chunked":
+        return chunked
+    from core_triton import fused  # Triton is not on every machine that has PyTorch
+
+    return fused
 
 
 def _problem(arguments: dict[str, Any]) -> Problem:
@@ -343,33 +367,6 @@ def _problem(arguments: dict[str, Any]) -> Problem:
         for name in ("input", "linear_weight", "linear_bias", "target", "row_weight", "class_weight")
     }
     return Problem(**arrays, spec=LossSpec("sum", **options), classes=arguments["vocab_size"])
-
-
-def _config(
-    problem: Problem, wanted: Wanted, memory_budget: int, *, plan_a: bool = False, entropy: bool = False
-) -> ChunkConfig:
-    tokens, hidden = problem.input.shape
-
-    def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=problem.classes,
-            itemsize=problem.input.itemsize,
-            weight_itemsize=problem.linear_weight.itemsize,
-            keeps_logits=keeps_logits,
-            float16=problem.input.dtype == torch.float16,
-            softcap=problem.spec.softcap is not None,
-            entropy=entropy,
-            d_input=wanted.d_input,
-            d_weight=wanted.d_weight,
-            upcasts=chunked.upcasts(problem.input),
-        )
-
-    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
-    return (
-        choose_plan_a(model(keeps_logits=True), recomputing, *sizes) if plan_a else choose_chunks(recomputing, *sizes)
-    )
 
 
 def _saved_scales(problem: Problem) -> Tensor:

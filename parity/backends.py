@@ -42,6 +42,7 @@ class Backend:
 
 BACKENDS = {
     "torch-default": Backend("torch", None),
+    "torch-triton": Backend("torch", "triton"),
     "torch-chunked": Backend("torch", "chunked"),
     "jax-default": Backend("jax", None),
     "jax-chunked": Backend("jax", "chunked"),

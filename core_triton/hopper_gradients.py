@@ -1,0 +1,350 @@
+"""The two gradient products of plan A with anchored exponentials for Hopper (sm_90), in Triton's Gluon dialect.
+
+    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
+    d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
+
+Both compute transposed tiles, 128 columns of D by 256 of the other axis: D of real models has multiples of 128 where it
+has none of 256. As in `hopper.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of a chunk
+that take part are counted on the device: what lies past them is skipped.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from core_triton.hopper import LOAD_REGISTERS, MULTIPLY_REGISTERS, active_rows, halves, next_stage, rings
+
+SIZES = ["start", "least", "rows", "hidden", "classes"]
+
+
+@gluon.jit
+def load_d_weight(x_desc, e_desc, x_ring, e_ring, full, empty, active, hidden, classes):
+    """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2."""
+    STAGES: gl.constexpr = e_ring.shape[0]
+    BLOCK_N: gl.constexpr = e_ring.shape[1]
+    BLOCK_V: gl.constexpr = e_ring.shape[2]
+    HALF: gl.constexpr = x_ring.shape[2]
+    d_blocks = gl.cdiv(hidden, 2 * HALF)
+    tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
+    stage = 0
+    phase = 0
+    if active > 0:
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            d, v = (tile % d_blocks) * (2 * HALF), (tile // d_blocks) * BLOCK_V
+            for k in range(0, active, BLOCK_N):
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, (2 * HALF + BLOCK_V) * BLOCK_N * 2)
+                tma.async_copy_global_to_shared(x_desc, [k, d], bar, x_ring.index(2 * stage))
+                tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, x_ring.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(e_desc, [k, v], bar, e_ring.index(stage))
+                stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def d_weight_warpgroup(
+    d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, WHICH: gl.constexpr,
+    ADDS: gl.constexpr,
+):  # fmt: skip
+    STAGES: gl.constexpr = e_ring.shape[0]
+    BLOCK_N: gl.constexpr = e_ring.shape[1]
+    BLOCK_V: gl.constexpr = e_ring.shape[2]
+    HALF: gl.constexpr = x_ring.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    d_blocks = gl.cdiv(hidden, 2 * HALF)
+    tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
+    buffer = buffers.index(WHICH)
+    bar_old = old_full.index(WHICH)
+    stage = 0
+    phase = 0
+    old_phase = 0
+    if active > 0:
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * BLOCK_V
+            acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
+            mbarrier.wait(full.index(stage), phase)
+            acc = warpgroup_mma(
+                x_ring.index(2 * stage + WHICH).permute((1, 0)), e_ring.index(stage), acc, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            stage, phase = next_stage(stage, phase, STAGES)
+            # While the first product runs: the last tile's store has left the buffer, the old tile may come in.
+            tma.store_wait(0)
+            if ADDS:
+                gl.thread_barrier()
+                mbarrier.expect(bar_old, HALF * BLOCK_V * 2)
+                tma.async_copy_global_to_shared(d_weight_desc, [v, d], bar_old, buffer)
+            for _ in range(BLOCK_N, active, BLOCK_N):
+                mbarrier.wait(full.index(stage), phase)
+                x = x_ring.index(2 * stage + WHICH).permute((1, 0))
+                acc = warpgroup_mma(x, e_ring.index(stage), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+                stage, phase = next_stage(stage, phase, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            if ADDS:
+                mbarrier.wait(bar_old, old_phase)
+                old_phase ^= 1
+                acc += buffer.permute((1, 0)).load(layout).to(gl.float32)
+                gl.thread_barrier()
+            buffer.permute((1, 0)).store(acc.to(d_weight_desc.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(d_weight_desc, [v, d], buffer)
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def d_weight_kernel(
+    x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
+    ADDS: gl.constexpr,
+):  # fmt: skip
+    """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33). The old tile is fetched under the products.
+
+    Reads x (rows, D), already times rho, and e (rows, V), of them the first count - start rows, and `least` at least;
+    writes d_weight (V, D), each tile from one program. Rows up to the next multiple of a step must be numbers, and
+    those of x zero.
+    """
+    active = active_rows(count_ptr, start, least, rows)
+    x_ring, e_ring, full, empty = rings(x_desc, e_desc, STAGES)
+    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [2, *d_weight_desc.block_type.shape], d_weight_desc.layout)
+    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(old_full.index(i), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                d_weight_warpgroup,
+                (d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, 0, ADDS),
+            ),
+            (
+                d_weight_warpgroup,
+                (d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, 1, ADDS),
+            ),
+            (load_d_weight, (x_desc, e_desc, x_ring, e_ring, full, empty, active, hidden, classes)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+@gluon.jit
+def share_of(item, rounds, rest, cuts, head, steps, spare):
+    """Returns tile, first and last step, and slot of a program's item of work; slot -1: the whole tile.
+
+    Programs first take whole tiles in `rounds` full rounds. The `rest` tiles are cut along the classes: the first
+    `head` steps into `cuts` equal parts, so that programs march through the classes together and share what they read;
+    the last steps of all of them, end to end, are divided among the `spare` programs.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    tail = steps - head
+    tile = program + item * programs
+    first, last, slot = 0, steps, -1
+    if item >= rounds:
+        if program < cuts * rest:
+            part = program // rest
+            tile = rounds * programs + program % rest
+            first, last = head * part // cuts, head * (part + 1) // cuts
+            slot = gl.where(last - first == steps, -1, program)
+        else:
+            turn = program - cuts * rest
+            begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
+            index = begin // tail + item - rounds
+            tile = rounds * programs + index
+            first = head + gl.maximum(begin - index * tail, 0)
+            last = head + gl.minimum(end - index * tail, tail)
+            slot = cuts * rest + turn + index
+    return tile, first, last, slot
+
+
+@gluon.jit
+def items_of(rounds, rest, cuts, head, steps, spare):
+    """Returns the number of a program's items of work."""
+    program = gl.program_id(0)
+    tail = steps - head
+    items = rounds
+    if program < cuts * rest:
+        items += 1
+    elif (spare > 0) & (program < cuts * rest + spare):
+        turn = program - cuts * rest
+        begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
+        items += (end - 1) // tail - begin // tail + 1
+    return items
+
+
+@gluon.jit
+def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS: gl.constexpr):
+    """The loading warp."""
+    STAGES: gl.constexpr = e_ring.shape[0]
+    BLOCK_N: gl.constexpr = e_ring.shape[1]
+    BLOCK_V: gl.constexpr = e_ring.shape[2]
+    rounds, rest, cuts, head, steps, spare = shares
+    stage = 0
+    phase = 0
+    for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
+        tile, first, last, _ = share_of(item, rounds, rest, cuts, head, steps, spare)
+        row, d = (tile // d_blocks) * BLOCK_N, (tile % d_blocks) * 128
+        if row < active:
+            for step in range(first, last):
+                k = step * BLOCK_V
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                bar = full.index(stage)
+                mbarrier.expect(bar, (128 + BLOCK_N) * BLOCK_V * 2)
+                if W_BY_CLASS:
+                    tma.async_copy_global_to_shared(w_desc, [k, d], bar, w_ring.index(2 * stage))
+                    tma.async_copy_global_to_shared(w_desc, [k, d + 64], bar, w_ring.index(2 * stage + 1))
+                else:
+                    tma.async_copy_global_to_shared(w_desc, [d, k], bar, w_ring.index(2 * stage))
+                    tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, w_ring.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(e_desc, [row, k], bar, e_ring.index(stage))
+                stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def d_input_warpgroup(
+    w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, WHICH: gl.constexpr,
+    W_BY_CLASS: gl.constexpr,
+):  # fmt: skip
+    (
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+    ) = arguments  # fmt: skip
+    STAGES: gl.constexpr = e_ring.shape[0]
+    BLOCK_N: gl.constexpr = e_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rounds, rest, cuts, head, steps, spare = shares
+    d_within = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n_within = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+    within = gl.expand_dims(d_within, 1) * BLOCK_N + gl.expand_dims(n_within, 0)
+    stage = 0
+    phase = 0
+    for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
+        tile, first, last, slot = share_of(item, rounds, rest, cuts, head, steps, spare)
+        row = (tile // d_blocks) * BLOCK_N
+        if row < active:
+            acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
+            for step in range(first, last):
+                mbarrier.wait(full.index(stage), phase)
+                w = w_ring.index(2 * stage + WHICH)
+                if W_BY_CLASS:
+                    w = w.permute((1, 0))
+                acc = warpgroup_mma(w, e_ring.index(stage).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                before = gl.where(stage == 0, STAGES - 1, stage - 1)
+                mbarrier.arrive(empty.index(before), count=1, pred=step > first)
+                stage, phase = next_stage(stage, phase, STAGES)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            if slot >= 0:
+                gl.store(part_ptr + slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
+            else:
+                # A quarter of the rows at a time, turned so that a thread holds eight columns of D of a row.
+                left, right = halves(acc)
+                first_piece, second_piece = halves(left)
+                third_piece, fourth_piece = halves(right)
+                pieces = (first_piece, second_piece, third_piece, fourth_piece)
+                columns = (tile % d_blocks) * 128 + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(0, by_row))
+                for i in gl.static_range(4):
+                    total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
+                    row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
+                    inside = row_ids < active
+                    rho = gl.load(rho_ptr + row_ids, mask=inside, other=0.0)
+                    theta = gl.load(theta_ptr + row_ids, mask=inside, other=0.0)
+                    target = gl.load(target_ptr + row_ids, mask=inside, other=-1)
+                    out = gl.load(row_ptr + row_ids, mask=inside, other=0)
+                    is_class = (target >= 0) & (target < classes)
+                    keeps = gl.expand_dims(inside, 1) & gl.expand_dims(columns < hidden, 0)
+                    places = gl.expand_dims(target * weight_stride, 1) + gl.expand_dims(columns * weight_stride_d, 0)
+                    own = gl.load(weight_ptr + places, mask=keeps & gl.expand_dims(is_class, 1), other=0.0)
+                    theta = gl.where(is_class, theta, 0.0)
+                    result = total * gl.expand_dims(rho, 1) + own.to(gl.float32) * gl.expand_dims(theta, 1)
+                    places = gl.expand_dims(out * hidden, 1) + gl.expand_dims(columns, 0)
+                    gl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
+
+
+@gluon.jit(do_not_specialize=[*SIZES, "rounds", "rest", "cuts", "head", "steps", "spare"])
+def d_input_kernel(
+    w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
+    d_input_ptr, count_ptr, start, rows, hidden, classes, rounds, rest, cuts, head, steps, spare,
+    STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
+):  # fmt: skip
+    """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a program sums a whole tile
+    of BLOCK_N rows x 128 columns, and its share of the sum, float32, to a slot of part elsewhere (`share_of`).
+
+    Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
+    which row of d_input (N, D) a row is. Rows past count - start are left alone.
+    """
+    active = active_rows(count_ptr, start, 0, rows)
+    w_ring, e_ring, full, empty = rings(w_desc, e_desc, STAGES)
+    d_blocks = gl.cdiv(hidden, 128)
+    shares = (rounds, rest, cuts, head, steps, spare)
+    arguments = (
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                d_input_warpgroup,
+                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 0, W_BY_CLASS),
+            ),
+            (
+                d_input_warpgroup,
+                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 1, W_BY_CLASS),
+            ),
+            (load_d_input, (w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+@triton.jit(do_not_specialize=[*SIZES, "first_tile", "rest", "cuts", "tail", "spare"])
+def d_input_sum_kernel(
+    part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+    count_ptr, start, rows, hidden, classes, first_tile, rest, cuts, tail, spare,
+    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sums the shares of the cut tiles, in order, and finishes them as `d_input_kernel` does the others.
+
+    One program owns BLOCK_N rows x BLOCK_D columns of one tile.
+    """
+    index = tl.program_id(0)
+    tile, d_blocks = first_tile + index, tl.cdiv(hidden, 128)
+    active = tl.minimum(tl.load(count_ptr) - start, rows)
+    d_within = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    n_within = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ids = (tile // d_blocks) * TILE_N + n_within
+    if (tile // d_blocks) * TILE_N < active:
+        within = d_within[:, None] * TILE_N + n_within[None, :]
+        total = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
+        for part in range(cuts):
+            slot = part * rest + index
+            total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
+        for turn in range(spare):
+            begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
+            if (begin < (index + 1) * tail) & (end > index * tail):
+                slot = cuts * rest + turn + index
+                total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
+        columns = (tile % d_blocks) * 128 + d_within
+        inside = row_ids < active
+        rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
+        theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)
+        target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+        is_class = (target >= 0) & (target < classes)
+        keeps = inside[:, None] & (columns < hidden)[None, :]
+        w_places = (target * weight_stride)[:, None] + columns[None, :] * weight_stride_d
+        own = tl.load(weight_ptr + w_places, mask=keeps & is_class[:, None], other=0.0).to(tl.float32)
+        result = tl.trans(total) * rho[:, None] + own * tl.where(is_class, theta, 0.0)[:, None]
+        out = tl.load(row_ptr + row_ids, mask=inside, other=0)
+        places = (out * hidden)[:, None] + columns[None, :]
+        tl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
