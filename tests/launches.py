@@ -1,0 +1,185 @@
+"""Which kernels a call launches on a card, with which arguments, and what they compile to: without a GPU.
+
+The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so that the shapes of
+models cost nothing; their launches are recorded instead of run.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from core_triton import chunked, fused
+
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes a block may have on A100, H200 and B200
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DTYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.float64: "fp64",
+}
+
+
+class Launch(NamedTuple):
+    """One launch: a kernel and what its compilation depends on."""
+
+    kernel: Any
+    signature: tuple[tuple[str, str], ...]  # argument -> type
+    constexprs: tuple[tuple[str, Any], ...]
+    divisible: tuple[str, ...]  # arguments that are multiples of 16
+    options: tuple[tuple[str, int], ...]  # num_warps, num_stages
+
+    @property
+    def name(self) -> str:
+        """The kernel's module and name, and its switches that are on."""
+        switches = ",".join(name for name, value in self.constexprs if value is True)
+        module = self.kernel.__module__.removeprefix("core_triton.")
+        blocks = [re.sub(r"tensordesc<(.*?\]).*", r"\1", kind) for _, kind in self.signature if "tensordesc" in kind]
+        return f"{module}.{self.kernel.__name__}({', '.join(blocks)}; {switches})"
+
+
+class Compiled(NamedTuple):
+    """What a kernel compiled to."""
+
+    ptx: str
+    shared: int  # bytes
+    registers: int  # of a thread
+    stack: int  # bytes of a thread's stack, where spilled registers go
+
+
+@contextmanager
+def fake_card(arch: int) -> Iterator[list[Launch]]:
+    """Makes CUDA tensors fake, of a card of compute capability `arch`; yields the list that launches are added to."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        assert all(size > 0 for size in grid), f"{kernel.__name__} has the grid {grid}"
+        launches.append(launch_of(kernel, arguments, options))
+
+    properties = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=MULTIPROCESSORS[arch])
+    with (
+        FakeTensorMode(),
+        mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(fused, "_card", return_value=(arch, MULTIPROCESSORS[arch])),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(chunked, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
+        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
+        mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
+    ):
+        yield launches
+
+
+def no_product(*_: Any, first: bool) -> None:
+    """Stands for a product into memory that is there. A mock would keep its arguments alive."""
+
+
+def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Launch:
+    """Returns what Triton's launcher makes of a launch's arguments."""
+    options = dict(options)
+    values = dict(zip(kernel.arg_names, arguments, strict=False))
+    values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+    signature, constexprs, divisible = {}, {}, []
+    for parameter in kernel.params:
+        name, value = parameter.name, values[parameter.name]
+        number = isinstance(value, int) and not isinstance(value, bool)
+        specialize = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (number and value == 1 and specialize):
+            signature[name], constexprs[name] = "constexpr", value
+            continue
+        signature[name] = type_of(value)
+        address = value.data_ptr() if isinstance(value, Tensor) else value
+        if isinstance(address, int) and address % 16 == 0 and specialize:
+            divisible.append(name)
+    return Launch(
+        kernel, tuple(signature.items()), tuple(constexprs.items()), tuple(divisible), tuple(sorted(options.items()))
+    )
+
+
+def type_of(value: Any) -> str:
+    """Returns the type of an argument in Triton's notation."""
+    if isinstance(value, Tensor):
+        return f"*{DTYPES[value.dtype]}"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's descriptors have one
+    return f"tensordesc<{DTYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
+
+
+@cache
+def compile_launch(launch: Launch, arch: int) -> Compiled:
+    """Compiles a recorded launch; the same one once."""
+    return compile_kernel(
+        launch.kernel, dict(launch.signature), dict(launch.constexprs), arch, launch.divisible, **dict(launch.options)
+    )
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    arch: int,
+    divisible: tuple[str, ...] = (),
+    **options: int,
+) -> Compiled:
+    """Compiles a kernel, of Triton or Gluon, for compute capability `arch`.
+
+    Args:
+        kernel: a function of triton.jit or gluon.jit.
+        signature: argument -> type, such as "*bf16", "i32", "tensordesc<bf16[128, 64]>" or "constexpr".
+        constexprs: the values of the last.
+        arch: 80, 90, ...
+        divisible: arguments, or addresses, that are multiples of 16.
+        options: num_warps, num_stages.
+    """
+    source_type: Any = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source_type
+    place = {name: (index,) for index, name in enumerate(kernel.arg_names)}
+    source = source_type(
+        kernel,
+        signature=dict(signature),
+        constexprs={place[name]: value for name, value in constexprs.items()},
+        attrs={place[name]: [["tt.divisibility", 16]] for name in divisible},
+    )
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack = resources(compiled.asm["cubin"])
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, registers, stack)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Returns the registers and the bytes of stack of the one kernel of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def launches_of(arch: int, call: Callable[[], Any]) -> list[Launch]:
+    """Returns the distinct launches of a call on fake tensors."""
+    with fake_card(arch) as launches:
+        call()
+    return list(dict.fromkeys(launches))
