@@ -233,6 +233,7 @@ def model_results(model: nn.Module, *batch: Tensor) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what PyTorch's compiler imports
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores.*available but not enabled:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_around_the_loss_compiles_whole(dtype: torch.dtype) -> None:
@@ -267,14 +268,9 @@ def test_activation_checkpointing(function: str, use_reentrant: bool) -> None:
 
     value = checkpoint(body, *arrays.values(), use_reentrant=use_reentrant)
     assert isinstance(value, Tensor)
-    assert_same([value.detach(), *torch.autograd.grad(value, leaves(arrays))] if not use_reentrant else
-                backward(value, arrays), results(function, arrays))  # fmt: skip
-
-
-def backward(value: Tensor, arrays: dict[str, Any]) -> list[Tensor]:
-    """Returns the value, and the gradients that a backward pass leaves behind."""
     value.backward()
-    return [value.detach(), *(leaf.grad for leaf in leaves(arrays) if leaf.grad is not None)]
+    gradients = [leaf.grad for leaf in leaves(arrays) if leaf.grad is not None]
+    assert_same([value.detach(), *gradients], results(function, arrays))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

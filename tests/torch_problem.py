@@ -36,7 +36,8 @@ def total(function: Any, arrays: dict[str, Any], **options: Any) -> Tensor:
         results = (core_triton.linear_cross_entropy(**arrays, reduction=function, **options),)
     if function in ("mean", "sum"):
         return results[0]
-    terms = [result.reshape(-1) * (torch.arange(result.numel(), device=result.device) / 8 - k) for k, result in enumerate(results)]
+    factors = torch.arange(results[0].numel(), device=results[0].device) / 8
+    terms = [result.reshape(-1) * (factors - k) for k, result in enumerate(results)]
     return torch.stack(terms).sum()
 
 
