@@ -2,11 +2,13 @@
 shapes of models."""
 
 import itertools
+import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import core_triton.tiles
@@ -135,3 +137,161 @@ def test_models_fit_the_default_budget(tiles: ModuleType, shape: tuple[int, int]
             # Products of fewer rows or classes would leave a GPU idle.
             assert config.rows >= min(tokens, 256)
             assert config.slab >= 512
+
+
+# The choices of the Triton kernels.
+
+
+def refusal(choose: Callable[..., Any], options: dict[str, Any]) -> int:
+    """Returns the least budget that a refusal names."""
+    tokens, classes = max(options["tokens"], 1), options["classes"]
+    with pytest.raises(ValueError, match=rf"at least \d+ bytes for {tokens} tokens and {classes} classes") as refused:
+        choose(**options, budget=1)
+    named = re.search(r"at least (\d+) bytes", str(refused.value))
+    assert named is not None
+    return int(named[1])
+
+
+@st.composite
+def anchored(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws the arguments of `choose_anchored` but for the budget."""
+    d_input = draw(st.booleans())
+    return {
+        "tokens": draw(st.integers(0, 70000)),
+        "hidden": 8 * draw(st.integers(1, 1024)),
+        "classes": draw(st.integers(1, 260000)),
+        "block_v": draw(st.sampled_from((128, 256))),
+        "d_input": d_input,
+        "holds": d_input and draw(st.booleans()),
+        "converts": draw(st.booleans()),
+        "statistics": draw(st.booleans()),
+        "programs": draw(st.sampled_from((0, 108, 132))),
+    }
+
+
+@st.composite
+def recomputed(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws the arguments of `choose_recomputed` but for the budget."""
+    itemsize = draw(st.sampled_from((2, 4)))
+    return {
+        "tokens": draw(st.integers(0, 70000)),
+        "hidden": 8 * draw(st.integers(1, 1024)),
+        "classes": draw(st.integers(1, 260000)),
+        "itemsize": itemsize,
+        "block_v": draw(st.sampled_from((64, 128, 256))),
+        "statistics": draw(st.integers(1, 4)),
+        "float16": itemsize == 2 and draw(st.booleans()),
+        **{flag: draw(st.booleans()) for flag in ("d_input", "d_weight", "converts")},
+    }
+
+
+MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two
+
+
+@settings(max_examples=200)
+@given(anchored(), *MORE)
+def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
+    budget = refusal(core_triton.tiles.choose_anchored, options) + times * more
+    config = core_triton.tiles.choose_anchored(**options, budget=budget)
+    tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
+    assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
+    assert config.product_rows >= 1
+    assert 1 <= config.head_rows <= classes
+    assert options["converts"] or config.head_rows == classes
+    tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
+    assert config.blocks >= sum(-(-tail // options["block_v"]) for tail in tails)
+    assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
+    held = 0 if options["holds"] else 2 * hidden * config.rows
+    converted = 2 * hidden * config.head_rows if options["converts"] else 0
+    exponentials = 2 * config.rows * core_triton.tiles.padded(classes)
+    assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
+
+
+@settings(max_examples=200)
+@given(recomputed(), *MORE)
+def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
+    budget = refusal(core_triton.tiles.choose_recomputed, options) + times * more
+    config = core_triton.tiles.choose_recomputed(**options, budget=budget)
+    tokens, classes = max(options["tokens"], 1), options["classes"]
+    assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
+    assert 1 <= config.slab <= classes
+    assert config.slab <= config.first_slab <= classes
+    assert not config.float32_sum
+    partials = 4 * options["statistics"] * -(-config.first_slab // options["block_v"]) * config.rows
+    d_logits = options["itemsize"] * config.rows * config.slab if options["d_input"] or options["d_weight"] else 0
+    d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
+    converted = options["itemsize"] * options["hidden"] * config.slab if options["converts"] else 0
+    assert partials + d_logits + d_input + converted <= budget
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")))
+def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
+    choose = getattr(core_triton.tiles, name)
+    options = data.draw(anchored() if name == "choose_anchored" else recomputed())
+    least = refusal(choose, options)
+    choose(**options, budget=least)
+    with pytest.raises(ValueError, match=f"memory_budget must be at least {least} bytes .* got {least - 1}"):
+        choose(**options, budget=least - 1)
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")), *MORE, st.integers(0, 2**30))
+def test_more_budget_gives_the_kernels_no_fewer_rows(
+    data: st.DataObject, name: str, times: int, more: int, yet_more: int
+) -> None:
+    choose = getattr(core_triton.tiles, name)
+    options = data.draw(anchored() if name == "choose_anchored" else recomputed())
+    if name == "choose_anchored":
+        options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
+    else:
+        options |= {"d_input": False, "d_weight": False, "converts": False}  # wide slabs too
+    budget = refusal(choose, options) + times * more
+    assert choose(**options, budget=budget + yet_more).rows >= choose(**options, budget=budget).rows
+
+
+@given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
+def test_shares_divide_all_tiles(tiles: int, steps: int, programs: int, cut: bool) -> None:
+    shares = core_triton.tiles.choose_shares(tiles, steps, programs, cut=cut)
+    assert shares.rounds * programs + shares.rest == tiles
+    assert shares.cuts * shares.rest + shares.spare <= programs
+    assert shares.rest == 0 or 1 <= shares.cuts <= shares.head <= steps
+    if not cut:
+        assert shares.slots == 0
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(("mebibytes", "rows"), [(128, 256), (512, 768), (2048, 3072)])
+@pytest.mark.parametrize("programs", [0, 132])
+def test_models_fit_the_budgets_of_the_kernels(
+    shape: tuple[int, int], mebibytes: int, rows: int, programs: int
+) -> None:
+    hidden, classes = shape
+    budget = mebibytes * 2**20
+    for tokens, statistics in itertools.product((1, 1000, 8192, 65536), (False, True)):
+        common: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "block_v": 256}
+        # Products of fewer rows would leave a GPU idle.
+        plan_a = core_triton.tiles.choose_anchored(
+            **common,
+            d_input=True,
+            holds=True,
+            converts=False,
+            statistics=statistics,
+            programs=programs,
+            budget=budget,
+        )
+        assert plan_a.bytes <= budget
+        assert plan_a.rows >= min(tokens, rows) * 0.75
+        for gradients in (False, True):
+            plan_c = core_triton.tiles.choose_recomputed(
+                **common,
+                itemsize=2,
+                statistics=2 + statistics,
+                float16=False,
+                d_input=gradients,
+                d_weight=gradients,
+                converts=False,
+                budget=budget,
+            )
+            assert plan_c.rows >= min(tokens, 1024)
+            assert plan_c.slab >= 1024
