@@ -28,7 +28,7 @@ from core_triton.chunked import Gradients, Problem, RowGradient, Tiles, Wanted
 from core_triton.rows import Coefficients, Partial, RowStatistics
 from core_triton.tiles import AnchoredConfig, ChunkConfig, TileConfig
 
-SMALL_BLOCK = 32  # rows of a program that sums over class blocks: enough programs to fill a card
+SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a card
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 _GLUON_DTYPES = {torch.bfloat16: gluon.bfloat16, torch.float16: gluon.float16}
 
@@ -180,11 +180,8 @@ def _anchored(
     """
     config = _anchored_config(problem, memory_budget, wanted, statistics=statistics)
     spec, x, w, b = problem.spec, problem.input, problem.linear_weight, problem.linear_bias
-    tokens, hidden = x.shape
-    classes, contributes = problem.classes, problem.row_weight != 0
-    order = torch.sort((~contributes).byte(), stable=True).indices  # (N,) int64: which row of the call a packed one is
-    packed = replace(problem, target=problem.target[order], row_weight=problem.row_weight[order])
-    rows_ = _PackedRows.start(packed, order, contributes.sum(dtype=torch.int32))
+    (tokens, hidden), classes = x.shape, problem.classes
+    packed, rows_ = _pack(problem, config)
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
     d_weight = chunked.ClassSum(w, classes, float32_sum=False) if wanted.d_weight else None
     d_bias = problem.row_weight.new_zeros(classes) if wanted.d_bias else None
@@ -199,12 +196,13 @@ def _anchored(
         n, first = chunk.stop - chunk.start, chunk is chunks[-1]
         chunk_x = held[chunk] if held is d_input else held[:n]
         e = exponentials[:n, :classes]
-        _scale_rows(x, rows_.contributes[chunk], chunk_x[:, :hidden], picks=order[chunk])
         parts = scratch[: (1 + statistics) * config.blocks * n].view(-1, config.blocks, n)
-        _store_exponentials(packed, config, chunk, chunk_x, e, rows_, parts, first=first)
+        _scale_rows(x, packed.row_weight[chunk], chunk_x[:, :hidden], picks=rows_.order[chunk])
+        library = d_weight is not None and not _own_d_weight(problem, d_weight)
+        _store_exponentials(packed, config, chunk, chunk_x, e, rows_, parts, least=n if library else int(first))
         if statistics:
             _merge(parts[1], None, None, None)
-            rows_.top[chunk] = parts[1, 0]
+            rows_.top_out.index_copy_(0, rows_.order[chunk], parts[1, 0])
         _row_factors(packed, chunk, parts[0], rows_, e)
         if d_weight is not None:
             _scale_rows(chunk_x, rows_.rho[chunk], chunk_x)
@@ -215,14 +213,14 @@ def _anchored(
             _store_d_input(packed, config, chunk, e, rows_, scratch, d_input)
         del chunk_x, e, parts
     del exponentials, held, scratch
-    found, theta = rows_.unpacked(problem)
-    if tokens and d_input is not None:
-        block = _column_block(d_input)
-        _kernel(kernels.zero_rows_kernel)[(tokens, triton.cdiv(hidden, block))](
-            problem.row_weight, d_input, hidden, BLOCK_D=block
-        )
     if tokens:
-        _add_target_rows(problem, theta, None if d_weight is None else d_weight.sum, d_bias)
+        if d_input is not None:
+            block = _column_block(d_input)
+            _kernel(kernels.zero_rows_kernel)[(tokens, triton.cdiv(hidden, block))](
+                problem.row_weight, d_input, hidden, BLOCK_D=block
+            )
+        _add_target_rows(problem, rows_.theta_out, None if d_weight is None else d_weight.sum, d_bias)
+    found = RowStatistics(rows_.lse_out, rows_.target_logit_out, rows_.top_out, None, None)
     loss = rows.row_loss(spec, found, problem.target, problem.row_weight, problem.class_weight, classes)
     if d_bias is not None:
         assert b is not None
@@ -231,47 +229,45 @@ def _anchored(
 
 
 class _PackedRows(NamedTuple):
-    """What plan A knows and finds of the packed rows, (N,) float32 where nothing else is said."""
+    """What plan A knows and finds of the rows, (N,) float32 where nothing else is said: packed, or in the call's order
+    where the name ends in _out."""
 
-    order: Tensor  # int64, the row of the call
+    order: Tensor  # int64, the row of the call that a packed row is
     count: Tensor  # () int32, how many contribute
-    contributes: Tensor  # 1 or 0
-    upstream: Tensor  # row_weight * class_weight[target], NaN where the target is no class
+    flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
     target_logit: Tensor
     anchor: Tensor
-    lse: Tensor
     rho: Tensor
     theta: Tensor
-    top: Tensor  # the largest logit, NaN if not wanted
+    lse_out: Tensor
+    target_logit_out: Tensor
+    theta_out: Tensor
+    top_out: Tensor  # the largest logit, NaN if not wanted
 
-    @classmethod
-    def start(cls, packed: Problem, order: Tensor, count: Tensor) -> "_PackedRows":
-        row_weight, spec = packed.row_weight, replace(packed.spec, z_loss_weight=0.0)
-        coefficients = rows.loss_coefficients(
-            spec, row_weight, packed.target, row_weight, packed.class_weight, packed.classes
-        )
-        target_logit, anchor = _target_logits(packed, order)
-        return cls(
-            order=order,
-            count=count,
-            contributes=(row_weight != 0).float(),
-            upstream=coefficients.alpha,
-            target_logit=target_logit,
-            anchor=anchor,
-            lse=torch.empty_like(row_weight),
-            rho=torch.empty_like(row_weight),
-            theta=torch.empty_like(row_weight),
-            top=torch.full_like(row_weight, torch.nan),
-        )
 
-    def unpacked(self, problem: Problem) -> tuple[RowStatistics, Tensor]:
-        """Returns the statistics and theta in the order of the call."""
-
-        def back(packed: Tensor) -> Tensor:
-            return torch.empty_like(packed).scatter_(0, self.order, packed)
-
-        target_logit = torch.where(problem.row_weight != 0, back(self.target_logit), 0.0)
-        return RowStatistics(back(self.lse), target_logit, back(self.top), None, None), back(self.theta)
+def _pack(problem: Problem, config: AnchoredConfig) -> tuple[Problem, _PackedRows]:
+    """Returns the problem with targets and row weights packed, its input as it was, and the rows' arrays."""
+    row_weight, tokens = problem.row_weight, len(problem.input)
+    packed = replace(problem, target=torch.empty_like(problem.target), row_weight=torch.empty_like(row_weight))
+    order, count = torch.empty_like(problem.target), torch.empty((), dtype=torch.int32, device=row_weight.device)
+    blocks = triton.cdiv(config.rows, _tile(problem).block_n)
+    flag = torch.zeros((triton.cdiv(tokens, config.rows), blocks), dtype=torch.int32, device=row_weight.device)
+    numbers = [torch.empty_like(row_weight) for _ in range(7)]
+    rows_ = _PackedRows(order, count, flag, *numbers, torch.full_like(row_weight, torch.nan))
+    _kernel(kernels.pack_kernel)[(1,)](
+        problem.target,
+        row_weight,
+        order,
+        packed.target,
+        packed.row_weight,
+        count,
+        tokens,
+        BLOCK=4096,
+        num_warps=8,
+    )
+    if tokens:
+        _store_target_logits(packed, rows_)
+    return packed, rows_
 
 
 def _anchored_config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool) -> AnchoredConfig:
@@ -290,32 +286,29 @@ def _anchored_config(problem: Problem, memory_budget: int, wanted: Wanted, *, st
     )
 
 
-def _target_logits(packed: Problem, order: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each packed row's target logit, NaN where the target is no class, and anchor, (N,) float32."""
-    problem, x, w, spec = packed, packed.input, packed.linear_weight, packed.spec
-    target_logit, anchor = torch.empty_like(problem.row_weight), torch.empty_like(problem.row_weight)
-    if len(x):
-        _kernel(kernels.target_logit_kernel)[(len(x),)](
-            x,
-            w,
-            problem.linear_bias,
-            problem.target,
-            problem.row_weight,
-            order,
-            target_logit,
-            anchor,
-            x.shape[1],
-            problem.classes,
-            *x.stride(),
-            *w.stride(),
-            spec.logit_scale,
-            spec.softcap or 1.0,
-            HAS_BIAS=problem.linear_bias is not None,
-            HAS_SOFTCAP=spec.softcap is not None,
-            BLOCK_D=_column_block(x),
-            num_warps=4,
-        )
-    return target_logit, anchor
+def _store_target_logits(packed: Problem, rows_: _PackedRows) -> None:
+    """Writes each packed row's target logit, NaN where the target is no class, and anchor."""
+    x, w, spec = packed.input, packed.linear_weight, packed.spec
+    _kernel(kernels.target_logit_kernel)[(len(x),)](
+        x,
+        w,
+        packed.linear_bias,
+        packed.target,
+        packed.row_weight,
+        rows_.order,
+        rows_.target_logit,
+        rows_.anchor,
+        x.shape[1],
+        packed.classes,
+        *x.stride(),
+        *w.stride(),
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        HAS_BIAS=packed.linear_bias is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        BLOCK_D=_column_block(x),
+        num_warps=4,
+    )
 
 
 def _store_exponentials(
@@ -324,21 +317,22 @@ def _store_exponentials(
     chunk: slice,
     x: Tensor,
     e: Tensor,
-    rows_: "_PackedRows",
+    rows_: _PackedRows,
     parts: Tensor,
     *,
-    first: bool,
+    least: int,
 ) -> None:
     """Writes a chunk's exponentials e (n, K) and their sums over class blocks, parts[0] (blocks, n).
 
     Where there is a parts[1] it takes the largest logits of class blocks, and rows_.target_logit the targets' logits.
 
     Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
-    host does not know which: the launches that see to it find nothing to do where none is.
+    host does not know which: the launches that see to it find nothing to do where none is. Rows past those that
+    contribute may be left as they are, but for the first `least`.
     """
     tile, n = _tile(problem), len(x)
     row_blocks = triton.cdiv(n, tile.block_n)
-    flag = torch.empty(triton.cdiv(n, SMALL_BLOCK), dtype=torch.int32, device=x.device)
+    flag = rows_.flag[chunk.start // config.rows]
     sums, tops = parts[0], parts[1] if len(parts) > 1 else None
 
     def each_slab(launch: Callable[[slice, Tensor, slice], None]) -> None:
@@ -348,34 +342,31 @@ def _store_exponentials(
             launch(slab, _slab(problem, slab), blocks)
             first_block = blocks.stop
 
-    def store(repair: dict[str, Any]) -> Callable[[slice, Tensor, slice], None]:
+    def store(*, repair: bool) -> Callable[[slice, Tensor, slice], None]:
         def launch(slab: slice, w: Tensor, blocks: slice) -> None:
             arguments = {
                 "target_ptr": problem.target[chunk] - slab.start,
                 "anchor_ptr": rows_.anchor[chunk],
+                "flag_ptr": flag,
                 "sum_ptr": sums[blocks],
                 "max_ptr": None if tops is None else tops[blocks],
                 "target_logit_ptr": rows_.target_logit[chunk],
                 "count_ptr": rows_.count,
                 "start": chunk.start,
-                "least": int(first),
+                "least": least,
             }
             result = ("e_desc", e[:, slab])
-            _launch_tiles(
-                "exponentials_kernel", problem, x, w, slab, arguments | repair, result, STATISTICS=tops is not None
-            )
+            switches = {"STATISTICS": tops is not None}
+            _launch_tiles("exponentials_kernel", problem, x, w, slab, arguments, result, repair=repair, **switches)
 
         return launch
 
     def largest(slab: slice, w: Tensor, blocks: slice) -> None:
         names = ("class_weight_ptr", "target_ptr", "sum_ptr", "weighted_sum_ptr", "sum_exp_log_ptr", "target_logit_ptr")
         arguments = dict.fromkeys(names) | {"max_ptr": sums[blocks], "flag_ptr": flag}
-        _launch_tiles("statistics_kernel", problem, x, w, slab, arguments, WEIGHTED=False, ENTROPY=False)
+        _launch_tiles("statistics_kernel", problem, x, w, slab, arguments, repair=True, WEIGHTED=False, ENTROPY=False)
 
-    each_slab(store({}))
-    _kernel(kernels.flag_kernel)[(len(flag),)](
-        sums, problem.row_weight[chunk], flag, n, len(sums), BLOCK_F=SMALL_BLOCK, BLOCK_T=BLOCKS_AT_ONCE, num_warps=4
-    )
+    each_slab(store(repair=False))
     each_slab(largest)
     _kernel(kernels.anchor_kernel)[(row_blocks,)](
         sums,
@@ -384,15 +375,14 @@ def _store_exponentials(
         n,
         len(sums),
         BLOCK_N=tile.block_n,
-        BLOCK_F=SMALL_BLOCK,
         BLOCK_T=BLOCKS_AT_ONCE,
         num_warps=8,
     )
-    each_slab(store({"flag_ptr": flag}))
+    each_slab(store(repair=True))
 
 
-def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: "_PackedRows", e: Tensor) -> None:
-    """Writes a chunk's rows of lse, rho and theta, and zeroes the targets' exponentials."""
+def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: _PackedRows, e: Tensor) -> None:
+    """Writes a chunk's rho and theta, and zeroes the targets' exponentials; lse, target logit and theta go out."""
     n, spec = chunk.stop - chunk.start, problem.spec
     _kernel(kernels.row_factors_kernel)[(triton.cdiv(n, SMALL_BLOCK),)](
         parts,
@@ -400,11 +390,14 @@ def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: "_PackedR
         rows_.target_logit[chunk],
         problem.target[chunk],
         problem.row_weight[chunk],
-        rows_.upstream[chunk],
+        rows_.order[chunk],
+        problem.class_weight,
         e,
-        rows_.lse[chunk],
         rows_.rho[chunk],
         rows_.theta[chunk],
+        rows_.lse_out,
+        rows_.target_logit_out,
+        rows_.theta_out,
         n,
         len(parts),
         problem.classes,
@@ -412,6 +405,7 @@ def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: "_PackedR
         spec.z_loss_weight,
         spec.logit_scale,
         spec.softcap or 1.0,
+        HAS_CLASS_WEIGHT=problem.class_weight is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         BLOCK_N=SMALL_BLOCK,
         BLOCK_T=BLOCKS_AT_ONCE,
@@ -420,7 +414,8 @@ def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: "_PackedR
 
 
 def _scale_rows(source: Tensor, factor: Tensor, result: Tensor, *, picks: Tensor | None = None) -> None:
-    """Writes factor (n,) * source (n, D), or its rows `picks` (n,), to result (n, D), zeros where factor is 0."""
+    """Writes factor (n,) * source (n, D) to result (n, D), or rows `picks` (n,) of it as they are; zeros where factor
+    is 0."""
     n, hidden = result.shape
     block = _column_block(source)
     _kernel(kernels.rows_kernel)[(n, triton.cdiv(hidden, block))](
@@ -442,14 +437,14 @@ def _add_d_weight(
     chunk: slice,
     e: Tensor,
     x: Tensor,
-    rows_: "_PackedRows",
+    rows_: _PackedRows,
     d_weight: chunked.ClassSum,
     *,
     first: bool,
 ) -> None:
     """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
     classes, hidden = e.shape[1], problem.input.shape[1]
-    if not (_hopper(problem) and d_weight.sum.dtype == x.dtype and _describable(d_weight.sum)):
+    if not _own_d_weight(problem, d_weight):
         d_weight.put_product(slice(0, classes), _operand(e).T, _operand(x[:, :hidden]), None, first=first)
         return
     step, half, block_v = tiles.D_WEIGHT_STEP, tiles.D_BLOCK // 2, 256
@@ -470,6 +465,11 @@ def _add_d_weight(
     )
 
 
+def _own_d_weight(problem: Problem, d_weight: chunked.ClassSum) -> bool:
+    """Whether d_weight comes from the kernel, not from the library's product."""
+    return _hopper(problem) and d_weight.sum.dtype == problem.input.dtype and _describable(d_weight.sum)
+
+
 def _own_d_input(problem: Problem) -> bool:
     """Whether d_input comes from the kernel, not from the library's product and a pass over it."""
     return _hopper(problem) and not _converts(problem)
@@ -480,14 +480,14 @@ def _store_d_input(
     config: AnchoredConfig,
     chunk: slice,
     e: Tensor,
-    rows_: "_PackedRows",
+    rows_: _PackedRows,
     scratch: Tensor,
     d_input: Tensor,
 ) -> None:
     """Writes the rows of d_input of a chunk: (32)."""
     w, classes, hidden = problem.linear_weight, problem.classes, d_input.shape[1]
     if _own_d_input(problem):
-        _launch_d_input(problem, config.product_rows, chunk, e, rows_, scratch, d_input)
+        _launch_d_input(problem, config, chunk, e, rows_, scratch, d_input)
         return
     block = _column_block(d_input)
     for start in range(chunk.start, chunk.stop, config.product_rows):
@@ -517,18 +517,18 @@ def _store_d_input(
 
 def _launch_d_input(
     problem: Problem,
-    tile_rows: int,
+    config: AnchoredConfig,
     chunk: slice,
     e: Tensor,
-    rows_: "_PackedRows",
+    rows_: _PackedRows,
     scratch: Tensor,
     d_input: Tensor,
 ) -> None:
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
     by_class, step, programs = w.stride(1) == 1, tiles.D_INPUT_STEP, _card(e.device)[1]
-    w = w[:classes]
+    w, tile_rows = w[:classes], config.product_rows
     blocks = triton.cdiv(n, tile_rows) * triton.cdiv(hidden, tiles.D_BLOCK)
-    shares = tiles.choose_shares(blocks, triton.cdiv(classes, step), programs)
+    shares = tiles.choose_shares(blocks, triton.cdiv(classes, step), programs, cut=config.cut)
     arguments = {
         "part_ptr": scratch,
         "rho_ptr": rows_.rho[chunk],
@@ -580,8 +580,9 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
     keys = torch.where(is_class, target, -1).int()  # a radix sort of half the passes
     ordered, order = torch.sort(keys, stable=True)
     end = torch.searchsorted(ordered, ordered, right=True, out_int32=True)
-    block = min(256, _column_block(x))
-    _kernel(kernels.target_rows_kernel)[(len(x), triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
+    block = min(512, _column_block(x))
+    programs = min(len(x), 4 * _card(x.device)[1])
+    _kernel(kernels.target_rows_kernel)[(programs, triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
         order,
         ordered,
         end,
@@ -589,6 +590,7 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
         x,
         d_weight,
         d_bias,
+        len(x),
         x.shape[1],
         problem.classes,
         *x.stride(),
@@ -630,12 +632,14 @@ def _launch_tiles(
     slab: slice,
     arguments: dict[str, Any],
     result: tuple[str, Tensor] | None = None,
+    *,
+    repair: bool = False,
     **switches: bool,
 ) -> None:
     """Launches one of the kernels that multiply, on the rows x (n, D) and the slab w (v, D) of the head.
 
-    Hopper's own kernels, unless the operands are float32 or `arguments` has a flag_ptr: then only flagged blocks of
-    rows are done, which is seldom and need not be fast.
+    Hopper's own kernels, unless the operands are float32 or it is a `repair`: only flagged blocks of rows are done
+    then, which is seldom and need not be fast.
     """
     tile = _tile(problem)
     x, w = _for_descriptor(x), _for_descriptor(w)
@@ -655,8 +659,7 @@ def _launch_tiles(
         "BLOCK_V": tile.block_v,
         "GROUP": tile.group,
     }
-    repairs = "flag_ptr" in arguments
-    if _hopper(problem) and not repairs:
+    if _hopper(problem) and not repair:
         kernel = getattr(hopper, name)
         describe, half, step = _gluon_descriptor, tile.block_n // 2, tiles.LOGITS_STEP
         blocks, result_block = [(half, step), (tile.block_v, step)], [half, tile.block_v // 4]
@@ -670,7 +673,7 @@ def _launch_tiles(
         common |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if name != "d_logits_kernel":
             arguments = {"flag_ptr": None, **arguments}
-            common["REPAIR"] = SMALL_BLOCK if repairs else 0
+            common["REPAIR"] = repair
         for packed in ("count_ptr", "start", "least"):  # all rows are done here
             arguments.pop(packed, None)
     descriptors = {

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 NO_PROBABILITY = gl.constexpr(-1e4)
+SUM_LIMIT = gl.constexpr(2.0**48)  # as in kernels.py
 
 # Registers of a thread: setmaxnreg gives the loading warp's to those that multiply.
 MULTIPLY_REGISTERS = gl.constexpr(232)
@@ -160,7 +161,7 @@ def exponentials_warpgroup(
     x_ring, w_ring, full, empty, e_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    bias_ptr, target_ptr, anchor_ptr, sum_ptr, max_ptr, target_logit_ptr, active = arguments
+    bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active = arguments
     GROUP: gl.constexpr = switches[1]
     BLOCK_V: gl.constexpr = switches[2]
     HAS_BIAS: gl.constexpr = switches[3]
@@ -184,7 +185,10 @@ def exponentials_warpgroup(
             logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
         out = class_block.to(gl.int64) * rows + row_ids
-        gl.store(sum_ptr + out, gl.sum(exponentials, 1), mask=inside)
+        total = gl.sum(exponentials, 1)
+        gl.store(sum_ptr + out, total, mask=inside)
+        lost = inside & ~(total < SUM_LIMIT)
+        gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
         if STATISTICS:
             gl.store(max_ptr + out, gl.max(logits, 1), mask=inside)
             store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
@@ -233,7 +237,7 @@ def statistics_warpgroup(
         top = gl.max(logits, 1)
         gl.store(max_ptr + out, top, mask=inside)
         shift = gl.where(top == float("-inf"), 0.0, top)
-        exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(shift * LOG2_E, 1))
+        exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
         gl.store(sum_ptr + out, gl.sum(exponentials, 1), mask=inside)
         if ENTROPY:
             shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
@@ -310,8 +314,8 @@ def d_logits_warpgroup(
 @gluon.jit
 def rings(x_desc, w_desc, STAGES: gl.constexpr):
     """Returns the ring of loaded tiles, one x tile for each warpgroup, and its barriers."""
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, *x_desc.block_type.shape], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES, *w_desc.block_type.shape], w_desc.layout)
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES] + x_desc.block_type.shape, x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -333,7 +337,7 @@ SIZES = ["start", "least", "rows", "hidden", "classes"]  # nothing is gained by 
 
 @gluon.jit(do_not_specialize=SIZES)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
     start, least, rows, hidden, classes, scale, softcap,
     STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
@@ -342,9 +346,9 @@ def exponentials_kernel(
     and for `least` of them at least."""
     active = active_rows(count_ptr, start, least, rows)
     x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
-    buffers = gl.allocate_shared_memory(e_desc.dtype, [4, *e_desc.block_type.shape], e_desc.layout)
+    buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STATISTICS)
-    arguments = (bias_ptr, target_ptr, anchor_ptr, sum_ptr, max_ptr, target_logit_ptr, active)
+    arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active)
     gl.warp_specialize(
         [
             (
@@ -431,7 +435,7 @@ def d_logits_kernel(
 ):  # fmt: skip
     """`kernels.d_logits_kernel`."""
     x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
-    buffers = gl.allocate_shared_memory(d_logits_desc.dtype, [4, *d_logits_desc.block_type.shape], d_logits_desc.layout)
+    buffers = gl.allocate_shared_memory(d_logits_desc.dtype, [4] + d_logits_desc.block_type.shape, d_logits_desc.layout)
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_BETA, HAS_SIGMA)
     arguments = (
         bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,

@@ -116,7 +116,7 @@ def d_weight_kernel(
     """
     active = active_rows(count_ptr, start, least, rows)
     x_ring, e_ring, full, empty = rings(x_desc, e_desc, STAGES)
-    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [2, *d_weight_desc.block_type.shape], d_weight_desc.layout)
+    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [2] + d_weight_desc.block_type.shape, d_weight_desc.layout)
     old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(old_full.index(i), count=1)

@@ -12,9 +12,9 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
-# A sum of exponentials past this has lost touch with its anchor: (30). 2**64 is 44 nats above the target logit, and
-# leaves its reciprocal times a row weight times an input within bfloat16's range.
-SUM_LIMIT = tl.constexpr(2.0**64)
+# A tile's sum of exponentials past this has lost touch with its anchor: (30). 2**48 is 33 nats above the target logit;
+# the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
+SUM_LIMIT = tl.constexpr(2.0**48)
 SIZES = ("rows", "hidden", "classes")  # nothing is gained by a compilation for each
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
 
@@ -93,6 +93,36 @@ def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, in
     here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
     owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
     tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+
+
+@triton.jit
+def pack_kernel(
+    target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_row_weight_ptr, count_ptr, tokens,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
+
+    Writes order (N,) int64, the row that each packed row is, its target and row_weight, and count (), how many of the
+    first kind there are. One program does it all: two passes over N numbers.
+    """
+    count = tl.zeros((), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        row_weight = tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0)
+        count += tl.sum((row_weight != 0).to(tl.int32), 0)
+    tl.store(count_ptr, count)
+    before = tl.zeros((), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < tokens
+        row_weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
+        contributes = (row_weight != 0).to(tl.int32)
+        rank = before + tl.cumsum(contributes, 0) - contributes  # rows before this one that contribute
+        place = tl.where(contributes != 0, rank, count + row - rank)
+        tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
+        tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
+        tl.store(packed_row_weight_ptr + place, row_weight, mask=inside)
+        before += tl.sum(contributes, 0)
 
 
 @triton.jit
@@ -175,17 +205,18 @@ def exponentials_kernel(
 
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes e (rows, V), times the cap's slope: (31),
     and sum (class blocks, rows). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of the rows
-    whose target (int64) is among these classes. With REPAIR, the rows of a flag, only tiles with a flag.
+    whose target (int64) is among these classes. Sets flag (row blocks,) int32 where a sum is not below SUM_LIMIT: the
+    anchor is too low. With REPAIR, only tiles of flagged row blocks.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
     if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, 0, tl.cdiv(rows, REPAIR)), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=REPAIR == 0):
+        tiles = tl.where(any_flag(flag_ptr, row_blocks), tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         wanted = True
         if REPAIR:
-            wanted = row_block_flag(flag_ptr, row_block, rows, BLOCK_N, REPAIR)
+            wanted = tl.load(flag_ptr + row_block) != 0
         if wanted:
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(
@@ -200,7 +231,10 @@ def exponentials_kernel(
                 logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
             exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
             out = class_block.to(tl.int64) * rows + row_ids
-            tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+            total = tl.sum(exponentials, 1)
+            tl.store(sum_ptr + out, total, mask=inside)
+            if not REPAIR:
+                tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
             if STATISTICS:
                 tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
                 store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
@@ -210,30 +244,13 @@ def exponentials_kernel(
 
 
 @triton.jit
-def flag_kernel(sum_ptr, row_weight_ptr, flag_ptr, rows, class_blocks, BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Flags blocks of BLOCK_F rows with a sum that is not below SUM_LIMIT: their anchors are too low. One program a
-    block; reads sum (class_blocks, rows) of rows whose row_weight is not 0, writes flag (blocks,) int32."""
-    row_ids = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_F, BLOCK_T)
-    row_weight = tl.load(row_weight_ptr + row_ids, mask=row_ids < rows, other=0.0)
-    lost = (row_weight != 0) & ~(total < SUM_LIMIT)
-    tl.store(flag_ptr + tl.program_id(0), tl.max(lost.to(tl.int32), 0))
-
-
-@triton.jit
-def any_flag(flag_ptr, first, last):
-    """Whether one of flag[first:last] is set."""
+def any_flag(flag_ptr, row_blocks):
+    """Whether one of flag (row_blocks,) is set."""
     found = tl.zeros((128,), tl.int32)
-    for start in range(first, last, 128):
+    for start in range(0, row_blocks, 128):
         blocks = start + tl.arange(0, 128)
-        found |= tl.load(flag_ptr + blocks, mask=blocks < last, other=0)
+        found |= tl.load(flag_ptr + blocks, mask=blocks < row_blocks, other=0)
     return tl.max(found, 0) != 0
-
-
-@triton.jit
-def row_block_flag(flag_ptr, row_block, rows, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Whether one of the flags of a block of BLOCK_N rows is set."""
-    return any_flag(flag_ptr, row_block * (BLOCK_N // BLOCK_F), tl.cdiv(min((row_block + 1) * BLOCK_N, rows), BLOCK_F))
 
 
 @triton.jit
@@ -248,14 +265,11 @@ def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLO
 
 
 @triton.jit
-def anchor_kernel(
-    max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
+def anchor_kernel(max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     """Replaces the anchors of flagged row blocks by ones made of the rows' largest logits, max (class blocks, rows):
     (30). One program a row block."""
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if row_block_flag(flag_ptr, tl.program_id(0), rows, BLOCK_N, BLOCK_F):
+    if tl.load(flag_ptr + tl.program_id(0)) != 0:
         acc = tl.full((BLOCK_T, BLOCK_N), float("-inf"), dtype=tl.float32)
         for start in range(0, class_blocks, BLOCK_T):
             blocks = start + tl.arange(0, BLOCK_T)
@@ -274,11 +288,14 @@ def row_factors_kernel(
     target_logit_ptr,
     target_ptr,
     row_weight_ptr,
-    tau_ptr,
+    row_ptr,
+    class_weight_ptr,
     e_ptr,
-    lse_ptr,
     rho_ptr,
     theta_ptr,
+    lse_out_ptr,
+    target_logit_out_ptr,
+    theta_out_ptr,
     rows,
     class_blocks,
     classes,
@@ -286,30 +303,38 @@ def row_factors_kernel(
     z_loss_weight,
     scale,
     softcap,
+    HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Writes lse, rho and theta of each row, (rows,) float32: (29), (31), both factors times the scale; and zeroes
-    the target's column of e (rows, V), whose term theta is. One program owns BLOCK_N rows."""
+    """Writes rho and theta of each packed row, (rows,) float32, both times the scale: (29), (31), and zeroes the
+    target's column of e (rows, V), whose term theta is. lse, target_logit and theta also go to their rows of the call,
+    row (rows,) int64, with zeros for rows of row_weight 0. One program owns BLOCK_N rows."""
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
     total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
     total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
     lse = (tl.load(anchor_ptr + row_ids, mask=inside, other=0.0) + tl.log2(total)) * LN_2
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
-    tau = tl.load(tau_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
     contributes = row_weight != 0
-    upstream = tau + 2.0 * z_loss_weight * row_weight * lse
-    theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - tau
+    is_class = inside & (target >= 0) & (target < classes)
+    kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
+    if HAS_CLASS_WEIGHT:
+        kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
+    upstream = kept + 2.0 * z_loss_weight * row_weight * lse
+    theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - kept
     if HAS_SOFTCAP:
         theta *= slope(target_logit, softcap)
-    tl.store(lse_ptr + row_ids, tl.where(contributes, lse, 0.0), mask=inside)
+    theta = tl.where(contributes, scale * theta, 0.0)
     tl.store(rho_ptr + row_ids, tl.where(contributes, scale * upstream / total, 0.0), mask=inside)
-    tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)
-    is_class = inside & (target >= 0) & (target < classes)
+    tl.store(theta_ptr + row_ids, theta, mask=inside)
+    out = tl.load(row_ptr + row_ids, mask=inside, other=0)
+    tl.store(lse_out_ptr + out, tl.where(contributes, lse, 0.0), mask=inside)
+    tl.store(target_logit_out_ptr + out, tl.where(contributes, target_logit, 0.0), mask=inside)
+    tl.store(theta_out_ptr + out, theta, mask=inside)
     tl.store(e_ptr + row_ids.to(tl.int64) * e_stride + target, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), is_class)
 
 
@@ -328,8 +353,9 @@ def rows_kernel(
 ):
     """Writes rows times their factor, rounded once, zeros where the factor is 0 whatever the row holds.
 
-    One program owns BLOCK_D columns of a row. Reads source (rows, D), with PICKS its rows row (rows,) int64 of
-    (N, D), and factor (rows,) float32; writes result (rows, D), which without PICKS may be source.
+    One program owns BLOCK_D columns of a row. Reads source (rows, D) and factor (rows,) float32; writes result
+    (rows, D), which may be source. With PICKS the rows are row (rows,) int64 of source (N, D), and any other factor
+    than 0 means 1.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -337,8 +363,10 @@ def rows_kernel(
     factor = tl.load(factor_ptr + row) + tl.zeros((BLOCK_D,), tl.float32)
     picked = tl.load(row_ptr + row) if PICKS else row
     source = source_ptr + picked * source_stride + columns.to(tl.int64) * source_stride_d
-    x = tl.load(source, mask=inside & (factor != 0), other=0.0).to(tl.float32)
-    tl.store(result_ptr + row * result_stride + columns, (x * factor).to(result_ptr.dtype.element_ty), mask=inside)
+    x = tl.load(source, mask=inside & (factor != 0), other=0.0)
+    if not PICKS:
+        x = x.to(tl.float32) * factor
+    tl.store(result_ptr + row * result_stride + columns, x.to(result_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -395,6 +423,7 @@ def target_rows_kernel(
     input_ptr,
     d_weight_ptr,
     d_bias_ptr,
+    tokens,
     hidden,
     classes,
     input_stride,
@@ -406,36 +435,34 @@ def target_rows_kernel(
 ):
     """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
 
-    One program owns BLOCK_D columns of one class: that of the run of equal sorted targets that starts at its position,
-    if one does. It sums the run in float32 in its order and rounds once. Reads order (N,), sorted_target (N,) and where
-    their runs end, end (N,); theta (N,) float32, input (N, D); adds to d_weight (V, D), d_bias (V,) float32.
+    Programs take turns at the positions of the sorted targets; where a run of equal targets starts, one sums BLOCK_D
+    columns of it in float32, in its order, and rounds once. Reads order (N,), sorted_target (N,) and where their runs
+    end, end (N,); theta (N,) float32, input (N, D); adds to d_weight (V, D), d_bias (V,) float32.
     """
-    start = tl.program_id(0)
-    target = tl.load(sorted_target_ptr + start).to(tl.int64)
-    starts = (target >= 0) & (target < classes)
-    if start > 0:
-        starts = starts & (tl.load(sorted_target_ptr + start - 1) != target)
-    if starts:
-        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = columns < hidden
-        acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
-        acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
-        end = tl.load(end_ptr + start).to(tl.int32)
-        for position in tl.range(start, end, BLOCK_R, num_stages=3):
-            positions = position + tl.arange(0, BLOCK_R)
-            row = tl.load(order_ptr + positions, mask=positions < end, other=0)
-            theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < hidden
+    for start in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        target = tl.load(sorted_target_ptr + start).to(tl.int64)
+        before = tl.load(sorted_target_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
+        if (target >= 0) & (target < classes) & (before != target):
+            acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+            acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
+            end = tl.load(end_ptr + start).to(tl.int32)
+            for position in range(start, end, BLOCK_R):
+                positions = position + tl.arange(0, BLOCK_R)
+                row = tl.load(order_ptr + positions, mask=positions < end, other=0)
+                theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)
+                if HAS_WEIGHT:
+                    source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
+                    x = tl.load(source, mask=(positions < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                    acc += theta[:, None] * x
+                acc_bias += theta
             if HAS_WEIGHT:
-                source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
-                x = tl.load(source, mask=(positions < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                acc += theta[:, None] * x
-            acc_bias += theta
-        if HAS_WEIGHT:
-            place = d_weight_ptr + target * hidden + columns
-            old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-            tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
-        if HAS_BIAS and tl.program_id(1) == 0:
-            tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
+                place = d_weight_ptr + target * hidden + columns
+                old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
+            if HAS_BIAS and tl.program_id(1) == 0:
+                tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
 
 
 @triton.jit
@@ -502,18 +529,18 @@ def statistics_kernel(
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
     Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, class indices of this stretch, and writes the target
-    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR, the rows of a flag, only max,
-    of tiles with a flag.
+    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR only max,
+    of flagged row blocks.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
     if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, 0, tl.cdiv(rows, REPAIR)), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=REPAIR == 0):
+        tiles = tl.where(any_flag(flag_ptr, row_blocks), tiles, 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         wanted = True
         if REPAIR:
-            wanted = row_block_flag(flag_ptr, row_block, rows, BLOCK_N, REPAIR)
+            wanted = tl.load(flag_ptr + row_block) != 0
         if wanted:
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(

@@ -100,8 +100,8 @@ def linear_cross_entropy(
         logit_scale: factor on the raw logits.
         vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
         memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "triton", "chunked", or None for the best on this device (`explain` tells which). A named one never
-            falls back.
+        implementation: "triton", "chunked", or None for the best on this device (`explain` tells which). A named one
+            never falls back.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).

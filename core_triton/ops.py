@@ -64,8 +64,9 @@ def loss_and_gradients(
     """Plan A. Returns loss (() if `reduce`, else (N,)), lse, target_logit, max (N,), d_input, d_weight, d_bias,
     scales (2,).
 
-    Without `statistics` max may be NaN. The gradients are those of the sum of the rows' losses times a power of two, scales[0] for d_input and scales[1]
-    for the head's, which is 1 unless input is float16. Without `reduce` only d_input may be asked for.
+    Without `statistics` max may be NaN. The gradients are those of the sum of the rows' losses times a power of two,
+    scales[0] for d_input and scales[1] for the head's, which is 1 unless input is float16. Without `reduce` only
+    d_input may be asked for.
     """
     problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
     with _plain(input):

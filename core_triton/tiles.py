@@ -214,7 +214,7 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the programs of a card share d_input's few tiles, whose sum runs over all classes: `hopper_gradients.share_of`.
+    """How a card's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
 
     Args:
         rounds: whole tiles that each program takes first.
@@ -243,11 +243,11 @@ class Shares:
 LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
 
 
-def choose_shares(tiles: int, steps: int, programs: int) -> Shares:
-    """Returns how `programs` programs share `tiles` tiles of `steps` steps."""
+def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares:
+    """Returns how `programs` programs share `tiles` tiles of `steps` steps; without `cut` in whole tiles."""
     rounds, rest = divmod(tiles, programs)
-    if not rest:
-        return Shares(rounds, 0, 0, steps, steps, 0)
+    if not (rest and cut):
+        return Shares(rounds, rest, int(rest > 0), steps, steps, 0)
     cuts = min(programs // rest, steps)
     spare, head = programs - cuts * rest, steps
     if spare >= LEAST_SPARE:
@@ -257,7 +257,7 @@ def choose_shares(tiles: int, steps: int, programs: int) -> Shares:
 
 
 # Of the Hopper kernels: steps of the inner products and stages of the ring that they are loaded into, 192 KiB beside
-# the buffers of the epilogue. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
+# the epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
 LOGITS_STEP, LOGITS_STAGES = 32, 8
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 6
 D_INPUT_STEP, D_INPUT_STAGES = 64, 4
@@ -272,6 +272,7 @@ class AnchoredConfig:
         rows: of a chunk.
         product_rows: of d_input that are made at a time: by the library's product a piece of the chunk, by the
             kernel's a tile.
+        cut: d_input's tiles may be cut along the classes.
         head_rows: of the head that a product takes at a time: all, unless they must be converted.
         blocks: of classes, each with its own partial sums.
         scratch: float32 elements for partial sums and products, which live one after the other.
@@ -280,6 +281,7 @@ class AnchoredConfig:
 
     rows: int
     product_rows: int
+    cut: bool
     head_rows: int
     blocks: int
     scratch: int
@@ -288,7 +290,9 @@ class AnchoredConfig:
 
 ROW_BLOCK = 128
 PRODUCT_ROWS = 512  # products of so many rows are as fast as larger ones: the library splits them along the vocabulary
-TILE_ROWS = (256, 128)  # the wider tile is faster; the narrower takes half the memory where tiles are cut
+# Rows of the kernel's tile of d_input, and whether tiles may be cut: the wider tile is faster, the narrower takes half
+# the memory where tiles are cut, and whole tiles take none, but idle programs.
+TILE_ROWS = ((256, True), (128, True), (128, False))
 CONVERTED_BYTES = 2**25
 
 
@@ -330,41 +334,42 @@ def choose_anchored(
     blocks = -(-classes // head_rows) * -(-head_rows // block_v)
     fixed = 72 * tokens + 4 * classes + 2 * hidden * head_rows * converts + 4096  # rows' numbers, d_bias
 
-    def product_elements(rows: int, tile_rows: int) -> int:
+    def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
         if not programs:
             return hidden * (rows if converts else min(rows, PRODUCT_ROWS))
-        steps = -(-classes // D_INPUT_STEP)
-        sizes = {rows, tokens % rows or rows}
-        return max(
-            choose_shares(-(-size // tile_rows) * -(-hidden // D_BLOCK), steps, programs).slots * tile_rows * D_BLOCK
-            for size in sizes
-        )
+        steps, slots = -(-classes // D_INPUT_STEP), 0
+        for size in {rows, tokens % rows or rows}:
+            d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
+            slots = max(slots, choose_shares(d_tiles, steps, programs, cut=cut).slots)
+        return slots * tile_rows * D_BLOCK
 
-    def config(rows: int, tile_rows: int) -> AnchoredConfig:
+    def config(rows: int, tile_rows: int, cut: bool) -> AnchoredConfig:
         product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
-        scratch = max((1 + statistics) * blocks * rows, product_elements(rows, tile_rows) if d_input else 0)
+        product = product_elements(rows, tile_rows, cut) if d_input else 0
+        scratch = max((1 + statistics) * blocks * rows, product)
         size = fixed + rows * (2 * padded(classes) + 2 * hidden * (not holds)) + 4 * scratch
-        return AnchoredConfig(rows, product_rows, head_rows, blocks, scratch, size)
+        return AnchoredConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
 
-    def largest(tile_rows: int) -> AnchoredConfig | None:
+    def largest(tile_rows: int, cut: bool) -> AnchoredConfig | None:
         """As few chunks as fit, and those as equal as whole blocks of rows allow."""
-        per_row = 2 * padded(classes)
-        for chunks in range(max(1, -(-tokens * per_row // budget)), tokens + 1):
+        for chunks in range(max(1, -(-tokens * 2 * padded(classes) // budget)), tokens + 1):
             for multiple in (ROW_BLOCK, MIN_ROWS, 1):
                 rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
                 if rows < min(tokens, MIN_ROWS):
                     return None
-                found = config(rows, tile_rows)
+                found = config(rows, tile_rows, cut)
                 if found.bytes <= budget:
                     return found
         return None
 
-    fitting = [found for tile_rows in TILE_ROWS if (found := largest(tile_rows)) is not None]
+    choices = TILE_ROWS if programs else TILE_ROWS[-1:]
+    fitting = [found for choice in choices if (found := largest(*choice)) is not None]
     if not fitting:
-        least = min(config(min(tokens, MIN_ROWS), tile_rows).bytes for tile_rows in TILE_ROWS)
+        least = config(min(tokens, MIN_ROWS), *TILE_ROWS[-1]).bytes
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
+    fitting = [found for found in fitting if found.cut] or fitting
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
 
