@@ -227,8 +227,8 @@ def chunk_statistics(
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
     """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
-    x, target = problem.rows(chunk), problem.target[chunk]
-    x = _operand(x, x.dtype)
+    # Rows that do not contribute may hold anything: rows do not meet here, and `rows.finish` selects them out.
+    x, target = _operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
     for slab in problem.slabs(slab_size):
         w = _operand(problem.linear_weight[slab], problem.input.dtype)

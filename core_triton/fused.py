@@ -248,23 +248,12 @@ class _PackedRows(NamedTuple):
 def _pack(problem: Problem, config: AnchoredConfig) -> tuple[Problem, _PackedRows]:
     """Returns the problem with targets and row weights packed, its input as it was, and the rows' arrays."""
     row_weight, tokens = problem.row_weight, len(problem.input)
-    packed = replace(problem, target=torch.empty_like(problem.target), row_weight=torch.empty_like(row_weight))
-    order, count = torch.empty_like(problem.target), torch.empty((), dtype=torch.int32, device=row_weight.device)
+    order, target, packed_weight, count = _packed_order(problem.target, row_weight)
+    packed = replace(problem, target=target, row_weight=packed_weight)
     blocks = triton.cdiv(config.rows, _tile(problem).block_n)
     flag = torch.zeros((triton.cdiv(tokens, config.rows), blocks), dtype=torch.int32, device=row_weight.device)
     numbers = [torch.empty_like(row_weight) for _ in range(7)]
     rows_ = _PackedRows(order, count, flag, *numbers, torch.full_like(row_weight, torch.nan))
-    _kernel(kernels.pack_kernel)[(1,)](
-        problem.target,
-        row_weight,
-        order,
-        packed.target,
-        packed.row_weight,
-        count,
-        tokens,
-        BLOCK=4096,
-        num_warps=8,
-    )
     if tokens:
         _store_target_logits(packed, rows_)
     return packed, rows_
@@ -284,6 +273,18 @@ def _anchored_config(problem: Problem, memory_budget: int, wanted: Wanted, *, st
         programs=_card(problem.input.device)[1] if _own_d_input(problem) else 0,
         budget=memory_budget,
     )
+
+
+def _packed_order(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the order (N,) int64 that takes the entries of `weight` other than 0 to the front, values and weight in
+    it, and their count () int32."""
+    order = torch.empty_like(values, dtype=torch.int64)
+    packed, packed_weight = torch.empty_like(values), torch.empty_like(weight)
+    count = torch.empty((), dtype=torch.int32, device=weight.device)
+    _kernel(kernels.pack_kernel)[(1,)](
+        values, weight, order, packed, packed_weight, count, len(values), BLOCK=4096, num_warps=8
+    )
+    return order, packed, packed_weight, count
 
 
 def _store_target_logits(packed: Problem, rows_: _PackedRows) -> None:
@@ -580,17 +581,20 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
     keys = torch.where(is_class, target, -1).int()  # a radix sort of half the passes
     ordered, order = torch.sort(keys, stable=True)
     end = torch.searchsorted(ordered, ordered, right=True, out_int32=True)
+    starts = torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]]).float()
+    first, found, _, count = _packed_order(ordered, starts)
     block = min(512, _column_block(x))
     programs = min(len(x), 4 * _card(x.device)[1])
     _kernel(kernels.target_rows_kernel)[(programs, triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
         order,
-        ordered,
+        found,
+        first,
         end,
+        count,
         theta,
         x,
         d_weight,
         d_bias,
-        len(x),
         x.shape[1],
         problem.classes,
         *x.stride(),
@@ -760,5 +764,6 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         d_input=wanted.d_input,
         d_weight=wanted.d_weight,
         converts=_converts(problem),
+        converts_rows=not _describable(problem.input),
         budget=memory_budget,
     )

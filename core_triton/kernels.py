@@ -97,32 +97,31 @@ def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, in
 
 @triton.jit
 def pack_kernel(
-    target_ptr, row_weight_ptr, order_ptr, packed_target_ptr, packed_row_weight_ptr, count_ptr, tokens,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
+    value_ptr, weight_ptr, order_ptr, packed_value_ptr, packed_weight_ptr, count_ptr, tokens, BLOCK: tl.constexpr
+):
+    """Packs the rows of weight other than 0 first, in their order, and the others after them.
 
-    Writes order (N,) int64, the row that each packed row is, its target and row_weight, and count (), how many of the
-    first kind there are. One program does it all: two passes over N numbers.
+    Writes order (N,) int64, the row that each packed row is, its value (integer) and weight (float32), and count (),
+    how many of the first kind there are. One program does it all: two passes over N numbers.
     """
     count = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        row_weight = tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0)
-        count += tl.sum((row_weight != 0).to(tl.int32), 0)
+        weight = tl.load(weight_ptr + row, mask=row < tokens, other=0.0)
+        count += tl.sum((weight != 0).to(tl.int32), 0)
     tl.store(count_ptr, count)
     before = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < tokens
-        row_weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
-        contributes = (row_weight != 0).to(tl.int32)
-        rank = before + tl.cumsum(contributes, 0) - contributes  # rows before this one that contribute
-        place = tl.where(contributes != 0, rank, count + row - rank)
+        weight = tl.load(weight_ptr + row, mask=inside, other=0.0)
+        counts = (weight != 0).to(tl.int32)
+        rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
+        place = tl.where(counts != 0, rank, count + row - rank)
         tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
-        tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
-        tl.store(packed_row_weight_ptr + place, row_weight, mask=inside)
-        before += tl.sum(contributes, 0)
+        tl.store(packed_value_ptr + place, tl.load(value_ptr + row, mask=inside, other=0), mask=inside)
+        tl.store(packed_weight_ptr + place, weight, mask=inside)
+        before += tl.sum(counts, 0)
 
 
 @triton.jit
@@ -417,13 +416,14 @@ def zero_rows_kernel(row_weight_ptr, result_ptr, hidden, BLOCK_D: tl.constexpr):
 @triton.jit
 def target_rows_kernel(
     order_ptr,
-    sorted_target_ptr,
+    target_ptr,
+    first_ptr,
     end_ptr,
+    count_ptr,
     theta_ptr,
     input_ptr,
     d_weight_ptr,
     d_bias_ptr,
-    tokens,
     hidden,
     classes,
     input_stride,
@@ -435,20 +435,21 @@ def target_rows_kernel(
 ):
     """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
 
-    Programs take turns at the positions of the sorted targets; where a run of equal targets starts, one sums BLOCK_D
-    columns of it in float32, in its order, and rounds once. Reads order (N,), sorted_target (N,) and where their runs
-    end, end (N,); theta (N,) float32, input (N, D); adds to d_weight (V, D), d_bias (V,) float32.
+    Rows are sorted by target. Programs take turns at the runs of equal targets, count () of them, and sum BLOCK_D
+    columns of one in float32, in its order, rounded once. A run has target (runs,), starts at position first (runs,) of
+    order (N,) and stops at end[first], of end (N,). Reads theta (N,) float32, input (N, D); adds to d_weight (V, D),
+    d_bias (V,) float32.
     """
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < hidden
-    for start in range(tl.program_id(0), tokens, tl.num_programs(0)):
-        target = tl.load(sorted_target_ptr + start).to(tl.int64)
-        before = tl.load(sorted_target_ptr + start - 1, mask=start > 0, other=-1).to(tl.int64)
-        if (target >= 0) & (target < classes) & (before != target):
+    for run in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        target = tl.load(target_ptr + run).to(tl.int64)
+        first = tl.load(first_ptr + run)
+        if (target >= 0) & (target < classes):
+            end = tl.load(end_ptr + first)
             acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
             acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
-            end = tl.load(end_ptr + start).to(tl.int32)
-            for position in range(start, end, BLOCK_R):
+            for position in range(first.to(tl.int32), end, BLOCK_R):
                 positions = position + tl.arange(0, BLOCK_R)
                 row = tl.load(order_ptr + positions, mask=positions < end, other=0)
                 theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)

@@ -378,8 +378,10 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-D_LOGITS_SLAB = 16384  # wide enough for whole waves of tiles, and d_weight's rows are written once whatever it is
-PARTIAL_BYTES = 2**25
+D_LOGITS_SLAB = (
+    12288  # each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is
+)
+PARTIAL_BYTES = 3 * 2**24  # of statistics at a time: one launch for 8192 tokens of a 150,000-word vocabulary
 
 
 def choose_recomputed(
@@ -394,6 +396,7 @@ def choose_recomputed(
     d_input: bool,
     d_weight: bool,
     converts: bool,
+    converts_rows: bool,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
@@ -409,6 +412,7 @@ def choose_recomputed(
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
         converts: the head is converted slab by slab.
+        converts_rows: so is the input, chunk by chunk.
         budget: bytes.
 
     Raises:
@@ -417,7 +421,8 @@ def choose_recomputed(
     tokens = max(tokens, 1)
     second = d_input or d_weight
     per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32
-    per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 4 * hidden * d_input + 128
+    copies = second + (second and float16 and d_weight) + converts_rows
+    per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
     per_tile = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096
 
@@ -425,8 +430,9 @@ def choose_recomputed(
         blocks = -(-(slab if converts else classes) // block_v)
         return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, per_tile)
 
-    slabs = [slab for slab in (D_LOGITS_SLAB >> i for i in range(20)) if MIN_SLAB <= slab < classes]
-    slabs = [min(classes, D_LOGITS_SLAB), *(slab for slab in slabs if slab < min(classes, D_LOGITS_SLAB))]
+    widest = min(classes, D_LOGITS_SLAB)
+    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
+    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
     least_rows, least_slab = min(tokens, MIN_ROWS), min(slabs[-1], MIN_SLAB) if second or converts else slabs[-1]
     if least_slab < slabs[-1]:
         slabs.append(least_slab)
