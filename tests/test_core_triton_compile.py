@@ -52,8 +52,9 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False)):
-        torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, *wanted), **close)
-    torch.library.opcheck(ops.loss_and_gradients, (*arguments, False, True, False, False), **close)
+        for statistics in (True, False):
+            torch.library.opcheck(ops.loss_and_gradients, (*arguments, statistics, True, *wanted), **close)
+    torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, False, True, False, False), **close)
     torch.library.opcheck(ops.row_losses, (*arguments, True, bias), **close)
     torch.library.opcheck(ops.log_probs, (*arguments, bias, True), **close)
     rows = torch.linspace(-1.0, 1.0, 12)

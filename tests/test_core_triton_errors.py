@@ -87,7 +87,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "implementation": (
         {"implementation": "fastest"},
         ValueError,
-        "implementation must be one of 'chunked', got 'fastest'",
+        "implementation must be one of 'triton', 'chunked', got 'fastest'",
     ),
 }
 
@@ -189,6 +189,16 @@ def test_explain_says_why() -> None:
     assert core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="chunked").name == "chunked"
     with pytest.raises(ValueError, match=r"implementation must be one of .* got 'cuda'"):
         core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="cuda")
+
+
+def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run() -> None:
+    arrays = problem()
+    message = "implementation 'triton' cannot run here: no kernel for cpu devices"
+    for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):
+        with pytest.raises(ValueError, match=message):
+            call(**arrays, implementation="triton")
+    with pytest.raises(ValueError, match=message):
+        core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="triton")
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}])
