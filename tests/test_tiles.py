@@ -4,6 +4,7 @@ shapes of models."""
 import itertools
 import re
 from collections.abc import Callable
+from inspect import signature
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -152,19 +153,21 @@ def refusal(choose: Callable[..., Any], options: dict[str, Any]) -> int:
     return int(named[1])
 
 
+def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
+    """Returns the arguments that are true or false."""
+    return tuple(name for name, parameter in signature(choose).parameters.items() if parameter.annotation is bool)
+
+
 @st.composite
 def anchored(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_anchored` but for the budget."""
-    d_input = draw(st.booleans())
-    return {
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tiles.choose_anchored)}
+    return options | {
         "tokens": draw(st.integers(0, 70000)),
         "hidden": 8 * draw(st.integers(1, 1024)),
         "classes": draw(st.integers(1, 260000)),
         "block_v": draw(st.sampled_from((128, 256))),
-        "d_input": d_input,
-        "holds": d_input and draw(st.booleans()),
-        "converts": draw(st.booleans()),
-        "statistics": draw(st.booleans()),
+        "holds": options["holds"] and options["d_input"],
         "programs": draw(st.sampled_from((0, 108, 132))),
     }
 
@@ -172,16 +175,16 @@ def anchored(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_recomputed` but for the budget."""
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tiles.choose_recomputed)}
     itemsize = draw(st.sampled_from((2, 4)))
-    return {
+    return options | {
         "tokens": draw(st.integers(0, 70000)),
         "hidden": 8 * draw(st.integers(1, 1024)),
         "classes": draw(st.integers(1, 260000)),
         "itemsize": itemsize,
         "block_v": draw(st.sampled_from((64, 128, 256))),
         "statistics": draw(st.integers(1, 4)),
-        "float16": itemsize == 2 and draw(st.booleans()),
-        **{flag: draw(st.booleans()) for flag in ("d_input", "d_weight", "converts")},
+        "float16": options["float16"] and itemsize == 2,
     }
 
 
@@ -237,7 +240,7 @@ def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")), *MORE, st.integers(0, 2**30))
-def test_more_budget_gives_the_kernels_no_fewer_rows(
+def test_more_budget_gives_the_kernels_no_more_chunks(
     data: st.DataObject, name: str, times: int, more: int, yet_more: int
 ) -> None:
     choose = getattr(core_triton.tiles, name)
@@ -245,9 +248,11 @@ def test_more_budget_gives_the_kernels_no_fewer_rows(
     if name == "choose_anchored":
         options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
     else:
-        options |= {"d_input": False, "d_weight": False, "converts": False}  # wide slabs too
+        options |= dict.fromkeys(flags(choose), False)  # wide slabs too
     budget = refusal(choose, options) + times * more
-    assert choose(**options, budget=budget + yet_more).rows >= choose(**options, budget=budget).rows
+    tokens = max(options["tokens"], 1)
+    chunks = [-(-tokens // choose(**options, budget=size).rows) for size in (budget, budget + yet_more)]
+    assert chunks[1] <= chunks[0]
 
 
 @given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
@@ -272,26 +277,18 @@ def test_models_fit_the_budgets_of_the_kernels(
         common: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "block_v": 256}
         # Products of fewer rows would leave a GPU idle.
         plan_a = core_triton.tiles.choose_anchored(
-            **common,
-            d_input=True,
-            holds=True,
-            converts=False,
-            statistics=statistics,
-            programs=programs,
-            budget=budget,
+            **dict.fromkeys(flags(core_triton.tiles.choose_anchored), False)
+            | common
+            | {"d_input": True, "holds": True, "statistics": statistics, "programs": programs, "budget": budget}
         )
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
             plan_c = core_triton.tiles.choose_recomputed(
-                **common,
-                itemsize=2,
-                statistics=2 + statistics,
-                float16=False,
-                d_input=gradients,
-                d_weight=gradients,
-                converts=False,
-                budget=budget,
+                **dict.fromkeys(flags(core_triton.tiles.choose_recomputed), False)
+                | common
+                | {"itemsize": 2, "statistics": 2 + statistics, "d_input": gradients, "d_weight": gradients}
+                | {"budget": budget}
             )
             assert plan_c.rows >= min(tokens, 1024)
             assert plan_c.slab >= 1024
