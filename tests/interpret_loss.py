@@ -99,7 +99,8 @@ def run_repair() -> None:
 
 def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
     """Returns the rows whose anchors are too low, which is why their block has to be done again."""
-    result: Any = reference_loss(**arrays, spec=replace(case.spec, reduction="none"))
+    arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
+    result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
 
 
@@ -208,7 +209,8 @@ def run_shards(dtype: str) -> None:
     for case in SHARDED:
         case = replace(case, dtype=dtype, spec=replace(case.spec, reduction="sum"))
         arrays = make_arrays(case)
-        want: Any = reference_loss(**arrays, spec=case.spec)
+        arguments: dict[str, Any] = {**arrays, "spec": case.spec}
+        want = reference_loss(**arguments)
         budgets = expected(case, arrays)
         found = {name: value.float().numpy() for name, value in sharded(case, arrays).items()}
         used = {name: 100 * error(found[name], getattr(want, name)) / 2e-6 for name in ("lse", "target_logit", "loss")}

@@ -15,8 +15,8 @@ from parity.expected import expected, judge
 
 
 def main() -> None:
-    first, step, *text = sys.argv[1:]
-    for case in list(select(*text))[int(first) :: int(step)]:
+    first, step, text = (*sys.argv[1:], "")[:3]
+    for case in list(select(text))[int(first) :: int(step)]:
         arrays = make_arrays(case)
         result: dict[str, object] = {"name": case.name}
         try:

@@ -97,7 +97,7 @@ def test_case(name: str, judged_cases: dict[str, dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # pieces, and one piece of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_logits_than_32_bits_count(reduction: str, budget: int) -> None:
+def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
     arrays = gpu_problem(20000, 64, 128256)
     assert arrays["input"].shape[0] * arrays["linear_weight"].shape[0] > 2**31
     arrays["target"][-1] = 128255
@@ -123,7 +123,7 @@ def test_more_logits_than_32_bits_count(reduction: str, budget: int) -> None:
 
 MODELS = {"llama3-8b": (4096, 128256), "qwen2.5-0.5b": (896, 151936), "gemma2-2b": (2304, 256000)}  # D, V
 BUDGETS = {"128 MiB": 2**27, "512 MiB": 2**29, "2 GiB": 2**31}
-KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "mean": ("mean", ()),
     "none": ("none", ()),
     "no gradient": ("mean", ("input", "linear_weight")),
@@ -143,12 +143,13 @@ def test_workspace_is_within_budget(model: str) -> None:
     def call(kind: str, budget: int) -> int:
         """Returns the bytes of gradients."""
         reduction, frozen = KINDS[kind]
-        arrays = [x.detach().requires_grad_("input" not in frozen), w.detach()]
-        arrays[1].requires_grad_("linear_weight" not in frozen)
-        loss = core_triton.linear_cross_entropy(*arrays, y, reduction=reduction, memory_budget=budget)
+        arrays = {"input": x.detach(), "linear_weight": w.detach()}
+        for name, array in arrays.items():
+            array.requires_grad_(name not in frozen)
+        loss = core_triton.linear_cross_entropy(**arrays, target=y, reduction=reduction, memory_budget=budget)
         if not loss.requires_grad:
             return 0
-        wanted = [array for array in arrays if array.requires_grad]
+        wanted = leaves(arrays)
         return sum(gradient.nbytes for gradient in torch.autograd.grad(loss, wanted, upstream[reduction]))
 
     used = {}

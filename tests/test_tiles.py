@@ -276,19 +276,15 @@ def test_models_fit_the_budgets_of_the_kernels(
     for tokens, statistics in itertools.product((1, 1000, 8192, 65536), (False, True)):
         common: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "block_v": 256}
         # Products of fewer rows would leave a GPU idle.
-        plan_a = core_triton.tiles.choose_anchored(
-            **dict.fromkeys(flags(core_triton.tiles.choose_anchored), False)
-            | common
-            | {"d_input": True, "holds": True, "statistics": statistics, "programs": programs, "budget": budget}
-        )
+        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tiles.choose_anchored), False)
+        anchored_options |= common | {"d_input": True, "holds": True, "statistics": statistics, "programs": programs}
+        plan_a = core_triton.tiles.choose_anchored(**anchored_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
-            plan_c = core_triton.tiles.choose_recomputed(
-                **dict.fromkeys(flags(core_triton.tiles.choose_recomputed), False)
-                | common
-                | {"itemsize": 2, "statistics": 2 + statistics, "d_input": gradients, "d_weight": gradients}
-                | {"budget": budget}
-            )
+            options: dict[str, Any] = dict.fromkeys(flags(core_triton.tiles.choose_recomputed), False)
+            options |= common | {"itemsize": 2, "statistics": 2 + statistics}
+            options |= {"d_input": gradients, "d_weight": gradients}
+            plan_c = core_triton.tiles.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
             assert plan_c.slab >= 1024
