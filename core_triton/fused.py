@@ -583,8 +583,8 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
     end = torch.searchsorted(ordered, ordered, right=True, out_int32=True)
     starts = torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]]).float()
     first, found, _, count = _packed_order(ordered, starts)
-    block = min(512, _column_block(x))
-    programs = min(len(x), 4 * _card(x.device)[1])
+    block = _column_block(x)
+    programs = min(len(x), 8 * _card(x.device)[1])
     _kernel(kernels.target_rows_kernel)[(programs, triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
         order,
         found,
@@ -600,7 +600,7 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
         *x.stride(),
         HAS_WEIGHT=d_weight is not None,
         HAS_BIAS=d_bias is not None,
-        BLOCK_R=16,
+        BLOCK_R=4,  # most runs are short, and what is masked costs as much as what is not
         BLOCK_D=block,
         num_warps=4,
     )

@@ -275,6 +275,7 @@ def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None 
     return Implementation(implementation, "asked for by name")
 
 
+@torch.compiler.assume_constant_result  # torch.compile looks at neither packages nor devices
 def _triton_obstacle(device: torch.device) -> str | None:
     """Returns why the kernels do not run on a device, or None."""
     if device.type != "cuda":
