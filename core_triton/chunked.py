@@ -25,10 +25,12 @@ from torch import Tensor
 
 from core_triton import rows
 from core_triton.rows import Coefficients, Partial, RowStatistics
+from core_triton.sums import NOTHING, Gradients, GradientSums, Wanted, add_product, operand, product_of, upcasts
 from core_triton.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
@@ -83,60 +85,9 @@ class Problem:
         return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
 
 
-class Gradients(NamedTuple):
-    """None where not asked for."""
-
-    d_input: Tensor | None  # (N, D), input's dtype
-    d_weight: Tensor | None  # (V, D), linear_weight's dtype
-    d_bias: Tensor | None  # (V,), linear_bias's dtype
-
-
-class Wanted(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
-
-    d_input: bool
-    d_weight: bool
-    d_bias: bool
-
-
-NOTHING = Wanted(False, False, False)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in float32 with float32 accumulation, for two operands that `_operand` made."""
-    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
-    """Adds a @ b to `total`, or overwrites it if `first`, with float32 accumulation and one rounding."""
-    if not a.is_cuda:
-        product = _product(a, b)
-        total.copy_(product if first else product.add_(total))
-    elif total.dtype != a.dtype:  # float32 under 16-bit operands
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif first:
-        torch.mm(a, b, out=total)
-    else:
-        torch.addmm(total, a, b, out=total)
-
-
-def upcasts(input: Tensor) -> bool:
-    """Whether products of `input`'s dtype run on float32 copies on its device."""
-    return input.dtype != torch.float32 and not input.is_cuda
-
-
-def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
-    tensor = tensor.to(dtype)
-    return tensor if tensor.is_cuda else tensor.float()
-
-
 def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
     """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
-    logits = _product(x, w.T)
+    logits = product_of(x, w.T)
     if problem.linear_bias is not None:
         logits += problem.linear_bias[slab]
     if problem.spec.logit_scale != 1.0:
@@ -182,7 +133,7 @@ def _d_logits(
     summed = None
     if row.bias:
         summed = d_logits.sum(0) if row.bias_scale is None else row.bias_scale @ d_logits
-    return _operand(d_logits, problem.input.dtype), summed
+    return operand(d_logits, problem.input.dtype), summed
 
 
 class Tiles(NamedTuple):
@@ -228,10 +179,10 @@ def chunk_statistics(
 ) -> Partial:
     """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
     # Rows that do not contribute may hold anything: rows do not meet here, and `rows.finish` selects them out.
-    x, target = _operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
+    x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
     for slab in problem.slabs(slab_size):
-        w = _operand(problem.linear_weight[slab], problem.input.dtype)
+        w = operand(problem.linear_weight[slab], problem.input.dtype)
         partial = tiles.partial(problem, x, w, target, slab, kept, entropy=entropy)
         merged = partial if merged is None else rows.merge(merged, partial)
         del w  # or it would live until the next slab's is there
@@ -264,55 +215,6 @@ def tile_d_logits(
     if slope is not None:
         d_logits *= slope
     return d_logits.masked_fill_(~contributes[:, None], 0.0)
-
-
-class ClassSum:
-    """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
-
-    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
-        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.total[classes:] = 0  # padding
-        self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
-
-    def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
-        if not first:
-            summand += self.sum[slab]
-        self.sum[slab] = summand
-
-    def put_product(self, slab: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
-        """Adds scale * a @ b."""
-        if scale is None:
-            add_product(self.sum[slab], a, b, first=first)
-        else:
-            self.put(slab, _product(a, b).mul_(scale), first=first)
-
-    def result(self, *, empty: bool) -> Tensor:
-        if empty:
-            return self.total.zero_()
-        if self.sum.dtype != self.total.dtype:
-            self.total[: len(self.sum)] = self.sum
-        return self.total
-
-
-class GradientSums:
-    """The gradients of a call while its chunks add to them."""
-
-    def __init__(self, problem: Problem, wanted: Wanted, config: ChunkConfig) -> None:
-        x, w, b = problem.input, problem.linear_weight, problem.linear_bias
-        classes = problem.local_classes
-        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
-        self.d_weight = ClassSum(w, classes, float32_sum=config.float32_sum) if wanted.d_weight else None
-        self.d_bias = None
-        if wanted.d_bias:
-            assert b is not None
-            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
-
-    def result(self, *, empty: bool) -> Gradients:
-        return Gradients(
-            d_input=self.d_input,
-            d_weight=None if self.d_weight is None else self.d_weight.result(empty=empty),
-            d_bias=None if self.d_bias is None else self.d_bias.result(empty=empty),
-        )
 
 
 def chunk_gradients(
@@ -355,15 +257,15 @@ def chunk_gradients(
                 bias_scale * scales[1],
             )
     row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
-    x, x_head = _operand(x, dtype), _operand(x_head, dtype)
+    x, x_head = operand(x, dtype), operand(x_head, dtype)
     d_input, first = None, chunk.start == 0
     for slab in problem.slabs(slab_size):
-        w = _operand(problem.linear_weight[slab], dtype)
+        w = operand(problem.linear_weight[slab], dtype)
         d_logits, summed = tiles.d_logits(problem, x, w, chunk, slab, row, kept)
         if sums.d_bias is not None:
             sums.d_bias.put(slab, summed, first=first)
         if sums.d_input is not None and d_input is None:
-            d_input = _product(d_logits, w)
+            d_input = product_of(d_logits, w)
         elif d_input is not None:
             add_product(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
@@ -429,7 +331,7 @@ def loss_and_gradients_by(
     tiles: Tiles, problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """`loss_and_gradients` with any tiles."""
-    sums, classes = GradientSums(problem, wanted, config), problem.classes
+    sums, classes = _sums(problem, wanted, config), problem.classes
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
@@ -450,11 +352,16 @@ def gradients_by(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, wanted: Wanted
 ) -> Gradients:
     """`gradients` with any tiles."""
-    sums = GradientSums(problem, wanted, config)
+    sums = _sums(problem, wanted, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
         chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
+
+
+def _sums(problem: Problem, wanted: Wanted, config: ChunkConfig) -> GradientSums:
+    arrays = problem.input, problem.linear_weight, problem.linear_bias
+    return GradientSums(*arrays, problem.local_classes, wanted, float32_sum=config.float32_sum)
 
 
 def _config(

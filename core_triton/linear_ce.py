@@ -419,7 +419,7 @@ def _loss_shape(spec: LossSpec, target: Tensor) -> torch.Size:
 def _loss(call: _Call, *, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,).
 
-    The last may be NaN unless `statistics`.
+    The last may be inf unless `statistics`.
     """
     d_input, d_weight, d_bias = (_differentiated(t) for t in (call.input, call.linear_weight, call.linear_bias))
     d_head = d_weight or d_bias

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from core_triton import chunked, rows
-from core_triton.chunked import Problem, Wanted
+from core_triton.chunked import Problem
 from core_triton.rows import Coefficients
+from core_triton.sums import Gradients, Wanted
 from parity.spec import LossSpec
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -64,7 +65,7 @@ def loss_and_gradients(
     """Plan A. Returns loss (() if `reduce`, else (N,)), lse, target_logit, max (N,), d_input, d_weight, d_bias,
     scales (2,).
 
-    Without `statistics` max may be NaN. The gradients are those of the sum of the rows' losses times a power of two,
+    Without `statistics` max may be inf. The gradients are those of the sum of the rows' losses times a power of two,
     scales[0] for d_input and scales[1] for the head's, which is 1 unless input is float16. Without `reduce` only
     d_input may be asked for.
     """
@@ -171,12 +172,12 @@ def _scale_in_place(gradient: Tensor, factor: Tensor, memory_budget: int) -> Non
 
 
 def _launch_scale(gradient: Tensor, factor: Tensor) -> None:
-    from core_triton import kernels  # Triton is not on every machine that has PyTorch
+    from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
 
     block = 4096  # 16 elements a thread: 16-byte accesses
     if gradient.numel():
         programs = 16 * torch.cuda.get_device_properties(gradient.device).multi_processor_count
-        launch: Any = kernels.scale_kernel[(min(programs, -(-gradient.numel() // block)),)]
+        launch: Any = row_kernels.scale_kernel[(min(programs, -(-gradient.numel() // block)),)]
         with torch.cuda.device(gradient.device):
             launch(gradient, factor, gradient.numel(), BLOCK=block, num_warps=8)
 
@@ -377,7 +378,7 @@ def _saved_scales(problem: Problem) -> Tensor:
     return torch.stack(rows.saved_scales(problem.row_weight))
 
 
-def _or_empty(found: chunked.Gradients, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _or_empty(found: Gradients, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     d_input, d_weight, d_bias = (input.new_empty(0) if gradient is None else gradient for gradient in found)
     return d_input, d_weight, d_bias
 

@@ -82,7 +82,7 @@ def _available(asked: Sequence[str] | None) -> list[str]:
     """Returns the backends to run; says which framework is missing, and raises if one was asked for by name."""
     names = []
     for name, backend in BACKENDS.items():
-        if asked and name not in asked:
+        if name not in asked if asked else not backend.runs_anywhere:
             continue
         if installed(backend.framework):
             names.append(name)

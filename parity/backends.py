@@ -34,15 +34,19 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """A framework, and the implementation asked for by name; None is the default."""
+    """A framework, and the implementation asked for by name; None is the default.
+
+    One that runs on some machines only, where it is the default, is left out unless it is asked for.
+    """
 
     framework: str
     implementation: str | None
+    runs_anywhere: bool = True
 
 
 BACKENDS = {
     "torch-default": Backend("torch", None),
-    "torch-triton": Backend("torch", "triton"),
+    "torch-triton": Backend("torch", "triton", runs_anywhere=False),
     "torch-chunked": Backend("torch", "chunked"),
     "jax-default": Backend("jax", None),
     "jax-chunked": Backend("jax", "chunked"),

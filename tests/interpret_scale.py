@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from core_triton import kernels
+from core_triton import row_kernels
 
 
 def main() -> None:
-    scale_kernel: Any = kernels.scale_kernel
+    scale_kernel: Any = row_kernels.scale_kernel
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for value in (1.0, 1 / 3, 65536.0 / 4096, float("nan")):

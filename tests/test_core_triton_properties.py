@@ -144,7 +144,10 @@ def test_shards_of_the_vocabulary_make_the_whole(
 
     coefficients = rows.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
     wanted = Wanted(d_input=True, d_weight=True, d_bias=True)
-    parts = [chunked.gradients_by(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted) for shard in shards]
+    parts = [
+        chunked.gradients_by(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted)
+        for shard in shards
+    ]
     d_input = sum(part.d_input.numpy() for part in parts if part.d_input is not None)
     d_weight = np.concatenate([part.d_weight.numpy() for part in parts if part.d_weight is not None])
     d_bias = np.concatenate([part.d_bias.numpy() for part in parts if part.d_bias is not None])

@@ -300,7 +300,7 @@ def test_a_name_that_no_case_has_is_an_error(capsys: pytest.CaptureFixture[str])
 
 def test_a_missing_framework_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "installed", lambda framework: framework == "torch")
-    assert command._available(None) == ["torch-default", "torch-triton", "torch-chunked"]
+    assert command._available(None) == ["torch-default", "torch-chunked"]
     assert "JAX is not installed: its backends are left out" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--backend jax-chunked needs JAX, which is not installed"):
         command._available(["jax-chunked"])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import core_triton.fused_tiles
 import core_triton.tiles
 import jax_pallas.tiles
 from parity.spec import DEFAULT_MEMORY_BUDGET
@@ -161,7 +162,7 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 @st.composite
 def anchored(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_anchored` but for the budget."""
-    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tiles.choose_anchored)}
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.fused_tiles.choose_anchored)}
     return options | {
         "tokens": draw(st.integers(0, 70000)),
         "hidden": 8 * draw(st.integers(1, 1024)),
@@ -175,7 +176,7 @@ def anchored(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_recomputed` but for the budget."""
-    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tiles.choose_recomputed)}
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.fused_tiles.choose_recomputed)}
     itemsize = draw(st.sampled_from((2, 4)))
     return options | {
         "tokens": draw(st.integers(0, 70000)),
@@ -194,8 +195,8 @@ MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budge
 @settings(max_examples=200)
 @given(anchored(), *MORE)
 def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
-    budget = refusal(core_triton.tiles.choose_anchored, options) + times * more
-    config = core_triton.tiles.choose_anchored(**options, budget=budget)
+    budget = refusal(core_triton.fused_tiles.choose_anchored, options) + times * more
+    config = core_triton.fused_tiles.choose_anchored(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
     assert config.product_rows >= 1
@@ -206,15 +207,15 @@ def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more
     assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
     held = 0 if options["holds"] else 2 * hidden * config.rows
     converted = 2 * hidden * config.head_rows if options["converts"] else 0
-    exponentials = 2 * config.rows * core_triton.tiles.padded(classes)
+    exponentials = 2 * config.rows * core_triton.fused_tiles.padded(classes)
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
 
 @settings(max_examples=200)
 @given(recomputed(), *MORE)
 def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
-    budget = refusal(core_triton.tiles.choose_recomputed, options) + times * more
-    config = core_triton.tiles.choose_recomputed(**options, budget=budget)
+    budget = refusal(core_triton.fused_tiles.choose_recomputed, options) + times * more
+    config = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
     assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
     assert 1 <= config.slab <= classes
@@ -230,7 +231,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")))
 def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
-    choose = getattr(core_triton.tiles, name)
+    choose = getattr(core_triton.fused_tiles, name)
     options = data.draw(anchored() if name == "choose_anchored" else recomputed())
     least = refusal(choose, options)
     choose(**options, budget=least)
@@ -243,7 +244,7 @@ def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name
 def test_more_budget_gives_the_kernels_no_more_chunks(
     data: st.DataObject, name: str, times: int, more: int, yet_more: int
 ) -> None:
-    choose = getattr(core_triton.tiles, name)
+    choose = getattr(core_triton.fused_tiles, name)
     options = data.draw(anchored() if name == "choose_anchored" else recomputed())
     if name == "choose_anchored":
         options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
@@ -257,7 +258,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
 
 @given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
 def test_shares_divide_all_tiles(tiles: int, steps: int, programs: int, cut: bool) -> None:
-    shares = core_triton.tiles.choose_shares(tiles, steps, programs, cut=cut)
+    shares = core_triton.fused_tiles.choose_shares(tiles, steps, programs, cut=cut)
     assert shares.rounds * programs + shares.rest == tiles
     assert shares.cuts * shares.rest + shares.spare <= programs
     assert shares.rest == 0 or 1 <= shares.cuts <= shares.head <= steps
@@ -276,15 +277,15 @@ def test_models_fit_the_budgets_of_the_kernels(
     for tokens, statistics in itertools.product((1, 1000, 8192, 65536), (False, True)):
         common: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "block_v": 256}
         # Products of fewer rows would leave a GPU idle.
-        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tiles.choose_anchored), False)
+        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_anchored), False)
         anchored_options |= common | {"d_input": True, "holds": True, "statistics": statistics, "programs": programs}
-        plan_a = core_triton.tiles.choose_anchored(**anchored_options, budget=budget)
+        plan_a = core_triton.fused_tiles.choose_anchored(**anchored_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
-            options: dict[str, Any] = dict.fromkeys(flags(core_triton.tiles.choose_recomputed), False)
+            options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_recomputed), False)
             options |= common | {"itemsize": 2, "statistics": 2 + statistics}
             options |= {"d_input": gradients, "d_weight": gradients}
-            plan_c = core_triton.tiles.choose_recomputed(**options, budget=budget)
+            plan_c = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
             assert plan_c.slab >= 1024

@@ -1,0 +1,411 @@
+"""Plan A with anchored exponentials (MATH.md section 8): three products, whose operands are the exponentials that the
+logits' own product stores.
+
+Serves bfloat16 without label smoothing. A chunk of rows goes through, in this order,
+
+    rows of the input that contribute, packed     `scale_rows`
+    exponentials and their sums                   `_store_exponentials`
+    lse, and the factors of rows                  `_row_factors`
+    d_weight += E^T (rho x)                       `_add_d_weight`
+    d_input = rho (E W) + theta w_target          `_store_d_input`
+
+and the targets' terms of d_weight come last, for all rows (`_add_target_rows`).
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+from torch import Tensor
+
+from core_triton import fused_tiles, hopper_gradients, row_kernels, rows
+from core_triton.chunked import Problem
+from core_triton.fused_tiles import AnchoredConfig
+from core_triton.launch import (
+    BLOCKS_AT_ONCE,
+    SMALL_BLOCK,
+    add_class_sums,
+    card,
+    column_block,
+    converts,
+    describable,
+    gluon_descriptor,
+    head_slab,
+    launch_tiles,
+    merge,
+    on_hopper,
+    operand,
+    padded_hidden,
+    tile_of_call,
+    untyped,
+)
+from core_triton.packed import PackedRows, pack, packed_order
+from core_triton.rows import RowStatistics
+from core_triton.sums import ClassSum, Gradients, Wanted, add_product
+
+
+def anchored_gradients(
+    problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """Plan A: the logits' product stores exponentials, and the gradients are products of those; (29)-(33).
+
+    Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
+    packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
+    d_input's own memory can hold a chunk's rows of the input until the chunk's gradient replaces them.
+    """
+    config = _anchored_config(problem, memory_budget, wanted, statistics=statistics)
+    spec, x, w, b = problem.spec, problem.input, problem.linear_weight, problem.linear_bias
+    (tokens, hidden), classes = x.shape, problem.classes
+    packed, rows_ = pack(problem, config)
+    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
+    d_weight = ClassSum(w, classes, float32_sum=False) if wanted.d_weight else None
+    d_bias = problem.row_weight.new_zeros(classes) if wanted.d_bias else None
+
+    exponentials = x.new_empty((config.rows, fused_tiles.padded(classes)))
+    held = d_input  # the input's rows of a chunk, zeros in those that do not contribute; later times rho
+    if d_input is None or not describable(d_input):
+        held = x.new_zeros((config.rows, padded_hidden(hidden, x.itemsize)))
+    scratch = problem.row_weight.new_empty(config.scratch)
+    chunks = list(problem.chunks(config.rows))
+    for chunk in reversed(chunks):
+        n, first = chunk.stop - chunk.start, chunk is chunks[-1]
+        chunk_x = held[chunk] if held is d_input else held[:n]
+        e = exponentials[:n, :classes]
+        parts = scratch[: (1 + statistics) * config.blocks * n].view(-1, config.blocks, n)
+        _scale_rows(x, packed.row_weight[chunk], chunk_x[:, :hidden], picks=rows_.order[chunk])
+        library = d_weight is not None and not _own_d_weight(problem, d_weight)
+        _store_exponentials(packed, config, chunk, chunk_x, e, rows_, parts, least=n if library else int(first))
+        if statistics:
+            merge(parts[1], None, None, None)
+            rows_.top_out.index_copy_(0, rows_.order[chunk], parts[1, 0])
+        _row_factors(packed, chunk, parts[0], rows_, e)
+        if d_weight is not None:
+            _scale_rows(chunk_x, rows_.rho[chunk], chunk_x)
+            _add_d_weight(problem, chunk, e, chunk_x, rows_, d_weight, first=first)
+        if d_bias is not None:
+            add_class_sums(d_bias, e, rows_.rho[chunk], first=first)
+        if d_input is not None:
+            _store_d_input(packed, config, chunk, e, rows_, scratch, d_input)
+        del chunk_x, e, parts
+    del exponentials, held, scratch
+    if tokens:
+        if d_input is not None:
+            block = column_block(d_input)
+            untyped(row_kernels.zero_rows_kernel)[(tokens, triton.cdiv(hidden, block))](
+                problem.row_weight, d_input, hidden, BLOCK_D=block
+            )
+        _add_target_rows(problem, rows_.theta_out, None if d_weight is None else d_weight.sum, d_bias)
+    found = RowStatistics(rows_.lse_out, rows_.target_logit_out, rows_.top_out, None, None)
+    loss = rows.row_loss(spec, found, problem.target, problem.row_weight, problem.class_weight, classes)
+    if d_bias is not None:
+        assert b is not None
+        d_bias = torch.cat([d_bias.to(b.dtype), b.new_zeros(len(b) - classes)])
+    return loss, found, Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
+
+
+def _anchored_config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool) -> AnchoredConfig:
+    tokens, hidden = problem.input.shape
+    return fused_tiles.choose_anchored(
+        tokens=tokens,
+        hidden=padded_hidden(hidden, problem.input.itemsize),
+        classes=problem.classes,
+        block_v=tile_of_call(problem).block_v,
+        d_input=wanted.d_input,
+        holds=wanted.d_input and padded_hidden(hidden, problem.input.itemsize) == hidden,
+        converts=converts(problem),
+        statistics=statistics,
+        programs=card(problem.input.device)[1] if _own_d_input(problem) else 0,
+        budget=memory_budget,
+    )
+
+
+def _store_exponentials(
+    problem: Problem,
+    config: AnchoredConfig,
+    chunk: slice,
+    x: Tensor,
+    e: Tensor,
+    rows_: PackedRows,
+    parts: Tensor,
+    *,
+    least: int,
+) -> None:
+    """Writes a chunk's exponentials e (n, K) and their sums over class blocks, parts[0] (blocks, n).
+
+    Where there is a parts[1] it takes the largest logits of class blocks, and rows_.target_logit the targets' logits.
+
+    Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
+    host does not know which: the launches that see to it find nothing to do where none is. Rows past those that
+    contribute may be left as they are, but for the first `least`.
+    """
+    tile, n = tile_of_call(problem), len(x)
+    row_blocks = triton.cdiv(n, tile.block_n)
+    flag = rows_.flag[chunk.start // config.rows]
+    sums, tops = parts[0], parts[1] if len(parts) > 1 else None
+
+    def each_slab(launch: Callable[[slice, Tensor, slice], None]) -> None:
+        first_block = 0
+        for slab in problem.slabs(config.head_rows):
+            blocks = slice(first_block, first_block + triton.cdiv(slab.stop - slab.start, tile.block_v))
+            launch(slab, head_slab(problem, slab), blocks)
+            first_block = blocks.stop
+
+    def store(*, repair: bool) -> Callable[[slice, Tensor, slice], None]:
+        def launch(slab: slice, w: Tensor, blocks: slice) -> None:
+            arguments = {
+                "target_ptr": problem.target[chunk] - slab.start,
+                "anchor_ptr": rows_.anchor[chunk],
+                "flag_ptr": flag,
+                "sum_ptr": sums[blocks],
+                "max_ptr": None if tops is None else tops[blocks],
+                "target_logit_ptr": rows_.target_logit[chunk],
+                "count_ptr": rows_.count,
+                "start": chunk.start,
+                "least": least,
+            }
+            result = ("e_desc", e[:, slab])
+            switches = {"STATISTICS": tops is not None}
+            launch_tiles("exponentials_kernel", problem, x, w, slab, arguments, result, repair=repair, **switches)
+
+        return launch
+
+    def largest(slab: slice, w: Tensor, blocks: slice) -> None:
+        names = ("class_weight_ptr", "target_ptr", "sum_ptr", "weighted_sum_ptr", "sum_exp_log_ptr", "target_logit_ptr")
+        arguments = dict.fromkeys(names) | {"max_ptr": sums[blocks], "flag_ptr": flag}
+        launch_tiles("statistics_kernel", problem, x, w, slab, arguments, repair=True, WEIGHTED=False, ENTROPY=False)
+
+    each_slab(store(repair=False))
+    each_slab(largest)
+    untyped(row_kernels.anchor_kernel)[(row_blocks,)](
+        sums,
+        rows_.anchor[chunk],
+        flag,
+        n,
+        len(sums),
+        BLOCK_N=tile.block_n,
+        BLOCK_T=BLOCKS_AT_ONCE,
+        num_warps=8,
+    )
+    each_slab(store(repair=True))
+
+
+def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: PackedRows, e: Tensor) -> None:
+    """Writes a chunk's rho and theta, and zeroes the targets' exponentials; lse, target logit and theta go out."""
+    n, spec = chunk.stop - chunk.start, problem.spec
+    untyped(row_kernels.row_factors_kernel)[(triton.cdiv(n, SMALL_BLOCK),)](
+        parts,
+        rows_.anchor[chunk],
+        rows_.target_logit[chunk],
+        problem.target[chunk],
+        problem.row_weight[chunk],
+        rows_.order[chunk],
+        problem.class_weight,
+        e,
+        rows_.rho[chunk],
+        rows_.theta[chunk],
+        rows_.lse_out,
+        rows_.target_logit_out,
+        rows_.theta_out,
+        n,
+        len(parts),
+        problem.classes,
+        e.stride(0),
+        spec.z_loss_weight,
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        HAS_CLASS_WEIGHT=problem.class_weight is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        BLOCK_N=SMALL_BLOCK,
+        BLOCK_T=BLOCKS_AT_ONCE,
+        num_warps=4,
+    )
+
+
+def _scale_rows(source: Tensor, factor: Tensor, result: Tensor, *, picks: Tensor | None = None) -> None:
+    """Writes factor (n,) * source (n, D) to result (n, D), or rows `picks` (n,) of it as they are; zeros where factor
+    is 0."""
+    n, hidden = result.shape
+    block = column_block(source)
+    untyped(row_kernels.rows_kernel)[(n, triton.cdiv(hidden, block))](
+        source,
+        picks,
+        factor,
+        result,
+        hidden,
+        *source.stride(),
+        result.stride(0),
+        PICKS=picks is not None,
+        BLOCK_D=block,
+        num_warps=4,
+    )
+
+
+def _add_d_weight(
+    problem: Problem,
+    chunk: slice,
+    e: Tensor,
+    x: Tensor,
+    rows_: PackedRows,
+    d_weight: ClassSum,
+    *,
+    first: bool,
+) -> None:
+    """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
+    classes, hidden = e.shape[1], problem.input.shape[1]
+    if not _own_d_weight(problem, d_weight):
+        d_weight.put_product(slice(0, classes), operand(e).T, operand(x[:, :hidden]), None, first=first)
+        return
+    step, half, block_v = fused_tiles.D_WEIGHT_STEP, fused_tiles.D_BLOCK // 2, 256
+    programs = min(triton.cdiv(hidden, fused_tiles.D_BLOCK) * triton.cdiv(classes, block_v), card(x.device)[1])
+    untyped(hopper_gradients.d_weight_kernel)[(programs,)](
+        gluon_descriptor(x, [step, half]),
+        gluon_descriptor(e, [step, block_v]),
+        gluon_descriptor(d_weight.sum, [block_v, half]),
+        rows_.count,
+        chunk.start,
+        int(first),
+        len(x),
+        hidden,
+        classes,
+        STAGES=fused_tiles.D_WEIGHT_STAGES,
+        ADDS=not first,
+        num_warps=4,
+    )
+
+
+def _own_d_weight(problem: Problem, d_weight: ClassSum) -> bool:
+    """Whether d_weight comes from the kernel, not from the library's product."""
+    return on_hopper(problem) and d_weight.sum.dtype == problem.input.dtype and describable(d_weight.sum)
+
+
+def _own_d_input(problem: Problem) -> bool:
+    """Whether d_input comes from the kernel, not from the library's product and a pass over it."""
+    return on_hopper(problem) and not converts(problem)
+
+
+def _store_d_input(
+    problem: Problem,
+    config: AnchoredConfig,
+    chunk: slice,
+    e: Tensor,
+    rows_: PackedRows,
+    scratch: Tensor,
+    d_input: Tensor,
+) -> None:
+    """Writes the rows of d_input of a chunk: (32)."""
+    w, classes, hidden = problem.linear_weight, problem.classes, d_input.shape[1]
+    if _own_d_input(problem):
+        _launch_d_input(problem, config, chunk, e, rows_, scratch, d_input)
+        return
+    block = column_block(d_input)
+    for start in range(chunk.start, chunk.stop, config.product_rows):
+        piece = slice(start, min(start + config.product_rows, chunk.stop))
+        rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
+        product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
+        for slab in problem.slabs(config.head_rows):
+            add_product(product, operand(rows_of_e[:, slab]), operand(head_slab(problem, slab)), first=slab.start == 0)
+        untyped(row_kernels.d_input_kernel)[(len(product), triton.cdiv(hidden, block))](
+            product,
+            rows_.rho[piece],
+            rows_.theta[piece],
+            problem.target[piece],
+            problem.row_weight[piece],
+            rows_.order[piece],
+            w,
+            d_input,
+            hidden,
+            classes,
+            *w.stride(),
+            BLOCK_D=block,
+            num_warps=4,
+        )
+
+
+def _launch_d_input(
+    problem: Problem,
+    config: AnchoredConfig,
+    chunk: slice,
+    e: Tensor,
+    rows_: PackedRows,
+    scratch: Tensor,
+    d_input: Tensor,
+) -> None:
+    w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
+    by_class, step, programs = w.stride(1) == 1, fused_tiles.D_INPUT_STEP, card(e.device)[1]
+    w, tile_rows = w[:classes], config.product_rows
+    blocks = triton.cdiv(n, tile_rows) * triton.cdiv(hidden, fused_tiles.D_BLOCK)
+    shares = fused_tiles.choose_shares(blocks, triton.cdiv(classes, step), programs, cut=config.cut)
+    arguments = {
+        "part_ptr": scratch,
+        "rho_ptr": rows_.rho[chunk],
+        "theta_ptr": rows_.theta[chunk],
+        "target_ptr": problem.target[chunk],
+        "row_ptr": rows_.order[chunk],
+        "weight_ptr": w,
+        "weight_stride": w.stride(0),
+        "weight_stride_d": w.stride(1),
+        "d_input_ptr": d_input,
+        "count_ptr": rows_.count,
+        "start": chunk.start,
+        "rows": n,
+        "hidden": hidden,
+        "classes": classes,
+        "rest": shares.rest,
+        "cuts": shares.cuts,
+        "spare": shares.spare,
+    }
+    untyped(hopper_gradients.d_input_kernel)[(programs,)](
+        w_desc=gluon_descriptor(w if by_class else w.T, [step, 64] if by_class else [64, step]),
+        e_desc=gluon_descriptor(e, [tile_rows, step]),
+        **arguments,
+        rounds=shares.rounds,
+        head=shares.head,
+        steps=shares.steps,
+        STAGES=fused_tiles.D_INPUT_STAGES,
+        W_BY_CLASS=by_class,
+        num_warps=4,
+    )
+    if shares.slots:
+        untyped(hopper_gradients.d_input_sum_kernel)[(shares.rest, fused_tiles.D_BLOCK // 32, tile_rows // 64)](
+            **arguments,
+            first_tile=shares.rounds * programs,
+            tail=shares.steps - shares.head,
+            TILE_N=tile_rows,
+            BLOCK_D=32,
+            BLOCK_N=64,
+            num_warps=4,
+        )
+
+
+def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
+    if d_weight is None and d_bias is None:
+        return
+    x, target = problem.input, problem.target
+    is_class = (problem.row_weight != 0) & (target >= 0) & (target < problem.classes)
+    keys = torch.where(is_class, target, -1).int()  # a radix sort of half the passes
+    ordered, order = torch.sort(keys, stable=True)
+    end = torch.searchsorted(ordered, ordered, right=True, out_int32=True)
+    starts = torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]]).float()
+    first, found, _, count = packed_order(ordered, starts)
+    block = column_block(x)
+    programs = min(len(x), 8 * card(x.device)[1])
+    untyped(row_kernels.target_rows_kernel)[(programs, triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
+        order,
+        found,
+        first,
+        end,
+        count,
+        theta,
+        x,
+        d_weight,
+        d_bias,
+        x.shape[1],
+        problem.classes,
+        *x.stride(),
+        HAS_WEIGHT=d_weight is not None,
+        HAS_BIAS=d_bias is not None,
+        BLOCK_R=4,  # most runs are short, and what is masked costs as much as what is not
+        BLOCK_D=block,
+        num_warps=4,
+    )

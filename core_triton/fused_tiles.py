@@ -1,0 +1,296 @@
+"""How a call is cut for the kernels: pure functions of shapes, dtypes, card and memory budget. Nothing here changes a
+result beyond rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from core_triton.tiles import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of logits on one card, and how a program computes it.
+
+    Args:
+        block_n: rows.
+        block_v: classes.
+        block_d: of the hidden size, a step of the product.
+        num_warps: of a program.
+        num_stages: steps in flight.
+        group: row blocks that share a class block before the next one.
+    """
+
+    block_n: int
+    block_v: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    group: int = 16
+
+
+def choose_tile(itemsize: int, capability: int) -> TileConfig:
+    """Returns the tile of logits for operands of `itemsize` bytes on a card of compute capability 80, 90, 100, ...
+
+    16-bit on Hopper: two warpgroups of 64 x 256, whose accumulators fill the registers and whose three stages and
+    staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions.
+    """
+    if itemsize == 4:
+        return TileConfig(64, 64, 32, num_warps=4, num_stages=2)
+    if capability < 90:
+        return TileConfig(128, 128, 32, num_warps=8, num_stages=3)
+    return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a card's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
+
+    Args:
+        rounds: whole tiles that each program takes first.
+        rest: tiles left, which are cut along the classes.
+        cuts: programs that take an equal part of each of them.
+        head: steps that those parts cover.
+        steps: of a whole tile.
+        spare: programs that divide the steps after the head of all cut tiles.
+    """
+
+    rounds: int
+    rest: int
+    cuts: int
+    head: int
+    steps: int
+    spare: int
+
+    @property
+    def slots(self) -> int:
+        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
+        if self.cuts * self.rest == self.rest and self.head == self.steps:
+            return 0
+        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+
+
+LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+
+
+def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares:
+    """Returns how `programs` programs share `tiles` tiles of `steps` steps; without `cut` in whole tiles."""
+    rounds, rest = divmod(tiles, programs)
+    if not (rest and cut):
+        return Shares(rounds, rest, int(rest > 0), steps, steps, 0)
+    cuts = min(programs // rest, steps)
+    spare, head = programs - cuts * rest, steps
+    if spare >= LEAST_SPARE:
+        head = max(cuts, round(steps * cuts * rest / programs))
+    spare = min(spare, (steps - head) * rest)
+    return Shares(rounds, rest, cuts, head, steps, spare)
+
+
+# Of the Hopper kernels: steps of the inner products and stages of the ring that they are loaded into, 192 KiB beside
+# the epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
+LOGITS_STEP, LOGITS_STAGES = 32, 8
+
+D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 6
+
+D_INPUT_STEP, D_INPUT_STAGES = 64, 4
+
+D_BLOCK = 128  # columns of a tile of d_weight or d_input
+
+
+@dataclass(frozen=True)
+class AnchoredConfig:
+    """How plan A with anchored exponentials cuts a call.
+
+    Args:
+        rows: of a chunk.
+        product_rows: of d_input that are made at a time: by the library's product a piece of the chunk, by the
+            kernel's a tile.
+        cut: d_input's tiles may be cut along the classes.
+        head_rows: of the head that a product takes at a time: all, unless they must be converted.
+        blocks: of classes, each with its own partial sums.
+        scratch: float32 elements for partial sums and products, which live one after the other.
+        bytes: of workspace.
+    """
+
+    rows: int
+    product_rows: int
+    cut: bool
+    head_rows: int
+    blocks: int
+    scratch: int
+    bytes: int
+
+
+ROW_BLOCK = 128
+
+PRODUCT_ROWS = 512  # products of so many rows are as fast as larger ones: the library splits them along the vocabulary
+
+# Rows of the kernel's tile of d_input, and whether tiles may be cut: the wider tile is faster, the narrower takes half
+# the memory where tiles are cut, and whole tiles take none, but idle programs.
+TILE_ROWS = ((256, True), (128, True), (128, False))
+
+CONVERTED_BYTES = 2**25
+
+
+def choose_anchored(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    block_v: int,
+    d_input: bool,
+    holds: bool,
+    converts: bool,
+    statistics: bool,
+    programs: int,
+    budget: int,
+) -> AnchoredConfig:
+    """Returns the chunks of plan A with anchored exponentials, as few and as equal as the budget allows.
+
+    Args:
+        tokens: N.
+        hidden: D, padded as the kernels want it.
+        classes: K.
+        block_v: classes of a tile.
+        d_input: d_input is wanted.
+        holds: d_input's own memory holds the chunk's rows of the input.
+        converts: the head is converted slab by slab.
+        statistics: the largest logits are wanted.
+        programs: of the kernel that makes d_input; 0 where the library does.
+        budget: bytes.
+
+    Raises:
+        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+    """
+    tokens = max(tokens, 1)
+    least_rows = min(tokens, MIN_ROWS)
+    head_rows = classes
+    if converts:
+        limit = min(CONVERTED_BYTES, budget // 4) // (2 * hidden)
+        head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
+
+    def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
+        if not programs:
+            return hidden * (rows if converts else min(rows, PRODUCT_ROWS))
+        steps, slots = -(-classes // D_INPUT_STEP), 0
+        for size in {rows, tokens % rows or rows}:
+            d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
+            slots = max(slots, choose_shares(d_tiles, steps, programs, cut=cut).slots)
+        return slots * tile_rows * D_BLOCK
+
+    def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> AnchoredConfig:
+        product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
+        product = product_elements(rows, tile_rows, cut) if d_input else 0
+        blocks = -(-classes // head_rows) * -(-head_rows // block_v)
+        scratch = max((1 + statistics) * blocks * rows, product)
+        size = 72 * tokens + 4 * classes + 4096  # rows' numbers, d_bias
+        size += 2 * hidden * head_rows * converts
+        size += rows * (2 * padded(classes) + 2 * hidden * (not holds)) + 4 * scratch
+        return AnchoredConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
+
+    def largest(*choice: Any) -> AnchoredConfig | None:
+        """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
+        the exponentials leave room, then ever fewer of them: the memory of cut tiles does not grow with rows."""
+        chunks = max(1, -(-tokens * 2 * padded(classes) // budget))
+        densely = chunks + 16
+        while True:
+            for multiple in (ROW_BLOCK, MIN_ROWS):
+                rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
+                found = config(rows, *choice)
+                if found.bytes <= budget:
+                    return found
+            if rows == least_rows:
+                return None
+            chunks += 1 if chunks < densely else max(1, chunks // 4)
+
+    smallest = (*TILE_ROWS[-1], min(classes, MIN_SLAB) if converts else classes)
+    choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
+    fitting = [found for choice in (*choices, smallest) if (found := largest(*choice)) is not None]
+    if not fitting:
+        least = config(least_rows, *smallest).bytes
+        raise ValueError(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+    fitting = [found for found in fitting if found.cut] or fitting
+    return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
+
+
+def padded(classes: int) -> int:
+    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    return -(-classes // 64) * 64
+
+
+D_LOGITS_SLAB = (
+    12288  # each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is
+)
+
+PARTIAL_BYTES = 3 * 2**24  # of statistics at a time: one launch for 8192 tokens of a 150,000-word vocabulary
+
+
+def choose_recomputed(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    block_v: int,
+    statistics: int,
+    float16: bool,
+    d_input: bool,
+    d_weight: bool,
+    converts: bool,
+    converts_rows: bool,
+    budget: int,
+) -> ChunkConfig:
+    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
+
+    Args:
+        tokens: N.
+        hidden: D, padded as the kernels want it.
+        classes: K.
+        itemsize: of the input's dtype.
+        block_v: classes of a tile.
+        statistics: numbers that the first pass writes for each row and class block.
+        float16: rows are scaled by powers of two for d_weight, and the products apart.
+        d_input: d_input is wanted.
+        d_weight: d_weight is wanted.
+        converts: the head is converted slab by slab.
+        converts_rows: so is the input, chunk by chunk.
+        budget: bytes.
+
+    Raises:
+        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+    """
+    tokens = max(tokens, 1)
+    second = d_input or d_weight
+    per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32
+    copies = second + (second and float16 and d_weight) + converts_rows
+    per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
+    per_tile = itemsize * second
+    fixed = 64 * tokens + 8 * classes + 4096
+
+    def model(slab: int) -> WorkspaceModel:
+        blocks = -(-(slab if converts else classes) // block_v)
+        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, per_tile)
+
+    widest = min(classes, D_LOGITS_SLAB)
+    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
+    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
+    least_rows, least_slab = min(tokens, MIN_ROWS), min(slabs[-1], MIN_SLAB) if second or converts else slabs[-1]
+    if least_slab < slabs[-1]:
+        slabs.append(least_slab)
+    least = model(least_slab).bytes(least_rows, least_slab)
+    if least > budget:
+        raise ValueError(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+    narrowest = min(tokens, model(least_slab).rows_within(budget, least_slab))
+    enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
+    slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
+    rows = min(tokens, model(slab).rows_within(budget, slab))
+    if not second:  # no product waits for its rows: partial statistics of 32 MiB are enough at a time
+        blocks = -(-classes // block_v)
+        rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
+    chunks = -(-tokens // rows)
+    rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
+    return ChunkConfig(rows, slab, float32_sum=False, statistics_slab=slab if converts else classes)

@@ -1,0 +1,374 @@
+"""Kernels of `kernels.py` for Hopper (sm_90), in Triton's Gluon dialect: the same outputs, with epilogues that overlap.
+
+A tile of BLOCK_N rows x BLOCK_V classes takes 16 cycles per unit of hidden size on the tensor cores, and 2048 for the
+exponentials of its epilogue, whatever the hidden size: a seventh of the time at 896. Triton's own pipelining leaves the
+tensor cores idle meanwhile. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's rows
+and all of its columns. The ring of loaded tiles lets one run ahead of the other, and so they settle: while one is in
+its epilogue the other has the tensor cores to itself. (To start one late changes nothing measurable.)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from core_triton.hopper import (
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+    SIZES,
+    active_rows,
+    load_tiles,
+    multiply,
+    rings,
+    store_tile,
+    tile_of,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+NO_PROBABILITY = gl.constexpr(-1e4)
+
+SUM_LIMIT = gl.constexpr(2.0**48)  # as in kernels.py
+
+
+@gluon.jit
+def cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr):
+    """Returns logits of raw products: MATH.md (1), (2)."""
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(gl.float32)
+        raw += gl.expand_dims(bias, 0)
+    logits = raw * scale
+    if HAS_SOFTCAP:
+        ratio = logits * (1.0 / softcap)
+        small = gl.exp2(-2.0 * LOG2_E * gl.abs(ratio))
+        magnitude = (1.0 - small) * reciprocal(1.0 + small)
+        logits = softcap * gl.where(ratio < 0, -magnitude, magnitude)
+    return logits
+
+
+@gluon.jit
+def reciprocal(t):
+    """Returns 1 / t within 1 ulp, in one instruction where a division takes ten and their registers."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [t], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def slope(logits, softcap):
+    """Returns the derivative of the cap at capped logits: (15)."""
+    ratio = logits * (1.0 / softcap)
+    return 1.0 - ratio * ratio
+
+
+@gluon.jit
+def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes):
+    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile."""
+    target = gl.load(target_ptr + row_ids, mask=row_ids < rows, other=-1)
+    here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+    owns = (row_ids < rows) & (target >= column) & (target < gl.minimum(column + logits.shape[1], classes))
+    gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
+
+
+@gluon.jit
+def exponentials_warpgroup(
+    x_ring, w_ring, full, empty, e_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active = arguments
+    GROUP: gl.constexpr = switches[1]
+    BLOCK_V: gl.constexpr = switches[2]
+    HAS_BIAS: gl.constexpr = switches[3]
+    HAS_SOFTCAP: gl.constexpr = switches[4]
+    STATISTICS: gl.constexpr = switches[5]
+    HALF: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    row_blocks, class_blocks = gl.cdiv(active, 2 * HALF), gl.cdiv(classes, BLOCK_V)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
+        raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        inside = row_ids < rows
+        anchor = gl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        if column + BLOCK_V > classes:
+            logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
+        exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+        out = class_block.to(gl.int64) * rows + row_ids
+        total = gl.sum(exponentials, 1)
+        gl.store(sum_ptr + out, total, mask=inside)
+        lost = inside & ~(total < SUM_LIMIT)
+        gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
+        if STATISTICS:
+            gl.store(max_ptr + out, gl.max(logits, 1), mask=inside)
+            store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
+        if HAS_SOFTCAP:
+            exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+        store_tile(e_desc, buffers, exponentials, row, column, WHICH)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def statistics_warpgroup(
+    x_ring, w_ring, full, empty, arguments, rows, hidden, classes, scale, softcap, switches, WHICH: gl.constexpr
+):
+    (
+        bias_ptr,
+        class_weight_ptr,
+        target_ptr,
+        max_ptr,
+        sum_ptr,
+        weighted_sum_ptr,
+        sum_exp_log_ptr,
+        target_logit_ptr,
+    ) = arguments
+    GROUP: gl.constexpr = switches[1]
+    BLOCK_V: gl.constexpr = switches[2]
+    HAS_BIAS: gl.constexpr = switches[3]
+    HAS_SOFTCAP: gl.constexpr = switches[4]
+    WEIGHTED: gl.constexpr = switches[5]
+    ENTROPY: gl.constexpr = switches[6]
+    HALF: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    row_blocks, class_blocks = gl.cdiv(rows, 2 * HALF), gl.cdiv(classes, BLOCK_V)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
+        raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        inside = row_ids < rows
+        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        if column + BLOCK_V > classes:
+            logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
+        out = class_block.to(gl.int64) * rows + row_ids
+        top = gl.max(logits, 1)
+        gl.store(max_ptr + out, top, mask=inside)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
+        gl.store(sum_ptr + out, gl.sum(exponentials, 1), mask=inside)
+        if ENTROPY:
+            shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
+            gl.store(sum_exp_log_ptr + out, gl.sum(exponentials * shifted, 1), mask=inside)
+        if WEIGHTED:
+            class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+            weighted = logits * gl.expand_dims(class_weight, 0)
+            weighted = gl.where(gl.expand_dims(columns < classes, 0), weighted, 0.0)
+            gl.store(weighted_sum_ptr + out, gl.sum(weighted, 1), mask=inside)
+        store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
+
+
+@gluon.jit
+def d_logits_warpgroup(
+    x_ring, w_ring, full, empty, d_logits_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
+    WHICH: gl.constexpr,
+):  # fmt: skip
+    (
+        bias_ptr,
+        class_weight_ptr,
+        target_ptr,
+        row_weight_ptr,
+        lse_ptr,
+        alpha_ptr,
+        tau_ptr,
+        beta_ptr,
+        sigma_ptr,
+    ) = arguments
+    GROUP: gl.constexpr = switches[1]
+    BLOCK_V: gl.constexpr = switches[2]
+    HAS_BIAS: gl.constexpr = switches[3]
+    HAS_SOFTCAP: gl.constexpr = switches[4]
+    HAS_BETA: gl.constexpr = switches[5]
+    HAS_SIGMA: gl.constexpr = switches[6]
+    HALF: gl.constexpr = x_ring.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    row_blocks, class_blocks = gl.cdiv(rows, 2 * HALF), gl.cdiv(classes, BLOCK_V)
+    stage = 0
+    phase = 0
+    for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
+        raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        inside = row_ids < rows
+        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+        lse = gl.load(lse_ptr + row_ids, mask=inside, other=0.0)
+        alpha = gl.load(alpha_ptr + row_ids, mask=inside, other=0.0)
+        tau = gl.load(tau_ptr + row_ids, mask=inside, other=0.0)
+        target = gl.load(target_ptr + row_ids, mask=inside, other=-1)
+        contributes = gl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
+        log_prob = logits - gl.expand_dims(lse, 1)
+        d_logits = gl.exp2(log_prob * LOG2_E)
+        if HAS_BETA:
+            beta = gl.load(beta_ptr + row_ids, mask=inside, other=0.0)
+            log_prob = gl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
+            d_logits *= gl.expand_dims(alpha, 1) + gl.expand_dims(beta, 1) * log_prob
+        else:
+            d_logits *= gl.expand_dims(alpha, 1)
+        if HAS_SIGMA:
+            sigma = gl.load(sigma_ptr + row_ids, mask=inside, other=0.0)
+            class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+            d_logits -= gl.expand_dims(sigma, 1) * gl.expand_dims(class_weight, 0)
+        here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+        d_logits = gl.where(here, d_logits - gl.expand_dims(tau, 1), d_logits)
+        if HAS_SOFTCAP:
+            d_logits *= slope(logits, softcap)
+        d_logits = gl.where(gl.expand_dims(contributes, 1), d_logits, 0.0)
+        store_tile(d_logits_desc, buffers, d_logits, row, column, WHICH)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def exponentials_kernel(
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
+    start, least, rows, hidden, classes, scale, softcap,
+    STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`kernels.exponentials_kernel` without repair, for the row blocks that hold one of the first count - start rows,
+    and for `least` of them at least."""
+    active = active_rows(count_ptr, start, least, rows)
+    x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
+    buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
+    switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STATISTICS)
+    arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active)
+    gl.warp_specialize(
+        [
+            (
+                exponentials_warpgroup,
+                (
+                    x_ring,
+                    w_ring,
+                    full,
+                    empty,
+                    e_desc,
+                    buffers,
+                    arguments,
+                    rows,
+                    hidden,
+                    classes,
+                    scale,
+                    softcap,
+                    switches,
+                    0,
+                ),
+            ),
+            (
+                exponentials_warpgroup,
+                (
+                    x_ring,
+                    w_ring,
+                    full,
+                    empty,
+                    e_desc,
+                    buffers,
+                    arguments,
+                    rows,
+                    hidden,
+                    classes,
+                    scale,
+                    softcap,
+                    switches,
+                    1,
+                ),
+            ),
+            (load_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, active, hidden, classes, switches)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def statistics_kernel(
+    x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr,
+    target_logit_ptr, rows, hidden, classes, scale, softcap,
+    WEIGHTED: gl.constexpr, ENTROPY: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`kernels.statistics_kernel` without repair."""
+    x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
+    switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, WEIGHTED, ENTROPY)
+    arguments = (
+        bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr, target_logit_ptr,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                statistics_warpgroup,
+                (x_ring, w_ring, full, empty, arguments, rows, hidden, classes, scale, softcap, switches, 0),
+            ),
+            (
+                statistics_warpgroup,
+                (x_ring, w_ring, full, empty, arguments, rows, hidden, classes, scale, softcap, switches, 1),
+            ),
+            (load_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, rows, hidden, classes, switches)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def d_logits_kernel(
+    x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
+    beta_ptr, sigma_ptr, rows, hidden, classes, scale, softcap,
+    HAS_BETA: gl.constexpr, HAS_SIGMA: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`kernels.d_logits_kernel`."""
+    x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
+    buffers = gl.allocate_shared_memory(d_logits_desc.dtype, [4] + d_logits_desc.block_type.shape, d_logits_desc.layout)
+    switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_BETA, HAS_SIGMA)
+    arguments = (
+        bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (
+                d_logits_warpgroup,
+                (
+                    x_ring,
+                    w_ring,
+                    full,
+                    empty,
+                    d_logits_desc,
+                    buffers,
+                    arguments,
+                    rows,
+                    hidden,
+                    classes,
+                    scale,
+                    softcap,
+                    switches,
+                    0,
+                ),
+            ),
+            (
+                d_logits_warpgroup,
+                (
+                    x_ring,
+                    w_ring,
+                    full,
+                    empty,
+                    d_logits_desc,
+                    buffers,
+                    arguments,
+                    rows,
+                    hidden,
+                    classes,
+                    scale,
+                    softcap,
+                    switches,
+                    1,
+                ),
+            ),
+            (load_tiles, (x_desc, w_desc, x_ring, w_ring, full, empty, rows, hidden, classes, switches)),
+        ],
+        [4, 1],
+        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )

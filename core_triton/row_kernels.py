@@ -1,0 +1,400 @@
+"""Triton kernels that multiply no matrices: what happens to rows and classes between the products.
+
+They read and write each number once or a few times, and sum in one fixed order. Equations: parity/MATH.md.
+"""
+
+import triton
+import triton.language as tl
+
+from core_triton.kernels import LOG2_E, slope, tanh
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def pack_kernel(
+    value_ptr, weight_ptr, order_ptr, packed_value_ptr, packed_weight_ptr, count_ptr, tokens, BLOCK: tl.constexpr
+):
+    """Packs the rows of weight other than 0 first, in their order, and the others after them.
+
+    Writes order (N,) int64, the row that each packed row is, its value (integer) and weight (float32), and count (),
+    how many of the first kind there are. One program does it all: two passes over N numbers.
+    """
+    count = tl.zeros((), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        weight = tl.load(weight_ptr + row, mask=row < tokens, other=0.0)
+        count += tl.sum((weight != 0).to(tl.int32), 0)
+    tl.store(count_ptr, count)
+    before = tl.zeros((), tl.int32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < tokens
+        weight = tl.load(weight_ptr + row, mask=inside, other=0.0)
+        counts = (weight != 0).to(tl.int32)
+        rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
+        place = tl.where(counts != 0, rank, count + row - rank)
+        tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
+        tl.store(packed_value_ptr + place, tl.load(value_ptr + row, mask=inside, other=0), mask=inside)
+        tl.store(packed_weight_ptr + place, weight, mask=inside)
+        before += tl.sum(counts, 0)
+
+
+@triton.jit
+def target_logit_kernel(
+    input_ptr,
+    weight_ptr,
+    bias_ptr,
+    target_ptr,
+    row_weight_ptr,
+    row_ptr,
+    target_logit_ptr,
+    anchor_ptr,
+    hidden,
+    classes,
+    input_stride,
+    input_stride_d,
+    weight_stride,
+    weight_stride_d,
+    scale,
+    softcap,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes the target's logit of each row, NaN where the target is no class, and the integer anchor that it gives,
+    0 where it gives none: (29). One program owns a row; reads weight (V, D), target (N,) int64, and of input (N, D) the
+    rows row (N,) int64."""
+    row = tl.program_id(0).to(tl.int64)
+    picked = tl.load(row_ptr + row)
+    target = tl.load(target_ptr + row)
+    is_class = (target >= 0) & (target < classes) & (tl.load(row_weight_ptr + row) != 0)
+    target = tl.where(is_class, target, 0)
+    acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    for k in range(0, hidden, BLOCK_D):
+        columns = (k + tl.arange(0, BLOCK_D)).to(tl.int64)
+        inside = (columns < hidden) & is_class
+        x = tl.load(input_ptr + picked * input_stride + columns * input_stride_d, mask=inside, other=0.0)
+        w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside, other=0.0)
+        acc += x.to(tl.float32) * w.to(x.dtype).to(tl.float32)
+    logit = tl.sum(acc, 0)
+    if HAS_BIAS:
+        logit += tl.load(bias_ptr + target, mask=is_class, other=0.0).to(tl.float32)
+    logit *= scale
+    if HAS_SOFTCAP:
+        logit = softcap * tanh(logit * (1.0 / softcap))
+    finite = is_class & (tl.abs(logit) < float("inf"))
+    tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
+    tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+
+
+@triton.jit
+def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in one fixed order."""
+    acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
+        acc += tl.load(sum_ptr + blocks.to(tl.int64)[:, None] * rows + row_ids[None, :], mask=mask, other=0.0)
+    return tl.sum(acc, 0)
+
+
+@triton.jit
+def anchor_kernel(max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Replaces the anchors of flagged row blocks by ones made of the rows' largest logits, max (class blocks, rows):
+    (30). One program a row block."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.load(flag_ptr + tl.program_id(0)) != 0:
+        acc = tl.full((BLOCK_T, BLOCK_N), float("-inf"), dtype=tl.float32)
+        for start in range(0, class_blocks, BLOCK_T):
+            blocks = start + tl.arange(0, BLOCK_T)
+            mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
+            place = max_ptr + blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+            acc = tl.maximum(acc, tl.load(place, mask=mask, other=float("-inf")))
+        top = tl.max(acc, 0)
+        anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+        tl.store(anchor_ptr + row_ids, anchor, mask=row_ids < rows)
+
+
+@triton.jit
+def row_factors_kernel(
+    sum_ptr,
+    anchor_ptr,
+    target_logit_ptr,
+    target_ptr,
+    row_weight_ptr,
+    row_ptr,
+    class_weight_ptr,
+    e_ptr,
+    rho_ptr,
+    theta_ptr,
+    lse_out_ptr,
+    target_logit_out_ptr,
+    theta_out_ptr,
+    rows,
+    class_blocks,
+    classes,
+    e_stride,
+    z_loss_weight,
+    scale,
+    softcap,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Writes rho and theta of each packed row, (rows,) float32, both times the scale: (29), (31), and zeroes the
+    target's column of e (rows, V), whose term theta is. lse, target_logit and theta also go to their rows of the call,
+    row (rows,) int64, with zeros for rows of row_weight 0. One program owns BLOCK_N rows."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
+    total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
+    lse = (tl.load(anchor_ptr + row_ids, mask=inside, other=0.0) + tl.log2(total)) * LN_2
+    row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
+    target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+    contributes = row_weight != 0
+    is_class = inside & (target >= 0) & (target < classes)
+    kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
+    if HAS_CLASS_WEIGHT:
+        kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
+    upstream = kept + 2.0 * z_loss_weight * row_weight * lse
+    theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - kept
+    if HAS_SOFTCAP:
+        theta *= slope(target_logit, softcap)
+    theta = tl.where(contributes, scale * theta, 0.0)
+    tl.store(rho_ptr + row_ids, tl.where(contributes, scale * upstream / total, 0.0), mask=inside)
+    tl.store(theta_ptr + row_ids, theta, mask=inside)
+    out = tl.load(row_ptr + row_ids, mask=inside, other=0)
+    tl.store(lse_out_ptr + out, tl.where(contributes, lse, 0.0), mask=inside)
+    tl.store(target_logit_out_ptr + out, tl.where(contributes, target_logit, 0.0), mask=inside)
+    tl.store(theta_out_ptr + out, theta, mask=inside)
+    tl.store(e_ptr + row_ids.to(tl.int64) * e_stride + target, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), is_class)
+
+
+@triton.jit
+def rows_kernel(
+    source_ptr,
+    row_ptr,
+    factor_ptr,
+    result_ptr,
+    hidden,
+    source_stride,
+    source_stride_d,
+    result_stride,
+    PICKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes rows times their factor, rounded once, zeros where the factor is 0 whatever the row holds.
+
+    One program owns BLOCK_D columns of a row. Reads source (rows, D) and factor (rows,) float32; writes result
+    (rows, D), which may be source. With PICKS the rows are row (rows,) int64 of source (N, D), and any other factor
+    than 0 means 1.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < hidden
+    factor = tl.load(factor_ptr + row) + tl.zeros((BLOCK_D,), tl.float32)
+    picked = tl.load(row_ptr + row) if PICKS else row
+    source = source_ptr + picked * source_stride + columns.to(tl.int64) * source_stride_d
+    x = tl.load(source, mask=inside & (factor != 0), other=0.0)
+    if not PICKS:
+        x = x.to(tl.float32) * factor
+    tl.store(result_ptr + row * result_stride + columns, x.to(result_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def d_input_kernel(
+    product_ptr,
+    rho_ptr,
+    theta_ptr,
+    target_ptr,
+    row_weight_ptr,
+    row_ptr,
+    weight_ptr,
+    d_input_ptr,
+    hidden,
+    classes,
+    weight_stride,
+    weight_stride_d,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes d_input = rho * product + theta * weight[target], rounded once, where row_weight is not 0: (32).
+
+    One program owns BLOCK_D columns of a row. Reads product (rows, D) float32, rho and theta (rows,), weight (V, D),
+    and row (rows,) int64: which row of d_input (N, D) a row is.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    inside = columns < hidden
+    rho, theta, target = tl.load(rho_ptr + row), tl.load(theta_ptr + row), tl.load(target_ptr + row)
+    product = tl.load(product_ptr + row * hidden + columns, mask=inside, other=0.0)
+    is_class = (target >= 0) & (target < classes)
+    w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
+    w = w.to(d_input_ptr.dtype.element_ty).to(tl.float32)
+    result = tl.where(is_class, rho * product + theta * w, rho)  # not a class: rho is NaN
+    if tl.load(row_weight_ptr + row) != 0:
+        out = tl.load(row_ptr + row)
+        tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def zero_rows_kernel(row_weight_ptr, result_ptr, hidden, BLOCK_D: tl.constexpr):
+    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_D columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(row_weight_ptr + row) == 0:
+        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        zeros = tl.zeros((BLOCK_D,), tl.float32).to(result_ptr.dtype.element_ty)
+        tl.store(result_ptr + row * hidden + columns, zeros, mask=columns < hidden)
+
+
+@triton.jit
+def target_rows_kernel(
+    order_ptr,
+    target_ptr,
+    first_ptr,
+    end_ptr,
+    count_ptr,
+    theta_ptr,
+    input_ptr,
+    d_weight_ptr,
+    d_bias_ptr,
+    hidden,
+    classes,
+    input_stride,
+    input_stride_d,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
+
+    Rows are sorted by target. Programs take turns at the runs of equal targets, count () of them, and sum BLOCK_D
+    columns of one in float32, in its order, rounded once. A run has target (runs,), starts at position first (runs,) of
+    order (N,) and stops at end[first], of end (N,). Reads theta (N,) float32, input (N, D); adds to d_weight (V, D),
+    d_bias (V,) float32.
+    """
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = columns < hidden
+    for run in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
+        target = tl.load(target_ptr + run).to(tl.int64)
+        first = tl.load(first_ptr + run)
+        if (target >= 0) & (target < classes):
+            end = tl.load(end_ptr + first)
+            acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+            acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
+            for position in range(first.to(tl.int32), end, BLOCK_R):
+                positions = position + tl.arange(0, BLOCK_R)
+                row = tl.load(order_ptr + positions, mask=positions < end, other=0)
+                theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)
+                if HAS_WEIGHT:
+                    source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
+                    x = tl.load(source, mask=(positions < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                    acc += theta[:, None] * x
+                acc_bias += theta
+            if HAS_WEIGHT:
+                place = d_weight_ptr + target * hidden + columns
+                old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+                tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
+            if HAS_BIAS and tl.program_id(1) == 0:
+                tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
+
+
+@triton.jit
+def class_sums_kernel(
+    matrix_ptr,
+    factor_ptr,
+    sum_ptr,
+    rows,
+    classes,
+    stride,
+    ADDS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Writes, or with ADDS adds, the sum over rows of factor * matrix to each class of sum, (V,) float32: (18), (33).
+
+    One program owns BLOCK_V classes. Reads matrix (rows, V) and factor (rows,) float32 once.
+    """
+    columns = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    acc = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    for start in range(0, rows, BLOCK_N):
+        row_ids = start + tl.arange(0, BLOCK_N)
+        factor = tl.load(factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
+        mask = (row_ids < rows)[:, None] & (columns < classes)[None, :]
+        mask = mask & (factor != 0)[:, None]
+        source = matrix_ptr + row_ids.to(tl.int64)[:, None] * stride + columns[None, :]
+        acc += factor[:, None] * tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(acc, 0)
+    if ADDS:
+        total += tl.load(sum_ptr + columns, mask=columns < classes, other=0.0)
+    tl.store(sum_ptr + columns, total, mask=columns < classes)
+
+
+@triton.jit
+def merge_kernel(
+    max_ptr,
+    sum_ptr,
+    weighted_sum_ptr,
+    sum_exp_log_ptr,
+    rows,
+    class_blocks,
+    SUMS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Merges statistics (class blocks, rows) over class blocks into their first row: (26). One program owns BLOCK_N
+    rows; without SUMS only max."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    top = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & inside[None, :]
+        place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+        top = tl.maximum(top, tl.load(max_ptr + place, mask=mask, other=float("-inf")))
+    top = tl.max(top, 0)
+    if SUMS:
+        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        weighted = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        logs = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+        for start in range(0, class_blocks, BLOCK_T):
+            blocks = start + tl.arange(0, BLOCK_T)
+            mask = (blocks < class_blocks)[:, None] & inside[None, :]
+            place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+            part_top = tl.load(max_ptr + place, mask=mask, other=float("-inf"))
+            masked = part_top == float("-inf")  # a block of nothing but -inf logits: its sums are 0
+            shift = tl.where(masked, 0.0, part_top - top[None, :])
+            factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
+            part = tl.load(sum_ptr + place, mask=mask, other=0.0)
+            total += factor * part
+            if ENTROPY:
+                logs += factor * (tl.load(sum_exp_log_ptr + place, mask=mask, other=0.0) + shift * part)
+            if WEIGHTED:
+                weighted += tl.load(weighted_sum_ptr + place, mask=mask, other=0.0)
+        tl.store(sum_ptr + row_ids, tl.sum(total, 0), mask=inside)
+        if ENTROPY:
+            tl.store(sum_exp_log_ptr + row_ids, tl.sum(logs, 0), mask=inside)
+        if WEIGHTED:
+            tl.store(weighted_sum_ptr + row_ids, tl.sum(weighted, 0), mask=inside)
+    tl.store(max_ptr + row_ids, top, mask=inside)
+
+
+@triton.jit
+def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
+    """Multiplies a gradient by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
+
+    Programs take turns at blocks of BLOCK contiguous elements of gradient (numel,), read and write each once, and read
+    factor ().
+    """
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:  # true of NaN as well
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+            inside = offsets < numel
+            gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
+            tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)

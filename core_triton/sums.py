@@ -1,0 +1,106 @@
+"""Gradients while chunks of rows add to them, and the library products that they are made of."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Gradients(NamedTuple):
+    """None where not asked for."""
+
+    d_input: Tensor | None  # (N, D), input's dtype
+    d_weight: Tensor | None  # (V, D), linear_weight's dtype
+    d_bias: Tensor | None  # (V,), linear_bias's dtype
+
+
+class Wanted(NamedTuple):
+    """Which gradients a call computes; the others cost nothing."""
+
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+
+
+NOTHING = Wanted(False, False, False)
+
+
+def product_of(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in float32 with float32 accumulation, for two operands that `operand` made."""
+    return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Adds a @ b to `total`, or overwrites it if `first`, with float32 accumulation and one rounding."""
+    if not a.is_cuda:
+        product = product_of(a, b)
+        total.copy_(product if first else product.add_(total))
+    elif total.dtype != a.dtype:  # float32 under 16-bit operands
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif first:
+        torch.mm(a, b, out=total)
+    else:
+        torch.addmm(total, a, b, out=total)
+
+
+def upcasts(input: Tensor) -> bool:
+    """Whether products of `input`'s dtype run on float32 copies on its device."""
+    return input.dtype != torch.float32 and not input.is_cuda
+
+
+def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.is_cuda else tensor.float()
+
+
+class ClassSum:
+    """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
+
+    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
+        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
+        self.total[classes:] = 0  # padding
+        self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
+
+    def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
+        if not first:
+            summand += self.sum[slab]
+        self.sum[slab] = summand
+
+    def put_product(self, slab: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
+        """Adds scale * a @ b."""
+        if scale is None:
+            add_product(self.sum[slab], a, b, first=first)
+        else:
+            self.put(slab, product_of(a, b).mul_(scale), first=first)
+
+    def result(self, *, empty: bool) -> Tensor:
+        if empty:
+            return self.total.zero_()
+        if self.sum.dtype != self.total.dtype:
+            self.total[: len(self.sum)] = self.sum
+        return self.total
+
+
+class GradientSums:
+    """The gradients of a call while its chunks add to them."""
+
+    def __init__(
+        self, x: Tensor, w: Tensor, b: Tensor | None, classes: int, wanted: Wanted, *, float32_sum: bool
+    ) -> None:
+        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
+        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum) if wanted.d_weight else None
+        self.d_bias = None
+        if wanted.d_bias:
+            assert b is not None
+            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+
+    def result(self, *, empty: bool) -> Gradients:
+        return Gradients(
+            d_input=self.d_input,
+            d_weight=None if self.d_weight is None else self.d_weight.result(empty=empty),
+            d_bias=None if self.d_bias is None else self.d_bias.result(empty=empty),
+        )
