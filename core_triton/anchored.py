@@ -15,7 +15,6 @@ and the targets' terms of d_weight come last, for all rows (`_add_target_rows`).
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from core_triton import fused_tiles, hopper_gradients, row_kernels, rows
@@ -26,6 +25,7 @@ from core_triton.launch import (
     SMALL_BLOCK,
     add_class_sums,
     card,
+    cdiv,
     column_block,
     converts,
     describable,
@@ -62,14 +62,15 @@ def anchored_gradients(
     d_bias = problem.row_weight.new_zeros(classes) if wanted.d_bias else None
 
     exponentials = x.new_empty((config.rows, fused_tiles.padded(classes)))
-    held = d_input  # the input's rows of a chunk, zeros in those that do not contribute; later times rho
-    if d_input is None or not describable(d_input):
-        held = x.new_zeros((config.rows, padded_hidden(hidden, x.itemsize)))
+    # The input's rows of a chunk, zeros in those that do not contribute, and later times rho: in d_input's own memory,
+    # or in one chunk's.
+    holds = d_input is not None and describable(d_input)
+    held = d_input if d_input is not None and holds else x.new_zeros((config.rows, padded_hidden(hidden, x.itemsize)))
     scratch = problem.row_weight.new_empty(config.scratch)
     chunks = list(problem.chunks(config.rows))
     for chunk in reversed(chunks):
         n, first = chunk.stop - chunk.start, chunk is chunks[-1]
-        chunk_x = held[chunk] if held is d_input else held[:n]
+        chunk_x = held[chunk] if holds else held[:n]
         e = exponentials[:n, :classes]
         parts = scratch[: (1 + statistics) * config.blocks * n].view(-1, config.blocks, n)
         _scale_rows(x, packed.row_weight[chunk], chunk_x[:, :hidden], picks=rows_.order[chunk])
@@ -91,7 +92,7 @@ def anchored_gradients(
     if tokens:
         if d_input is not None:
             block = column_block(d_input)
-            untyped(row_kernels.zero_rows_kernel)[(tokens, triton.cdiv(hidden, block))](
+            untyped(row_kernels.zero_rows_kernel)[(tokens, cdiv(hidden, block))](
                 problem.row_weight, d_input, hidden, BLOCK_D=block
             )
         _add_target_rows(problem, rows_.theta_out, None if d_weight is None else d_weight.sum, d_bias)
@@ -139,14 +140,14 @@ def _store_exponentials(
     contribute may be left as they are, but for the first `least`.
     """
     tile, n = tile_of_call(problem), len(x)
-    row_blocks = triton.cdiv(n, tile.block_n)
+    row_blocks = cdiv(n, tile.block_n)
     flag = rows_.flag[chunk.start // config.rows]
     sums, tops = parts[0], parts[1] if len(parts) > 1 else None
 
     def each_slab(launch: Callable[[slice, Tensor, slice], None]) -> None:
         first_block = 0
         for slab in problem.slabs(config.head_rows):
-            blocks = slice(first_block, first_block + triton.cdiv(slab.stop - slab.start, tile.block_v))
+            blocks = slice(first_block, first_block + cdiv(slab.stop - slab.start, tile.block_v))
             launch(slab, head_slab(problem, slab), blocks)
             first_block = blocks.stop
 
@@ -192,7 +193,7 @@ def _store_exponentials(
 def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: PackedRows, e: Tensor) -> None:
     """Writes a chunk's rho and theta, and zeroes the targets' exponentials; lse, target logit and theta go out."""
     n, spec = chunk.stop - chunk.start, problem.spec
-    untyped(row_kernels.row_factors_kernel)[(triton.cdiv(n, SMALL_BLOCK),)](
+    untyped(row_kernels.row_factors_kernel)[(cdiv(n, SMALL_BLOCK),)](
         parts,
         rows_.anchor[chunk],
         rows_.target_logit[chunk],
@@ -226,7 +227,7 @@ def _scale_rows(source: Tensor, factor: Tensor, result: Tensor, *, picks: Tensor
     is 0."""
     n, hidden = result.shape
     block = column_block(source)
-    untyped(row_kernels.rows_kernel)[(n, triton.cdiv(hidden, block))](
+    untyped(row_kernels.rows_kernel)[(n, cdiv(hidden, block))](
         source,
         picks,
         factor,
@@ -256,7 +257,7 @@ def _add_d_weight(
         d_weight.put_product(slice(0, classes), operand(e).T, operand(x[:, :hidden]), None, first=first)
         return
     step, half, block_v = fused_tiles.D_WEIGHT_STEP, fused_tiles.D_BLOCK // 2, 256
-    programs = min(triton.cdiv(hidden, fused_tiles.D_BLOCK) * triton.cdiv(classes, block_v), card(x.device)[1])
+    programs = min(cdiv(hidden, fused_tiles.D_BLOCK) * cdiv(classes, block_v), card(x.device)[1])
     untyped(hopper_gradients.d_weight_kernel)[(programs,)](
         gluon_descriptor(x, [step, half]),
         gluon_descriptor(e, [step, block_v]),
@@ -304,7 +305,7 @@ def _store_d_input(
         product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for slab in problem.slabs(config.head_rows):
             add_product(product, operand(rows_of_e[:, slab]), operand(head_slab(problem, slab)), first=slab.start == 0)
-        untyped(row_kernels.d_input_kernel)[(len(product), triton.cdiv(hidden, block))](
+        untyped(row_kernels.d_input_kernel)[(len(product), cdiv(hidden, block))](
             product,
             rows_.rho[piece],
             rows_.theta[piece],
@@ -333,8 +334,8 @@ def _launch_d_input(
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
     by_class, step, programs = w.stride(1) == 1, fused_tiles.D_INPUT_STEP, card(e.device)[1]
     w, tile_rows = w[:classes], config.product_rows
-    blocks = triton.cdiv(n, tile_rows) * triton.cdiv(hidden, fused_tiles.D_BLOCK)
-    shares = fused_tiles.choose_shares(blocks, triton.cdiv(classes, step), programs, cut=config.cut)
+    blocks = cdiv(n, tile_rows) * cdiv(hidden, fused_tiles.D_BLOCK)
+    shares = fused_tiles.choose_shares(blocks, cdiv(classes, step), programs, cut=config.cut)
     arguments = {
         "part_ptr": scratch,
         "rho_ptr": rows_.rho[chunk],
@@ -390,7 +391,7 @@ def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d
     first, found, _, count = packed_order(ordered, starts)
     block = column_block(x)
     programs = min(len(x), 8 * card(x.device)[1])
-    untyped(row_kernels.target_rows_kernel)[(programs, triton.cdiv(x.shape[1], block) if d_weight is not None else 1)](
+    untyped(row_kernels.target_rows_kernel)[(programs, cdiv(x.shape[1], block) if d_weight is not None else 1)](
         order,
         found,
         first,

@@ -262,7 +262,7 @@ def chunk_gradients(
     for slab in problem.slabs(slab_size):
         w = operand(problem.linear_weight[slab], dtype)
         d_logits, summed = tiles.d_logits(problem, x, w, chunk, slab, row, kept)
-        if sums.d_bias is not None:
+        if sums.d_bias is not None and summed is not None:
             sums.d_bias.put(slab, summed, first=first)
         if sums.d_input is not None and d_input is None:
             d_input = product_of(d_logits, w)

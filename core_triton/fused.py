@@ -11,7 +11,6 @@ the library's (cuBLAS).
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from core_triton import chunked, fused_tiles
@@ -19,6 +18,7 @@ from core_triton.anchored import anchored_gradients
 from core_triton.chunked import Problem, RowGradient, Tiles
 from core_triton.launch import (
     add_class_sums,
+    cdiv,
     class_weight,
     converts,
     describable,
@@ -76,7 +76,7 @@ def gradients(
 def _partial(
     problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: None, *, entropy: bool
 ) -> Partial:
-    n, blocks = x.shape[0], triton.cdiv(slab.stop - slab.start, tile_of_call(problem).block_v)
+    n, blocks = x.shape[0], cdiv(slab.stop - slab.start, tile_of_call(problem).block_v)
     weighted = problem.spec.label_smoothing != 0
     part = x.new_empty((2 + weighted + entropy, blocks, n), dtype=torch.float32)
     top, sum_exp = part[0], part[1]

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -22,10 +21,15 @@ BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 GLUON_DTYPES = {torch.bfloat16: gluon.bfloat16, torch.float16: gluon.float16}
 
 
+def cdiv(a: int, b: int) -> int:
+    """Returns a / b rounded up."""
+    return -(-a // b)
+
+
 def merge(top: Tensor, sum_exp: Tensor | None, weighted_sum: Tensor | None, sum_exp_log: Tensor | None) -> None:
     """Merges statistics over class blocks into their first row."""
     blocks, n = top.shape
-    untyped(row_kernels.merge_kernel)[(triton.cdiv(n, SMALL_BLOCK),)](
+    untyped(row_kernels.merge_kernel)[(cdiv(n, SMALL_BLOCK),)](
         top,
         sum_exp,
         weighted_sum,
@@ -44,7 +48,7 @@ def merge(top: Tensor, sum_exp: Tensor | None, weighted_sum: Tensor | None, sum_
 def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor, *, first: bool) -> None:
     """Adds the sums over rows of factor (n,) * matrix (n, v) to `total` (v,) float32, or overwrites it if `first`."""
     n, classes = matrix.shape
-    untyped(row_kernels.class_sums_kernel)[(triton.cdiv(classes, 64),)](
+    untyped(row_kernels.class_sums_kernel)[(cdiv(classes, 64),)](
         matrix, factor, total, n, classes, matrix.stride(0), ADDS=not first, BLOCK_N=128, BLOCK_V=64, num_warps=4
     )
 
@@ -65,7 +69,7 @@ def operand(matrix: Tensor) -> Tensor:
 
 def column_block(matrix: Tensor) -> int:
     """Columns of a program that owns part of a row: up to eight elements a thread of four warps."""
-    return min(1024, max(16, triton.next_power_of_2(matrix.shape[1])))
+    return min(1024, max(16, 1 << (matrix.shape[1] - 1).bit_length()))
 
 
 def untyped(function: Any) -> Any:
@@ -131,12 +135,12 @@ def launch_tiles(
     }
     if result is not None:
         descriptors[result[0]] = describe(result[1], result_block)
-    programs = min(triton.cdiv(n, tile.block_n) * triton.cdiv(classes, tile.block_v), card(x.device)[1])
+    programs = min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), card(x.device)[1])
     kernel[(programs,)](**descriptors, **arguments, **common, **switches)
 
 
 def gluon_descriptor(matrix: Tensor, block: list[int]) -> GluonDescriptor:
-    layout = gluon.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[matrix.dtype])
+    layout: Any = gluon.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[matrix.dtype])
     return GluonDescriptor.from_tensor(matrix, block, layout)
 
 

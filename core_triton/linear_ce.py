@@ -292,9 +292,9 @@ def _interpreted() -> bool:
     """Whether Triton's interpreter was switched on: then the kernels run on any device when asked for by name."""
     if find_spec("triton") is None:
         return False
-    import triton
+    from triton import knobs
 
-    return bool(triton.knobs.runtime.interpret)
+    return bool(knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from core_triton import row_kernels
 from core_triton.chunked import Problem
 from core_triton.fused_tiles import AnchoredConfig
-from core_triton.launch import column_block, tile_of_call, untyped
+from core_triton.launch import cdiv, column_block, tile_of_call, untyped
 
 
 class PackedRows(NamedTuple):
@@ -35,10 +34,24 @@ def pack(problem: Problem, config: AnchoredConfig) -> tuple[Problem, PackedRows]
     row_weight, tokens = problem.row_weight, len(problem.input)
     order, target, packed_weight, count = packed_order(problem.target, row_weight)
     packed = replace(problem, target=target, row_weight=packed_weight)
-    blocks = triton.cdiv(config.rows, tile_of_call(problem).block_n)
-    flag = torch.zeros((triton.cdiv(tokens, config.rows), blocks), dtype=torch.int32, device=row_weight.device)
-    numbers = [torch.empty_like(row_weight) for _ in range(7)]
-    rows_ = PackedRows(order, count, flag, *numbers, torch.full_like(row_weight, torch.inf))
+    blocks = cdiv(config.rows, tile_of_call(problem).block_n)
+    flag = torch.zeros((cdiv(tokens, config.rows), blocks), dtype=torch.int32, device=row_weight.device)
+    target_logit, anchor, rho, theta, lse_out, target_logit_out, theta_out = (
+        torch.empty_like(row_weight) for _ in range(7)
+    )
+    rows_ = PackedRows(
+        order=order,
+        count=count,
+        flag=flag,
+        target_logit=target_logit,
+        anchor=anchor,
+        rho=rho,
+        theta=theta,
+        lse_out=lse_out,
+        target_logit_out=target_logit_out,
+        theta_out=theta_out,
+        top_out=torch.full_like(row_weight, torch.inf),
+    )
     if tokens:
         _store_target_logits(packed, rows_)
     return packed, rows_
