@@ -205,7 +205,9 @@ def choose_anchored(
 
     smallest = (*TILE_ROWS[-1], min(classes, MIN_SLAB) if converts else classes)
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
-    fitting = [found for choice in (*choices, smallest) if (found := largest(*choice)) is not None]
+    fitting = [found for choice in choices if (found := largest(*choice)) is not None]
+    if not fitting and (last := largest(*smallest)) is not None:
+        return last
     if not fitting:
         least = config(least_rows, *smallest).bytes
         raise ValueError(
