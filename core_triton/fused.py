@@ -144,6 +144,6 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         d_input=wanted.d_input,
         d_weight=wanted.d_weight,
         converts=converts(problem),
-        converts_rows=not describable(problem.input),
+        converts_rows=not describable(problem.input, by_row=True),
         budget=memory_budget,
     )

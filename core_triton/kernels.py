@@ -1,10 +1,10 @@
-"""Triton kernels: bodies and nothing else. Their launcher stands in `launch.py`; the ones that
-multiply nothing are in `row_kernels.py`.
+"""Triton kernels that multiply: bodies and nothing else. `launch.py` launches them; the kernels that multiply nothing are
+in `row_kernels.py`.
 
-These kernels share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of
-programs that stay (`tiles_of`), reads its operands through tensor descriptors (TMA where the card has it), which
-return zeros outside their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit
-for bit. Equations: parity/MATH.md.
+These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
+(`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside
+their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit for bit. Equations:
+parity/MATH.md.
 """
 
 import triton

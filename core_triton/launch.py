@@ -95,7 +95,7 @@ def launch_tiles(
     then, which is seldom and need not be fast.
     """
     tile = tile_of_call(problem)
-    x, w = for_descriptor(x), for_descriptor(w)
+    x, w = for_descriptor(x, by_row=True), for_descriptor(w)
     by_class = w.stride(1) == 1
     n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
     bias = None if problem.linear_bias is None else problem.linear_bias[slab]
@@ -149,9 +149,9 @@ def on_hopper(problem: Problem) -> bool:
     return problem.input.is_cuda and problem.input.itemsize == 2 and card(problem.input.device)[0] == 90
 
 
-def for_descriptor(matrix: Tensor) -> Tensor:
-    """Returns a matrix that a tensor descriptor can describe: itself, or a copy with rows of zeros-padded length."""
-    if describable(matrix):
+def for_descriptor(matrix: Tensor, *, by_row: bool = False) -> Tensor:
+    """Returns a matrix that a tensor descriptor can describe: itself, or a copy with rows of zero-padded length."""
+    if describable(matrix, by_row=by_row):
         return matrix
     rows_, columns = matrix.shape
     copy = matrix.new_zeros((rows_, padded_hidden(columns, matrix.itemsize)))
@@ -159,12 +159,13 @@ def for_descriptor(matrix: Tensor) -> Tensor:
     return copy
 
 
-def describable(matrix: Tensor) -> bool:
-    """Whether one stride is 1 and the other a multiple of 16 bytes, from an address that is one too."""
-    aligned = [stride * matrix.itemsize % 16 == 0 for stride in matrix.stride()]
-    by_row = matrix.stride(1) == 1 and aligned[0]
-    by_column = matrix.stride(0) == 1 and aligned[1]
-    return (by_row or by_column) and matrix.data_ptr() % 16 == 0
+def describable(matrix: Tensor, *, by_row: bool = False) -> bool:
+    """Whether one stride is 1, with `by_row` that of columns, and the other a multiple of 16 bytes, from an address
+    that is one too."""
+    if matrix.data_ptr() % 16:
+        return False
+    (row, column), itemsize = matrix.stride(), matrix.itemsize
+    return (column == 1 and row * itemsize % 16 == 0) or (not by_row and row == 1 and column * itemsize % 16 == 0)
 
 
 def padded_hidden(hidden: int, itemsize: int) -> int:

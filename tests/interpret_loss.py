@@ -6,6 +6,7 @@ Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which tak
 the error of rounding. Here its casts round to nearest, so interpreted results keep the budgets of real ones.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
 from triton.runtime import interpreter
 
+import core_triton
 from core_triton import chunked, fused, rows
 from core_triton.chunked import Problem, Wanted
 from core_triton.tiles import ChunkConfig
@@ -268,7 +270,32 @@ def shards_of(
         offset += size
 
 
-PROGRAMS = {"table": run_table, "repair": run_repair, "writes": run_writes, "shards": run_shards}
+# Layouts.
+
+
+def run_layouts(dtype: str) -> None:
+    """An input whose columns are contiguous has a descriptor's strides in the wrong order: it gives the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator).to(getattr(torch, dtype)) for shape in ((64, 24), (300, 24)))
+    target = torch.randint(0, 300, (64,), generator=generator)
+    for reduction, differentiates in itertools.product(("mean", "none"), (False, True)):
+        results = []
+        for input in (x.clone(), x.t().contiguous().t()):
+            arrays = [input.requires_grad_(differentiates), w.clone().requires_grad_(differentiates)]
+            loss = core_triton.linear_cross_entropy(*arrays, target, reduction=reduction, implementation="triton")
+            gradients = torch.autograd.grad(loss.sum(), arrays) if differentiates else ()
+            results.append([loss.detach(), *gradients])
+        same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        say(name=f"{reduction}, gradients {differentiates}", used={"difference": 0.0 if same else 200.0})
+
+
+PROGRAMS = {
+    "table": run_table,
+    "repair": run_repair,
+    "writes": run_writes,
+    "shards": run_shards,
+    "layouts": run_layouts,
+}
 
 
 def main() -> None:

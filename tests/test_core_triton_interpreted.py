@@ -59,3 +59,8 @@ def test_nothing_is_written_outside_and_everything_inside(dtype: str, functions:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_of_the_vocabulary_make_the_whole(dtype: str) -> None:
     assert_within_budget(interpret("shards", dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_inputs_layout_changes_nothing(dtype: str) -> None:
+    assert_within_budget(interpret("layouts", dtype))
