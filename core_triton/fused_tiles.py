@@ -39,6 +39,8 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
         return TileConfig(64, 64, 32, num_warps=4, num_stages=2)
     if capability < 90:
         return TileConfig(128, 128, 32, num_warps=8, num_stages=3)
+    if capability >= 100:  # wider tiles spill registers there
+        return TileConfig(128, 128, 64, num_warps=8, num_stages=3)
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
