@@ -33,13 +33,14 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     """Returns the tile of logits for operands of `itemsize` bytes on a card of compute capability 80, 90, 100, ...
 
     16-bit on Hopper: two warpgroups of 64 x 256, whose accumulators fill the registers and whose three stages and
-    staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions.
+    staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions. Elsewhere the
+    tiles are as large as registers allow without spills.
     """
     if itemsize == 4:
-        return TileConfig(64, 64, 32, num_warps=4, num_stages=2)
+        return TileConfig(64, 64, 16, num_warps=4, num_stages=2)
     if capability < 90:
-        return TileConfig(128, 128, 32, num_warps=8, num_stages=3)
-    if capability >= 100:  # wider tiles spill registers there
+        return TileConfig(64, 128, 32, num_warps=8, num_stages=3)
+    if capability >= 100:
         return TileConfig(128, 128, 64, num_warps=8, num_stages=3)
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
 
