@@ -3,7 +3,7 @@ logits' own product stores.
 
 Serves bfloat16 without label smoothing. A chunk of rows goes through, in this order,
 
-    rows of the input that contribute, packed     `scale_rows`
+    rows of the input that contribute, packed     `_scale_rows`
     exponentials and their sums                   `_store_exponentials`
     lse, and the factors of rows                  `_row_factors`
     d_weight += E^T (rho x)                       `_add_d_weight`
@@ -34,14 +34,13 @@ from core_triton.launch import (
     launch_tiles,
     merge,
     on_hopper,
-    operand,
     padded_hidden,
     tile_of_call,
     untyped,
 )
 from core_triton.packed import PackedRows, pack, packed_order
 from core_triton.rows import RowStatistics
-from core_triton.sums import ClassSum, Gradients, Wanted, add_product
+from core_triton.sums import ClassSum, Gradients, Wanted, add_product, operand
 
 
 def anchored_gradients(
@@ -254,9 +253,11 @@ def _add_d_weight(
     """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
     classes, hidden = e.shape[1], problem.input.shape[1]
     if not _own_d_weight(problem, d_weight):
-        d_weight.put_product(slice(0, classes), operand(e).T, operand(x[:, :hidden]), None, first=first)
+        d_weight.put_product(
+            slice(0, classes), operand(e, e.dtype).T, operand(x[:, :hidden], x.dtype), None, first=first
+        )
         return
-    step, half, block_v = fused_tiles.D_WEIGHT_STEP, fused_tiles.D_BLOCK // 2, 256
+    step, half, block_v = fused_tiles.D_WEIGHT_STEP, fused_tiles.D_BLOCK // 2, fused_tiles.CLASS_BLOCK
     programs = min(cdiv(hidden, fused_tiles.D_BLOCK) * cdiv(classes, block_v), card(x.device)[1])
     untyped(hopper_gradients.d_weight_kernel)[(programs,)](
         gluon_descriptor(x, [step, half]),
@@ -304,7 +305,8 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for slab in problem.slabs(config.head_rows):
-            add_product(product, operand(rows_of_e[:, slab]), operand(head_slab(problem, slab)), first=slab.start == 0)
+            slab_e, slab_w = (operand(m, e.dtype) for m in (rows_of_e[:, slab], problem.linear_weight[slab]))
+            add_product(product, slab_e, slab_w, first=slab.start == 0)
         untyped(row_kernels.d_input_kernel)[(len(product), cdiv(hidden, block))](
             product,
             rows_.rho[piece],
@@ -331,9 +333,10 @@ def _launch_d_input(
     scratch: Tensor,
     d_input: Tensor,
 ) -> None:
+    """Launches the kernels that make the rows of d_input of a chunk."""
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
     by_class, step, programs = w.stride(1) == 1, fused_tiles.D_INPUT_STEP, card(e.device)[1]
-    w, tile_rows = w[:classes], config.product_rows
+    w, tile_rows, half = w[:classes], config.product_rows, fused_tiles.D_BLOCK // 2
     blocks = cdiv(n, tile_rows) * cdiv(hidden, fused_tiles.D_BLOCK)
     shares = fused_tiles.choose_shares(blocks, cdiv(classes, step), programs, cut=config.cut)
     arguments = {
@@ -356,7 +359,7 @@ def _launch_d_input(
         "spare": shares.spare,
     }
     untyped(hopper_gradients.d_input_kernel)[(programs,)](
-        w_desc=gluon_descriptor(w if by_class else w.T, [step, 64] if by_class else [64, step]),
+        w_desc=gluon_descriptor(w if by_class else w.T, [step, half] if by_class else [half, step]),
         e_desc=gluon_descriptor(e, [tile_rows, step]),
         **arguments,
         rounds=shares.rounds,

@@ -6,8 +6,8 @@
     plan B  `statistics`          1 product, whose tiles of logits never leave the multiprocessor
     plan C  `gradients`           1 + 3 products: d_logits come from logits computed again, slab by slab
 
-Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Products whose result is a matrix are
-the library's (cuBLAS).
+Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Their gradients are products of the
+library (cuBLAS), and so are plan A's where the Hopper kernels do not serve.
 """
 
 import torch
@@ -29,7 +29,7 @@ from core_triton.launch import (
     tile_of_call,
 )
 from core_triton.rows import Coefficients, Partial, RowStatistics
-from core_triton.sums import NOTHING, Gradients, Wanted
+from core_triton.sums import NOTHING, Gradients, Wanted, operand
 from core_triton.tiles import ChunkConfig
 
 
@@ -125,7 +125,7 @@ def _d_logits(
         summed = row.lse.new_empty(classes)
         factor = torch.ones_like(row.lse) if row.bias_scale is None else row.bias_scale
         add_class_sums(summed, d_logits, factor, first=True)
-    return d_logits if d_logits.is_cuda else d_logits.float(), summed
+    return operand(d_logits, d_logits.dtype), summed
 
 
 KERNEL_TILES = Tiles(_partial, _d_logits)

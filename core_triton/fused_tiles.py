@@ -97,7 +97,9 @@ D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 6
 
 D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 
-D_BLOCK = 128  # columns of a tile of d_weight or d_input
+D_BLOCK = 128  # columns of a tile of d_weight or d_input: two warpgroups of 64
+
+CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,10 @@ def choose_anchored(
     smallest = (*TILE_ROWS[-1], min(classes, MIN_SLAB) if converts else classes)
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
     fitting = [found for choice in choices if (found := largest(*choice)) is not None]
-    if not fitting and (last := largest(*smallest)) is not None:
-        return last
     if not fitting:
+        last = largest(*smallest)
+        if last is not None:
+            return last
         least = config(least_rows, *smallest).bytes
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
@@ -225,9 +228,8 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-D_LOGITS_SLAB = (
-    12288  # each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is
-)
+# Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
+D_LOGITS_SLAB = 12288
 
 PARTIAL_BYTES = 3 * 2**24  # of statistics at a time: one launch for 8192 tokens of a 150,000-word vocabulary
 
@@ -293,7 +295,7 @@ def choose_recomputed(
     enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
     slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
     rows = min(tokens, model(slab).rows_within(budget, slab))
-    if not second:  # no product waits for its rows: partial statistics of 32 MiB are enough at a time
+    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // block_v)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)

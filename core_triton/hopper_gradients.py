@@ -20,9 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from core_triton.hopper import LOAD_REGISTERS, MULTIPLY_REGISTERS, active_rows, halves, next_stage, rings
-
-SIZES = ["start", "least", "rows", "hidden", "classes"]
+from core_triton.hopper import LOAD_REGISTERS, MULTIPLY_REGISTERS, SIZES, active_rows, halves, next_stage, rings
 
 
 @gluon.jit

@@ -22,12 +22,7 @@ from core_triton.hopper import (
     store_tile,
     tile_of,
 )
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-NO_PROBABILITY = gl.constexpr(-1e4)
-
-SUM_LIMIT = gl.constexpr(2.0**48)  # as in kernels.py
+from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT
 
 
 @gluon.jit

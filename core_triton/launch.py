@@ -54,6 +54,7 @@ def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor, *, first: bool
 
 
 def class_weight(problem: Problem, slab: slice) -> Tensor:
+    """Returns the class weights of a slab, (v,) float32, ones where there are none."""
     found = problem.slab_class_weight(slab)
     return problem.row_weight.new_ones(slab.stop - slab.start) if found is None else found
 
@@ -61,10 +62,6 @@ def class_weight(problem: Problem, slab: slice) -> Tensor:
 def head_slab(problem: Problem, slab: slice) -> Tensor:
     """Returns the slab of the head in the input's dtype."""
     return problem.linear_weight[slab].to(problem.input.dtype)
-
-
-def operand(matrix: Tensor) -> Tensor:
-    return matrix if matrix.is_cuda else matrix.float()
 
 
 def column_block(matrix: Tensor) -> int:
@@ -140,6 +137,7 @@ def launch_tiles(
 
 
 def gluon_descriptor(matrix: Tensor, block: list[int]) -> GluonDescriptor:
+    """Returns a descriptor of a 16-bit matrix for the Hopper kernels."""
     layout: Any = gluon.NVMMASharedLayout.get_default_for(block, GLUON_DTYPES[matrix.dtype])
     return GluonDescriptor.from_tensor(matrix, block, layout)
 
@@ -169,6 +167,7 @@ def describable(matrix: Tensor, *, by_row: bool = False) -> bool:
 
 
 def padded_hidden(hidden: int, itemsize: int) -> int:
+    """Returns the least length of a row of the input or the head that is a multiple of 16 bytes."""
     return -(-hidden * itemsize // 16) * 16 // itemsize
 
 
@@ -192,6 +191,7 @@ def card(device: torch.device) -> tuple[int, int]:
 
 
 def tile_of_call(problem: Problem) -> TileConfig:
+    """Returns the tile of logits for a call's dtype and card."""
     return fused_tiles.choose_tile(problem.input.itemsize, card(problem.input.device)[0])
 
 

@@ -120,8 +120,8 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-            slab: Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
+        slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md
+        (1)-(18); what the kernels store: (29)-(33).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     call = _prepare(
@@ -262,7 +262,7 @@ def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None 
         implementation: as given to the call.
 
     Raises:
-        ValueError: `implementation` is no implementation.
+        ValueError: `implementation` is no implementation, or cannot run on input's device.
     """
     obstacle = _triton_obstacle(input.device)
     if implementation is None:

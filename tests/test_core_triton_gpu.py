@@ -369,12 +369,9 @@ def test_opcheck(dtype: torch.dtype, options: tuple[float, float | None, bool]) 
     settings = (smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
-        torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, True, *wanted), **close)
+        for statistics in (True, False):
+            torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, statistics, True, *wanted), **close)
     torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, False, True, False, False), **close)
-    # Without statistics the largest logits may be NaN, which compares unequal to itself.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    without = (*arguments, *settings, False, True, True, True, bias)
-    torch.library.opcheck(ops.loss_and_gradients, without, test_utils=checks)
     torch.library.opcheck(ops.row_losses, (*arguments, *settings, True, bias), **close)
     torch.library.opcheck(ops.log_probs, (*arguments, *settings, bias, True), **close)
     rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
