@@ -305,8 +305,9 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for slab in problem.slabs(config.head_rows):
-            slab_e, slab_w = (operand(m, e.dtype) for m in (rows_of_e[:, slab], problem.linear_weight[slab]))
-            add_product(product, slab_e, slab_w, first=slab.start == 0)
+            # No name for the converted slab: it would live until the next one is there.
+            slab_e = operand(rows_of_e[:, slab], e.dtype)
+            add_product(product, slab_e, operand(problem.linear_weight[slab], e.dtype), first=slab.start == 0)
         untyped(row_kernels.d_input_kernel)[(len(product), cdiv(hidden, block))](
             product,
             rows_.rho[piece],
