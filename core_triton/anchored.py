@@ -1,15 +1,16 @@
-"""Plan A with anchored exponentials (MATH.md section 8): three products, whose operands are the exponentials that the
-logits' own product stores.
+"""Plans A and B with anchored exponentials (MATH.md section 8).
 
-Serves bfloat16 without label smoothing. A chunk of rows goes through, in this order,
+Plan A is three products, whose operands are the exponentials that the logits' own product stores. It serves bfloat16
+without label smoothing. A chunk of rows goes through, in this order,
 
-    rows of the input that contribute, packed     `_scale_rows`
-    exponentials and their sums                   `_store_exponentials`
-    lse, and the factors of rows                  `_row_factors`
-    d_weight += E^T (rho x)                       `_add_d_weight`
-    d_input = rho (E W) + theta w_target          `_store_d_input`
+    rows of the input that contribute, packed         `packed.pick_rows`
+    exponentials and their sums                       `_store_exponentials`
+    loss, and the factors of rows; x becomes rho x    `_finish_rows`
+    d_weight += E^T (rho x)                           `_add_d_weight`
+    d_input = rho (E W) + theta w_target              `_store_d_input`
 
-and the targets' terms of d_weight come last, for all rows (`_add_target_rows`).
+and the targets' terms of d_weight come last, for all rows (`_add_target_rows`). Plan B is the first three, with nothing
+stored but the sums, in any dtype.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from core_triton import fused_tiles, hopper_gradients, row_kernels, rows
+from core_triton import fused_tiles, hopper_gradients, row_kernels, target_kernels
 from core_triton.chunked import Problem
 from core_triton.fused_tiles import AnchoredConfig
 from core_triton.launch import (
@@ -38,29 +39,30 @@ from core_triton.launch import (
     tile_of_call,
     untyped,
 )
-from core_triton.packed import PackedRows, pack, packed_order
+from core_triton.packed import PackedRows, pack, pick_rows
 from core_triton.rows import RowStatistics
 from core_triton.sums import ClassSum, Gradients, Wanted, add_product, operand
 
 
-def anchored_gradients(
+def anchored(
     problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A: the logits' product stores exponentials, and the gradients are products of those; (29)-(33).
+    """Plan A, or plan B where no gradient is wanted: each row's weighted loss (N,), its statistics, and the gradients
+    of their sum; (29)-(33). Without `statistics` the largest logits are inf.
 
     Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
     packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
     d_input's own memory can hold a chunk's rows of the input until the chunk's gradient replaces them.
     """
-    config = _anchored_config(problem, memory_budget, wanted, statistics=statistics)
-    spec, x, w, b = problem.spec, problem.input, problem.linear_weight, problem.linear_bias
+    config = _config(problem, memory_budget, wanted, statistics=statistics)
+    x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
-    packed, rows_ = pack(problem, config)
+    packed, rows_ = pack(problem, config.rows)
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
     d_weight = ClassSum(w, classes, float32_sum=False) if wanted.d_weight else None
     d_bias = problem.row_weight.new_zeros(classes) if wanted.d_bias else None
 
-    exponentials = x.new_empty((config.rows, fused_tiles.padded(classes)))
+    stored = x.new_empty((config.rows, fused_tiles.padded(classes))) if any(wanted) else None
     # The input's rows of a chunk, zeros in those that do not contribute, and later times rho: in d_input's own memory,
     # or in one chunk's.
     holds = d_input is not None and describable(d_input)
@@ -70,46 +72,47 @@ def anchored_gradients(
     for chunk in reversed(chunks):
         n, first = chunk.stop - chunk.start, chunk is chunks[-1]
         chunk_x = held[chunk] if holds else held[:n]
-        e = exponentials[:n, :classes]
+        e = None if stored is None else stored[:n, :classes]
         parts = scratch[: (1 + statistics) * config.blocks * n].view(-1, config.blocks, n)
-        _scale_rows(x, packed.row_weight[chunk], chunk_x[:, :hidden], picks=rows_.order[chunk])
+        pick_rows(packed, chunk, rows_, chunk_x[:, :hidden])
         library = d_weight is not None and not _own_d_weight(problem, d_weight)
         _store_exponentials(packed, config, chunk, chunk_x, e, rows_, parts, least=n if library else int(first))
         if statistics:
             merge(parts[1], None, None, None)
             rows_.top_out.index_copy_(0, rows_.order[chunk], parts[1, 0])
-        _row_factors(packed, chunk, parts[0], rows_, e)
+        _finish_rows(packed, chunk, parts[0], rows_, e, None if d_weight is None else chunk_x)
         if d_weight is not None:
-            _scale_rows(chunk_x, rows_.rho[chunk], chunk_x)
+            assert e is not None
             _add_d_weight(problem, chunk, e, chunk_x, rows_, d_weight, first=first)
         if d_bias is not None:
+            assert e is not None
             add_class_sums(d_bias, e, rows_.rho[chunk], first=first)
         if d_input is not None:
+            assert e is not None
             _store_d_input(packed, config, chunk, e, rows_, scratch, d_input)
         del chunk_x, e, parts
-    del exponentials, held, scratch
-    if tokens:
-        if d_input is not None:
-            block = column_block(d_input)
-            untyped(row_kernels.zero_rows_kernel)[(tokens, cdiv(hidden, block))](
-                problem.row_weight, d_input, hidden, BLOCK_D=block
-            )
-        _add_target_rows(problem, rows_.theta_out, None if d_weight is None else d_weight.sum, d_bias)
+    del stored, held, scratch
+    if d_input is not None and tokens:
+        _zero_rows(problem.row_weight, d_input)
+    if d_weight is not None or d_bias is not None:
+        _add_target_rows(packed, rows_, None if d_weight is None else d_weight.sum, d_bias)
     found = RowStatistics(rows_.lse_out, rows_.target_logit_out, rows_.top_out, None, None)
-    loss = rows.row_loss(spec, found, problem.target, problem.row_weight, problem.class_weight, classes)
     if d_bias is not None:
         assert b is not None
         d_bias = torch.cat([d_bias.to(b.dtype), b.new_zeros(len(b) - classes)])
-    return loss, found, Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
+    gradients = Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
+    return rows_.loss_out, found, gradients
 
 
-def _anchored_config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool) -> AnchoredConfig:
+def _config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool) -> AnchoredConfig:
     tokens, hidden = problem.input.shape
     return fused_tiles.choose_anchored(
         tokens=tokens,
         hidden=padded_hidden(hidden, problem.input.itemsize),
         classes=problem.classes,
+        itemsize=problem.input.itemsize,
         block_v=tile_of_call(problem).block_v,
+        stores=any(wanted),
         d_input=wanted.d_input,
         holds=wanted.d_input and padded_hidden(hidden, problem.input.itemsize) == hidden,
         converts=converts(problem),
@@ -124,13 +127,13 @@ def _store_exponentials(
     config: AnchoredConfig,
     chunk: slice,
     x: Tensor,
-    e: Tensor,
+    e: Tensor | None,
     rows_: PackedRows,
     parts: Tensor,
     *,
     least: int,
 ) -> None:
-    """Writes a chunk's exponentials e (n, K) and their sums over class blocks, parts[0] (blocks, n).
+    """Writes a chunk's exponentials e (n, K), if there, and their sums over class blocks, parts[0] (blocks, n).
 
     Where there is a parts[1] it takes the largest logits of class blocks, and rows_.target_logit the targets' logits.
 
@@ -153,7 +156,7 @@ def _store_exponentials(
     def store(*, repair: bool) -> Callable[[slice, Tensor, slice], None]:
         def launch(slab: slice, w: Tensor, blocks: slice) -> None:
             arguments = {
-                "target_ptr": problem.target[chunk] - slab.start,
+                "target_ptr": None if tops is None else problem.target[chunk] - slab.start,
                 "anchor_ptr": rows_.anchor[chunk],
                 "flag_ptr": flag,
                 "sum_ptr": sums[blocks],
@@ -163,8 +166,8 @@ def _store_exponentials(
                 "start": chunk.start,
                 "least": least,
             }
-            result = ("e_desc", e[:, slab])
-            switches = {"STATISTICS": tops is not None}
+            result = ("e_desc", None if e is None else e[:, slab])
+            switches = {"STORES": e is not None, "STATISTICS": tops is not None}
             launch_tiles("exponentials_kernel", problem, x, w, slab, arguments, result, repair=repair, **switches)
 
         return launch
@@ -189,10 +192,18 @@ def _store_exponentials(
     each_slab(store(repair=True))
 
 
-def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: PackedRows, e: Tensor) -> None:
-    """Writes a chunk's rho and theta, and zeroes the targets' exponentials; lse, target logit and theta go out."""
+FINISHED_ROWS = 8  # of a program of `_finish_rows`: enough programs to fill a card
+
+FINISHED_COLUMNS = 512  # of the input that it scales at a time
+
+
+def _finish_rows(
+    problem: Problem, chunk: slice, parts: Tensor, rows_: PackedRows, e: Tensor | None, x: Tensor | None
+) -> None:
+    """Writes a chunk's loss, lse and target logit; with e also rho and theta, and zeroes the targets' exponentials;
+    multiplies x (n, >= D), if there, by rho."""
     n, spec = chunk.stop - chunk.start, problem.spec
-    untyped(row_kernels.row_factors_kernel)[(cdiv(n, SMALL_BLOCK),)](
+    untyped(row_kernels.row_factors_kernel)[(cdiv(n, FINISHED_ROWS),)](
         parts,
         rows_.anchor[chunk],
         rows_.target_logit[chunk],
@@ -201,41 +212,28 @@ def _row_factors(problem: Problem, chunk: slice, parts: Tensor, rows_: PackedRow
         rows_.order[chunk],
         problem.class_weight,
         e,
+        x,
         rows_.rho[chunk],
         rows_.theta[chunk],
+        rows_.loss_out,
         rows_.lse_out,
         rows_.target_logit_out,
-        rows_.theta_out,
         n,
         len(parts),
         problem.classes,
-        e.stride(0),
+        problem.input.shape[1],
+        0 if e is None else e.stride(0),
+        0 if x is None else x.stride(0),
         spec.z_loss_weight,
         spec.logit_scale,
         spec.softcap or 1.0,
         HAS_CLASS_WEIGHT=problem.class_weight is not None,
         HAS_SOFTCAP=spec.softcap is not None,
-        BLOCK_N=SMALL_BLOCK,
+        GRADIENTS=e is not None,
+        SCALES=x is not None,
+        BLOCK_N=FINISHED_ROWS,
         BLOCK_T=BLOCKS_AT_ONCE,
-        num_warps=4,
-    )
-
-
-def _scale_rows(source: Tensor, factor: Tensor, result: Tensor, *, picks: Tensor | None = None) -> None:
-    """Writes factor (n,) * source (n, D) to result (n, D), or rows `picks` (n,) of it as they are; zeros where factor
-    is 0."""
-    n, hidden = result.shape
-    block = column_block(source)
-    untyped(row_kernels.rows_kernel)[(n, cdiv(hidden, block))](
-        source,
-        picks,
-        factor,
-        result,
-        hidden,
-        *source.stride(),
-        result.stride(0),
-        PICKS=picks is not None,
-        BLOCK_D=block,
+        BLOCK_D=FINISHED_COLUMNS,
         num_warps=4,
     )
 
@@ -382,35 +380,57 @@ def _launch_d_input(
         )
 
 
-def _add_target_rows(problem: Problem, theta: Tensor, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
-    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    if d_weight is None and d_bias is None:
-        return
-    x, target = problem.input, problem.target
-    is_class = (problem.row_weight != 0) & (target >= 0) & (target < problem.classes)
-    keys = torch.where(is_class, target, -1).int()  # a radix sort of half the passes
-    ordered, order = torch.sort(keys, stable=True)
-    end = torch.searchsorted(ordered, ordered, right=True, out_int32=True)
-    starts = torch.cat([ordered[:1] >= 0, ordered[1:] != ordered[:-1]]).float()
-    first, found, _, count = packed_order(ordered, starts)
-    block = column_block(x)
-    programs = min(len(x), 8 * card(x.device)[1])
-    untyped(row_kernels.target_rows_kernel)[(programs, cdiv(x.shape[1], block) if d_weight is not None else 1)](
-        order,
-        found,
-        first,
-        end,
-        count,
-        theta,
-        x,
-        d_weight,
-        d_bias,
-        x.shape[1],
-        problem.classes,
-        *x.stride(),
-        HAS_WEIGHT=d_weight is not None,
-        HAS_BIAS=d_bias is not None,
-        BLOCK_R=4,  # most runs are short, and what is masked costs as much as what is not
-        BLOCK_D=block,
-        num_warps=4,
+def _zero_rows(row_weight: Tensor, result: Tensor) -> None:
+    """Zeroes the rows of result (N, D) whose row_weight is 0."""
+    tokens, hidden = result.shape
+    untyped(row_kernels.zero_rows_kernel)[(cdiv(tokens, SMALL_BLOCK),)](
+        row_weight, result, tokens, hidden, BLOCK_N=SMALL_BLOCK, BLOCK_D=column_block(result), num_warps=4
     )
+
+
+SORTED_ROWS = 2**14  # at a time: every two of them are compared
+
+
+def _add_target_rows(problem: Problem, rows_: PackedRows, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
+    x, hidden = problem.input, problem.input.shape[1]
+    block = column_block(x)
+    for part in problem.chunks(SORTED_ROWS):
+        n = part.stop - part.start
+        target, row, theta = rows_.count.new_empty(n), rows_.order.new_empty(n), rows_.theta.new_empty(n)
+        untyped(target_kernels.sort_kernel)[(cdiv(n, 32),)](
+            problem.target[part],
+            rows_.order[part],
+            rows_.theta[part],
+            rows_.count,
+            target,
+            row,
+            theta,
+            part.start,
+            n,
+            problem.classes,
+            BLOCK_N=32,
+            BLOCK_OTHER=256,
+            num_warps=8,
+        )
+        untyped(target_kernels.target_rows_kernel)[(n, cdiv(hidden, block) if d_weight is not None else 1)](
+            target,
+            row,
+            theta,
+            rows_.count,
+            x,
+            d_weight,
+            d_bias,
+            part.start,
+            n,
+            hidden,
+            problem.classes,
+            *x.stride(),
+            HAS_WEIGHT=d_weight is not None,
+            HAS_BIAS=d_bias is not None,
+            FEW=2,
+            MANY=32,
+            SPLIT=8,
+            BLOCK_D=block,
+            num_warps=4,
+        )

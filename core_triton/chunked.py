@@ -284,8 +284,16 @@ def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entrop
     _config(problem, memory_budget, wanted, entropy=entropy)
 
 
+def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Tensor, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
+
+    `statistics` says whether the largest logits are wanted; here they cost nothing.
+    """
+    return losses_by(TORCH_TILES, problem, _config(problem, memory_budget, NOTHING))
+
+
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no gradient."""
+    """Plan B: statistics of every row, no loss."""
     return statistics_by(TORCH_TILES, problem, _config(problem, memory_budget, NOTHING, entropy=entropy), entropy)
 
 
@@ -311,6 +319,13 @@ def gradients(
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
     config = _config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
     return gradients_by(TORCH_TILES, problem, config, lse, coefficients, wanted)
+
+
+def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
+    """`losses` with any tiles."""
+    found = statistics_by(tiles, problem, config, False)
+    target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
+    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:

@@ -3,7 +3,8 @@
     plan A  `loss_and_gradients`  3 products: the logits' own stores exponentials instead of logits (MATH.md section 8),
                                   and the gradients are products of those. Serves bfloat16 without label smoothing;
                                   other calls compute logits twice, 4 products
-    plan B  `statistics`          1 product, whose tiles of logits never leave the multiprocessor
+    plan B  `losses`              1 product, whose tiles of logits never leave the multiprocessor; `statistics` finds
+                                  what smoothing and the entropy want besides
     plan C  `gradients`           1 + 3 products: d_logits come from logits computed again, slab by slab
 
 Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Their gradients are products of the
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core_triton import chunked, fused_tiles
-from core_triton.anchored import anchored_gradients
+from core_triton.anchored import anchored
 from core_triton.chunked import Problem, RowGradient, Tiles
 from core_triton.launch import (
     add_class_sums,
@@ -38,8 +39,21 @@ def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entrop
     _recomputed_config(problem, memory_budget, wanted, entropy=entropy)
 
 
+def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[Tensor, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
+
+    Without `statistics` the largest logits may be inf.
+    """
+    with on_device(problem):
+        if problem.spec.label_smoothing:
+            config = _recomputed_config(problem, memory_budget, NOTHING, entropy=False)
+            return chunked.losses_by(KERNEL_TILES, problem, config)
+        loss, found, _ = anchored(problem, memory_budget, NOTHING, statistics=statistics)
+        return loss, found
+
+
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no gradient."""
+    """Plan B: statistics of every row, no loss."""
     config = _recomputed_config(problem, memory_budget, NOTHING, entropy=entropy)
     with on_device(problem):
         return chunked.statistics_by(KERNEL_TILES, problem, config, entropy)
@@ -59,7 +73,7 @@ def loss_and_gradients(
     """
     with on_device(problem):
         if problem.input.dtype == torch.bfloat16 and not problem.spec.label_smoothing:
-            return anchored_gradients(problem, memory_budget, wanted, statistics=statistics)
+            return anchored(problem, memory_budget, wanted, statistics=statistics)
         config = _recomputed_config(problem, memory_budget, wanted, entropy=False)
         return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, wanted, scales)
 

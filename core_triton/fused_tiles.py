@@ -136,13 +136,17 @@ TILE_ROWS = ((256, True), (128, True), (128, False))
 
 CONVERTED_BYTES = 2**25
 
+PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+
 
 def choose_anchored(
     *,
     tokens: int,
     hidden: int,
     classes: int,
+    itemsize: int,
     block_v: int,
+    stores: bool,
     d_input: bool,
     holds: bool,
     converts: bool,
@@ -150,13 +154,15 @@ def choose_anchored(
     programs: int,
     budget: int,
 ) -> AnchoredConfig:
-    """Returns the chunks of plan A with anchored exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
 
     Args:
         tokens: N.
         hidden: D, padded as the kernels want it.
         classes: K.
+        itemsize: of the input's dtype.
         block_v: classes of a tile.
+        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
         d_input: d_input is wanted.
         holds: d_input's own memory holds the chunk's rows of the input.
         converts: the head is converted slab by slab.
@@ -171,8 +177,11 @@ def choose_anchored(
     least_rows = min(tokens, MIN_ROWS)
     head_rows = classes
     if converts:
-        limit = min(CONVERTED_BYTES, budget // 4) // (2 * hidden)
+        limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
+
+    fixed = 72 * tokens + 4 * classes + 4096  # rows' numbers, d_bias
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
     def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
         if not programs:
@@ -186,23 +195,23 @@ def choose_anchored(
     def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> AnchoredConfig:
         product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
         product = product_elements(rows, tile_rows, cut) if d_input else 0
-        blocks = -(-classes // head_rows) * -(-head_rows // block_v)
+        slabs, tail = divmod(classes, head_rows)
+        blocks = slabs * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, product)
-        size = 72 * tokens + 4 * classes + 4096  # rows' numbers, d_bias
-        size += 2 * hidden * head_rows * converts
-        size += rows * (2 * padded(classes) + 2 * hidden * (not holds)) + 4 * scratch
+        size = fixed + itemsize * hidden * head_rows * converts
+        size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
         return AnchoredConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
 
     def largest(*choice: Any) -> AnchoredConfig | None:
         """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
         the exponentials leave room, then ever fewer of them: the memory of cut tiles does not grow with rows."""
-        chunks = max(1, -(-tokens * 2 * padded(classes) // budget))
+        chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
         densely = chunks + 16
         while True:
             for multiple in (ROW_BLOCK, MIN_ROWS):
                 rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
                 found = config(rows, *choice)
-                if found.bytes <= budget:
+                if found.bytes <= (budget if rows == least_rows else enough):
                     return found
             if rows == least_rows:
                 return None
@@ -230,8 +239,6 @@ def padded(classes: int) -> int:
 
 # Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
 D_LOGITS_SLAB = 12288
-
-PARTIAL_BYTES = 3 * 2**24  # of statistics at a time: one launch for 8192 tokens of a 150,000-word vocabulary
 
 
 def choose_recomputed(

@@ -142,8 +142,9 @@ def share_of(item, rounds, rest, cuts, head, steps, spare):
 
     Programs first take whole tiles in `rounds` full rounds. The `rest` tiles are cut along the classes: the first
     `head` steps into `cuts` equal parts, so that programs march through the classes together and share what they read;
-    the last steps of all of them, end to end, are divided among the `spare` programs. Tiles are numbered with the row
-    blocks first: those that run together share few columns of the head, which they then read from memory once.
+    the last steps of all of them, end to end, are divided among the `spare` programs. Tiles are numbered with the
+    blocks of D first: those that run together share few rows of e, which they then read from memory once, however many
+    rows there are.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     tail = steps - head
@@ -182,7 +183,7 @@ def items_of(rounds, rest, cuts, head, steps, spare):
 
 
 @gluon.jit
-def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, row_blocks, shares, W_BY_CLASS: gl.constexpr):
+def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS: gl.constexpr):
     """The loading warp."""
     STAGES: gl.constexpr = e_ring.shape[0]
     BLOCK_N: gl.constexpr = e_ring.shape[1]
@@ -192,7 +193,7 @@ def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, row_blocks
     phase = 0
     for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
         tile, first, last, _ = share_of(item, rounds, rest, cuts, head, steps, spare)
-        row, d = (tile % row_blocks) * BLOCK_N, (tile // row_blocks) * 128
+        row, d = (tile // d_blocks) * BLOCK_N, (tile % d_blocks) * 128
         if row < active:
             for step in range(first, last):
                 k = step * BLOCK_V
@@ -211,7 +212,7 @@ def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, row_blocks
 
 @gluon.jit
 def d_input_warpgroup(
-    w_ring, e_ring, full, empty, arguments, active, hidden, classes, row_blocks, shares, WHICH: gl.constexpr,
+    w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, WHICH: gl.constexpr,
     W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
     (
@@ -229,7 +230,7 @@ def d_input_warpgroup(
     phase = 0
     for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
         tile, first, last, slot = share_of(item, rounds, rest, cuts, head, steps, spare)
-        row = (tile % row_blocks) * BLOCK_N
+        row, d = (tile // d_blocks) * BLOCK_N, (tile % d_blocks) * 128 + WHICH * 64
         if row < active:
             acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
             for step in range(first, last):
@@ -252,7 +253,7 @@ def d_input_warpgroup(
                 first_piece, second_piece = halves(left)
                 third_piece, fourth_piece = halves(right)
                 pieces = (first_piece, second_piece, third_piece, fourth_piece)
-                columns = (tile // row_blocks) * 128 + WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(0, by_row))
+                columns = d + gl.arange(0, 64, gl.SliceLayout(0, by_row))
                 for i in gl.static_range(4):
                     total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
                     row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
@@ -285,7 +286,7 @@ def d_input_kernel(
     """
     active = active_rows(count_ptr, start, 0, rows)
     w_ring, e_ring, full, empty = rings(w_desc, e_desc, STAGES)
-    row_blocks = gl.cdiv(rows, e_desc.block_type.shape[0])
+    d_blocks = gl.cdiv(hidden, 128)
     shares = (rounds, rest, cuts, head, steps, spare)
     arguments = (
         part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
@@ -294,13 +295,13 @@ def d_input_kernel(
         [
             (
                 d_input_warpgroup,
-                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, row_blocks, shares, 0, W_BY_CLASS),
+                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 0, W_BY_CLASS),
             ),
             (
                 d_input_warpgroup,
-                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, row_blocks, shares, 1, W_BY_CLASS),
+                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 1, W_BY_CLASS),
             ),
-            (load_d_input, (w_desc, e_desc, w_ring, e_ring, full, empty, active, row_blocks, shares, W_BY_CLASS)),
+            (load_d_input, (w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS)),
         ],
         [4, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],
@@ -318,12 +319,12 @@ def d_input_sum_kernel(
     One program owns BLOCK_N rows x BLOCK_D columns of one tile.
     """
     index = tl.program_id(0)
-    tile, row_blocks = first_tile + index, tl.cdiv(rows, TILE_N)
+    tile, d_blocks = first_tile + index, tl.cdiv(hidden, 128)
     active = tl.minimum(tl.load(count_ptr) - start, rows)
     d_within = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     n_within = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_ids = (tile % row_blocks) * TILE_N + n_within
-    if (tile % row_blocks) * TILE_N < active:
+    row_ids = (tile // d_blocks) * TILE_N + n_within
+    if (tile // d_blocks) * TILE_N < active:
         within = d_within[:, None] * TILE_N + n_within[None, :]
         total = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
         for part in range(cuts):
@@ -334,7 +335,7 @@ def d_input_sum_kernel(
             if (begin < (index + 1) * tail) & (end > index * tail):
                 slot = cuts * rest + turn + index
                 total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        columns = (tile // row_blocks) * 128 + d_within
+        columns = (tile % d_blocks) * 128 + d_within
         inside = row_ids < active
         rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
         theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)

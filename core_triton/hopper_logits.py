@@ -72,7 +72,8 @@ def exponentials_warpgroup(
     BLOCK_V: gl.constexpr = switches[2]
     HAS_BIAS: gl.constexpr = switches[3]
     HAS_SOFTCAP: gl.constexpr = switches[4]
-    STATISTICS: gl.constexpr = switches[5]
+    STORES: gl.constexpr = switches[5]
+    STATISTICS: gl.constexpr = switches[6]
     HALF: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     row_blocks, class_blocks = gl.cdiv(active, 2 * HALF), gl.cdiv(classes, BLOCK_V)
@@ -98,10 +99,12 @@ def exponentials_warpgroup(
         if STATISTICS:
             gl.store(max_ptr + out, gl.max(logits, 1), mask=inside)
             store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
-        if HAS_SOFTCAP:
-            exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-        store_tile(e_desc, buffers, exponentials, row, column, WHICH)
-    tma.store_wait(0)
+        if STORES:
+            if HAS_SOFTCAP:
+                exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+            store_tile(e_desc, buffers, exponentials, row, column, WHICH)
+    if STORES:
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -221,15 +224,17 @@ def d_logits_warpgroup(
 def exponentials_kernel(
     x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
     start, least, rows, hidden, classes, scale, softcap,
-    STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-    BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.exponentials_kernel` without repair, for the row blocks that hold one of the first count - start rows,
     and for `least` of them at least."""
     active = active_rows(count_ptr, start, least, rows)
     x_ring, w_ring, full, empty = rings(x_desc, w_desc, STAGES)
-    buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
-    switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STATISTICS)
+    buffers = x_ring  # never used where nothing is stored
+    if STORES:
+        buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
+    switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
     arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active)
     gl.warp_specialize(
         [

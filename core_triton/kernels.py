@@ -117,6 +117,7 @@ def exponentials_kernel(
     scale,
     softcap,
     REPAIR: tl.constexpr,
+    STORES: tl.constexpr,
     STATISTICS: tl.constexpr,
     W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -129,10 +130,10 @@ def exponentials_kernel(
 ):
     """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
 
-    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes e (rows, V), times the cap's slope: (31),
-    and sum (class blocks, rows). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of the rows
-    whose target (int64) is among these classes. Sets flag (row blocks,) int32 where a sum is not below SUM_LIMIT: the
-    anchor is too low. With REPAIR, only tiles of flagged row blocks.
+    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows) and, with STORES,
+    e (rows, V), times the cap's slope: (31). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of
+    the rows whose target (int64) is among these classes. Sets flag (row blocks,) int32 where a sum is not below
+    SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
@@ -164,9 +165,10 @@ def exponentials_kernel(
             if STATISTICS:
                 tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
                 store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
-            if HAS_SOFTCAP:
-                exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-            e_desc.store([row, column], exponentials.to(e_desc.dtype))
+            if STORES:
+                if HAS_SOFTCAP:
+                    exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+                e_desc.store([row, column], exponentials.to(e_desc.dtype))
 
 
 @triton.jit

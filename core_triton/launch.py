@@ -81,7 +81,7 @@ def launch_tiles(
     w: Tensor,
     slab: slice,
     arguments: dict[str, Any],
-    result: tuple[str, Tensor] | None = None,
+    result: tuple[str, Tensor | None] | None = None,
     *,
     repair: bool = False,
     **switches: bool,
@@ -126,12 +126,13 @@ def launch_tiles(
             common["REPAIR"] = repair
         for packed in ("count_ptr", "start", "least"):  # all rows are done here
             arguments.pop(packed, None)
-    descriptors = {
+    descriptors: dict[str, Any] = {
         "x_desc": describe(x, list(blocks[0])),
         "w_desc": describe(w, list(blocks[1])) if by_class else describe(w.T, list(reversed(blocks[1]))),
     }
     if result is not None:
-        descriptors[result[0]] = describe(result[1], result_block)
+        name_, matrix = result
+        descriptors[name_] = None if matrix is None else describe(matrix, result_block)
     programs = min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), card(x.device)[1])
     kernel[(programs,)](**descriptors, **arguments, **common, **switches)
 

@@ -430,5 +430,7 @@ def _loss(call: _Call, *, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Ten
             *call.arrays(), **call.options(), statistics=statistics, reduce=scalar, **wanted
         )
         return results[:4]
-    loss, *found = ops.row_losses(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
+    loss, *found = ops.row_losses(
+        *call.arrays(), **call.options(), statistics=statistics, d_input=d_input, d_weight=d_weight
+    )
     return loss.sum() if scalar else loss, *found

@@ -101,6 +101,7 @@ def _(input, linear_weight, linear_bias, target, row_weight, *options):
 
 def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted = inputs[-3:]
+    ctx.scaled = inputs[0].dtype == torch.float16
     ctx.reduce = inputs[-4]
     ctx.memory_budget = inputs[ARRAYS + 5]
     ctx.mark_non_differentiable(*output[1:])
@@ -120,7 +121,7 @@ def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> t
         zip(ctx.wanted, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
     ):
         if wanted:
-            results[index] = _scaled(saved, d_loss / scale, ctx.memory_budget)
+            results[index] = _scaled(saved, d_loss / scale if ctx.scaled else d_loss, ctx.memory_budget)
     return tuple(results)
 
 
@@ -197,20 +198,21 @@ def row_losses(
     vocab_size: int,
     memory_budget: int,
     implementation: str,
+    statistics: bool,
     d_input: bool,
     d_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plan B, and plan C's forward pass. Returns weighted loss, lse, target_logit and max of each row, (N,) float32.
 
-    `d_input` and `d_weight` say which gradients a backward pass will make: the budget must hold it too.
+    Without `statistics` max may be inf. `d_input` and `d_weight` say which gradients a backward pass will make: the
+    budget must hold it too.
     """
     problem = _problem(locals())
     with _plain(input):
         plans = _plans(implementation)
         plans.check_budget(problem, memory_budget, Wanted(d_input, d_weight, False))
-        statistics = plans.statistics(problem, memory_budget)
-        loss = rows.row_loss(problem.spec, statistics, target, row_weight, problem.class_weight, vocab_size)
-        return loss, statistics.lse, statistics.target_logit, statistics.max
+        loss, found = plans.losses(problem, memory_budget, statistics=statistics)
+        return loss, found.lse, found.target_logit, found.max
 
 
 @row_losses.register_fake
@@ -228,14 +230,14 @@ def _row_losses_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor,
 @_once
 def _row_losses_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if d_loss is None:
-        return (None,) * (ARRAYS + OPTIONS + 2)
+        return (None,) * (ARRAYS + OPTIONS + 3)
     *arrays, lse = ctx.saved_tensors
     target, row_weight, class_weight = arrays[3:]
     label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, *_rest = ctx.options
     spec = LossSpec("sum", 0, label_smoothing, z_loss_weight, softcap, logit_scale)
     upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
     coefficients = rows.loss_coefficients(spec, lse, target, upstream, class_weight, vocab_size)
-    return _recomputed(ctx, arrays, lse, coefficients)
+    return (*_recomputed(ctx, arrays, lse, coefficients), None)
 
 
 row_losses.register_autograd(_row_losses_backward, setup_context=_row_losses_context)
@@ -353,8 +355,8 @@ def _plain(input: Tensor) -> Iterator[None]:
 
 
 def _plans(implementation: str) -> ModuleType:
-    """Returns the module that carries out an implementation's plans: A `loss_and_gradients`, B `statistics`, C
-    `gradients`, and `check_budget`."""
+    """Returns the module that carries out an implementation's plans: A `loss_and_gradients`, B `losses` and
+    `statistics`, C `gradients`, and `check_budget`."""
     if implementation == "chunked":
         return chunked
     from core_triton import fused  # Triton is not on every machine that has PyTorch

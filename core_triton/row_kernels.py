@@ -13,41 +13,54 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def pack_kernel(
-    value_ptr, weight_ptr, order_ptr, packed_value_ptr, packed_weight_ptr, count_ptr, tokens, BLOCK: tl.constexpr
+    target_ptr,
+    row_weight_ptr,
+    order_ptr,
+    packed_target_ptr,
+    packed_weight_ptr,
+    count_ptr,
+    flag_ptr,
+    tokens,
+    flags,
+    BLOCK: tl.constexpr,
 ):
-    """Packs the rows of weight other than 0 first, in their order, and the others after them.
+    """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
 
-    Writes order (N,) int64, the row that each packed row is, its value (integer) and weight (float32), and count (),
-    how many of the first kind there are. One program does it all: two passes over N numbers.
+    Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
+    how many of the first kind there are; zeroes flag (flags,). One program does it all: two passes over N numbers.
     """
     count = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        weight = tl.load(weight_ptr + row, mask=row < tokens, other=0.0)
+        weight = tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0)
         count += tl.sum((weight != 0).to(tl.int32), 0)
     tl.store(count_ptr, count)
+    for start in range(0, flags, BLOCK):
+        flag = start + tl.arange(0, BLOCK)
+        tl.store(flag_ptr + flag, tl.zeros_like(flag), mask=flag < flags)
     before = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < tokens
-        weight = tl.load(weight_ptr + row, mask=inside, other=0.0)
+        weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
         counts = (weight != 0).to(tl.int32)
         rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
         place = tl.where(counts != 0, rank, count + row - rank)
         tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
-        tl.store(packed_value_ptr + place, tl.load(value_ptr + row, mask=inside, other=0), mask=inside)
+        tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
         tl.store(packed_weight_ptr + place, weight, mask=inside)
         before += tl.sum(counts, 0)
 
 
 @triton.jit
-def target_logit_kernel(
+def pick_kernel(
     input_ptr,
     weight_ptr,
     bias_ptr,
     target_ptr,
     row_weight_ptr,
     row_ptr,
+    result_ptr,
     target_logit_ptr,
     anchor_ptr,
     hidden,
@@ -56,30 +69,36 @@ def target_logit_kernel(
     input_stride_d,
     weight_stride,
     weight_stride_d,
+    result_stride,
     scale,
     softcap,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Writes the target's logit of each row, NaN where the target is no class, and the integer anchor that it gives,
-    0 where it gives none: (29). One program owns a row; reads weight (V, D), target (N,) int64, and of input (N, D) the
-    rows row (N,) int64."""
+    """Writes the rows row (n,) int64 of input (N, D) to result (n, D), zeros where row_weight (n,) is 0: such a row may
+    hold anything.
+
+    Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
+    0 where it gives none: (29). Reads the targets' rows of weight (V, D). One program owns a row.
+    """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
     target = tl.load(target_ptr + row)
-    is_class = (target >= 0) & (target < classes) & (tl.load(row_weight_ptr + row) != 0)
+    contributes = tl.load(row_weight_ptr + row) + tl.zeros((BLOCK_D,), tl.float32) != 0
+    is_class = (target >= 0) & (target < classes)
     target = tl.where(is_class, target, 0)
     acc = tl.zeros((BLOCK_D,), dtype=tl.float32)
     for k in range(0, hidden, BLOCK_D):
         columns = (k + tl.arange(0, BLOCK_D)).to(tl.int64)
-        inside = (columns < hidden) & is_class
+        inside = (columns < hidden) & contributes
         x = tl.load(input_ptr + picked * input_stride + columns * input_stride_d, mask=inside, other=0.0)
         w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside, other=0.0)
         acc += x.to(tl.float32) * w.to(x.dtype).to(tl.float32)
+        tl.store(result_ptr + row * result_stride + columns, x, mask=columns < hidden)
     logit = tl.sum(acc, 0)
     if HAS_BIAS:
-        logit += tl.load(bias_ptr + target, mask=is_class, other=0.0).to(tl.float32)
+        logit += tl.load(bias_ptr + target).to(tl.float32)
     logit *= scale
     if HAS_SOFTCAP:
         logit = softcap * tanh(logit * (1.0 / softcap))
@@ -126,26 +145,36 @@ def row_factors_kernel(
     row_ptr,
     class_weight_ptr,
     e_ptr,
+    x_ptr,
     rho_ptr,
     theta_ptr,
+    loss_out_ptr,
     lse_out_ptr,
     target_logit_out_ptr,
-    theta_out_ptr,
     rows,
     class_blocks,
     classes,
+    hidden,
     e_stride,
+    x_stride,
     z_loss_weight,
     scale,
     softcap,
     HAS_CLASS_WEIGHT: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    GRADIENTS: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Writes rho and theta of each packed row, (rows,) float32, both times the scale: (29), (31), and zeroes the
-    target's column of e (rows, V), whose term theta is. lse, target_logit and theta also go to their rows of the call,
-    row (rows,) int64, with zeros for rows of row_weight 0. One program owns BLOCK_N rows."""
+    """Finishes packed rows: loss, lse and target_logit (N,) go to their rows of the call, row (rows,) int64, with
+    zeros for rows of row_weight 0: (6), (10), (29).
+
+    With GRADIENTS also writes rho and theta, (rows,) float32, both times the scale: (31), and zeroes the target's
+    column of e (rows, V), whose term theta is. With SCALES multiplies x (rows, D) by rho, rounded once, zeros where rho
+    is 0. One program owns BLOCK_N rows.
+    """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
     total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
@@ -159,49 +188,29 @@ def row_factors_kernel(
     kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
     if HAS_CLASS_WEIGHT:
         kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
-    upstream = kept + 2.0 * z_loss_weight * row_weight * lse
-    theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - kept
-    if HAS_SOFTCAP:
-        theta *= slope(target_logit, softcap)
-    theta = tl.where(contributes, scale * theta, 0.0)
-    tl.store(rho_ptr + row_ids, tl.where(contributes, scale * upstream / total, 0.0), mask=inside)
-    tl.store(theta_ptr + row_ids, theta, mask=inside)
+    loss = kept * (lse - target_logit) + z_loss_weight * row_weight * lse * lse
     out = tl.load(row_ptr + row_ids, mask=inside, other=0)
+    tl.store(loss_out_ptr + out, tl.where(contributes, loss, 0.0), mask=inside)
     tl.store(lse_out_ptr + out, tl.where(contributes, lse, 0.0), mask=inside)
     tl.store(target_logit_out_ptr + out, tl.where(contributes, target_logit, 0.0), mask=inside)
-    tl.store(theta_out_ptr + out, theta, mask=inside)
-    tl.store(e_ptr + row_ids.to(tl.int64) * e_stride + target, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), is_class)
-
-
-@triton.jit
-def rows_kernel(
-    source_ptr,
-    row_ptr,
-    factor_ptr,
-    result_ptr,
-    hidden,
-    source_stride,
-    source_stride_d,
-    result_stride,
-    PICKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Writes rows times their factor, rounded once, zeros where the factor is 0 whatever the row holds.
-
-    One program owns BLOCK_D columns of a row. Reads source (rows, D) and factor (rows,) float32; writes result
-    (rows, D), which may be source. With PICKS the rows are row (rows,) int64 of source (N, D), and any other factor
-    than 0 means 1.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < hidden
-    factor = tl.load(factor_ptr + row) + tl.zeros((BLOCK_D,), tl.float32)
-    picked = tl.load(row_ptr + row) if PICKS else row
-    source = source_ptr + picked * source_stride + columns.to(tl.int64) * source_stride_d
-    x = tl.load(source, mask=inside & (factor != 0), other=0.0)
-    if not PICKS:
-        x = x.to(tl.float32) * factor
-    tl.store(result_ptr + row * result_stride + columns, x.to(result_ptr.dtype.element_ty), mask=inside)
+    if GRADIENTS:
+        upstream = kept + 2.0 * z_loss_weight * row_weight * lse
+        theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - kept
+        if HAS_SOFTCAP:
+            theta *= slope(target_logit, softcap)
+        rho = tl.where(contributes, scale * upstream / total, 0.0)
+        tl.store(rho_ptr + row_ids, rho, mask=inside)
+        tl.store(theta_ptr + row_ids, tl.where(contributes, scale * theta, 0.0), mask=inside)
+        place = e_ptr + row_ids.to(tl.int64) * e_stride + target
+        tl.store(place, tl.zeros_like(lse).to(e_ptr.dtype.element_ty), mask=is_class)
+        if SCALES:
+            x_row = x_ptr + row_ids.to(tl.int64)[:, None] * x_stride
+            for start in range(0, hidden, BLOCK_D):
+                columns = start + tl.arange(0, BLOCK_D)
+                mask = inside[:, None] & (columns < hidden)[None, :]
+                x = tl.load(x_row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+                x = tl.where((rho == 0)[:, None], 0.0, x * rho[:, None])
+                tl.store(x_row + columns[None, :], x.to(x_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -240,66 +249,16 @@ def d_input_kernel(
 
 
 @triton.jit
-def zero_rows_kernel(row_weight_ptr, result_ptr, hidden, BLOCK_D: tl.constexpr):
-    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_D columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(row_weight_ptr + row) == 0:
-        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        zeros = tl.zeros((BLOCK_D,), tl.float32).to(result_ptr.dtype.element_ty)
-        tl.store(result_ptr + row * hidden + columns, zeros, mask=columns < hidden)
-
-
-@triton.jit
-def target_rows_kernel(
-    order_ptr,
-    target_ptr,
-    first_ptr,
-    end_ptr,
-    count_ptr,
-    theta_ptr,
-    input_ptr,
-    d_weight_ptr,
-    d_bias_ptr,
-    hidden,
-    classes,
-    input_stride,
-    input_stride_d,
-    HAS_WEIGHT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
-
-    Rows are sorted by target. Programs take turns at the runs of equal targets, count () of them, and sum BLOCK_D
-    columns of one in float32, in its order, rounded once. A run has target (runs,), starts at position first (runs,) of
-    order (N,) and stops at end[first], of end (N,). Reads theta (N,) float32, input (N, D); adds to d_weight (V, D),
-    d_bias (V,) float32.
-    """
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < hidden
-    for run in range(tl.program_id(0), tl.load(count_ptr), tl.num_programs(0)):
-        target = tl.load(target_ptr + run).to(tl.int64)
-        first = tl.load(first_ptr + run)
-        if (target >= 0) & (target < classes):
-            end = tl.load(end_ptr + first)
-            acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
-            acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
-            for position in range(first.to(tl.int32), end, BLOCK_R):
-                positions = position + tl.arange(0, BLOCK_R)
-                row = tl.load(order_ptr + positions, mask=positions < end, other=0)
-                theta = tl.load(theta_ptr + row, mask=positions < end, other=0.0)
-                if HAS_WEIGHT:
-                    source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
-                    x = tl.load(source, mask=(positions < end)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-                    acc += theta[:, None] * x
-                acc_bias += theta
-            if HAS_WEIGHT:
-                place = d_weight_ptr + target * hidden + columns
-                old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-                tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
-            if HAS_BIAS and tl.program_id(1) == 0:
-                tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
+def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_N rows."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    excluded = tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
+    if tl.max(excluded.to(tl.int32), 0) != 0:
+        for start in range(0, hidden, BLOCK_D):
+            columns = start + tl.arange(0, BLOCK_D)
+            mask = excluded[:, None] & (columns < hidden)[None, :]
+            zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(result_ptr.dtype.element_ty)
+            tl.store(result_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
 
 
 @triton.jit

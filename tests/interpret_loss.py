@@ -287,6 +287,23 @@ def run_layouts(dtype: str) -> None:
             results.append([loss.detach(), *gradients])
         same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         say(name=f"{reduction}, gradients {differentiates}", used={"difference": 0.0 if same else 200.0})
+    if dtype != "float32":
+        run_head_slabs(getattr(torch, dtype), generator)
+
+
+def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """A float32 head that is converted in slabs, the last of fewer class blocks than others, gives the same loss."""
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((16, 24), (700, 24)))
+    target = torch.randint(0, 700, (16,), generator=generator)
+    for differentiates in (False, True):
+        losses = []
+        for budget in (None, 4 * 2 * 24 * 512):
+            arrays = x.to(dtype), w.clone().requires_grad_(differentiates)
+            losses.append(
+                core_triton.linear_cross_entropy(*arrays, target, memory_budget=budget, implementation="triton")
+            )
+        difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
+        say(name=f"slabs of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
 
 
 PROGRAMS = {

@@ -55,7 +55,7 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
         for statistics in (True, False):
             torch.library.opcheck(ops.loss_and_gradients, (*arguments, statistics, True, *wanted), **close)
     torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, False, True, False, False), **close)
-    torch.library.opcheck(ops.row_losses, (*arguments, True, bias), **close)
+    torch.library.opcheck(ops.row_losses, (*arguments, True, True, bias), **close)
     torch.library.opcheck(ops.log_probs, (*arguments, bias, True), **close)
     rows = torch.linspace(-1.0, 1.0, 12)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)

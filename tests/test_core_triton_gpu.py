@@ -372,7 +372,8 @@ def test_opcheck(dtype: torch.dtype, options: tuple[float, float | None, bool]) 
         for statistics in (True, False):
             torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, statistics, True, *wanted), **close)
     torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, False, True, False, False), **close)
-    torch.library.opcheck(ops.row_losses, (*arguments, *settings, True, bias), **close)
+    for statistics in (True, False):
+        torch.library.opcheck(ops.row_losses, (*arguments, *settings, statistics, True, bias), **close)
     torch.library.opcheck(ops.log_probs, (*arguments, *settings, bias, True), **close)
     rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)

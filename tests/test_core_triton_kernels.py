@@ -77,8 +77,11 @@ class Call(NamedTuple):
         if self.plan in ("train", "stats"):
             scales = (array(), array())
             found = fused.loss_and_gradients(problem, budget, wanted, scales, statistics=self.plan == "stats")[2]
-        elif self.plan in ("eval", "entropy"):
-            fused.statistics(problem, budget, entropy=self.plan == "entropy")
+        elif self.plan in ("eval", "eval-stats"):
+            fused.losses(problem, budget, statistics=self.plan == "eval-stats")
+            return ()
+        elif self.plan == "entropy":
+            fused.statistics(problem, budget, entropy=True)
             return ()
         else:
             row = problem.row_weight
@@ -102,6 +105,7 @@ CALLS = {
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
     "none": Call("none", "llama3-8b"),
     "eval": Call("eval", "qwen2.5-0.5b"),
+    "eval-stats": Call("eval-stats", "llama3-8b", torch.float16, bias=True),
     "entropy": Call("entropy", "gemma2-2b", bias=True, softcap=30.0),
     "log_probs": Call("log_probs", "llama3-8b", bias=True, softcap=30.0),
     "log_probs-fp32": Call("log_probs", "qwen2.5-0.5b", torch.float32, transposed=True),
@@ -115,7 +119,7 @@ def scale(dtype: torch.dtype) -> Callable[[], None]:
 SCALES = {f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
 # Compiled for Hopper alone, to save time: the other cards' kernels differ by a switch from what they compile anyhow.
-FOR_HOPPER = ("train-transposed", "train-head32", "entropy", "eval", "scale-fp32")
+FOR_HOPPER = ("train-transposed", "train-head32", "entropy", "eval", "eval-stats", "scale-fp32")
 COMPILED = [(arch, name) for arch in SHARED_MEMORY for name in LAUNCHING if arch == 90 or name not in FOR_HOPPER]
 
 

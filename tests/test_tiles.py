@@ -163,10 +163,12 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 def anchored(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_anchored` but for the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.fused_tiles.choose_anchored)}
+    options["d_input"] &= options["stores"]
     return options | {
         "tokens": draw(st.integers(0, 70000)),
         "hidden": 8 * draw(st.integers(1, 1024)),
         "classes": draw(st.integers(1, 260000)),
+        "itemsize": 2 if options["stores"] else draw(st.sampled_from((2, 4))),
         "block_v": draw(st.sampled_from((128, 256))),
         "holds": options["holds"] and options["d_input"],
         "programs": draw(st.sampled_from((0, 108, 132))),
@@ -203,11 +205,11 @@ def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more
     assert 1 <= config.head_rows <= classes
     assert options["converts"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
-    assert config.blocks >= sum(-(-tail // options["block_v"]) for tail in tails)
+    assert config.blocks == sum(-(-tail // options["block_v"]) for tail in tails)
     assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
-    held = 0 if options["holds"] else 2 * hidden * config.rows
-    converted = 2 * hidden * config.head_rows if options["converts"] else 0
-    exponentials = 2 * config.rows * core_triton.fused_tiles.padded(classes)
+    held = 0 if options["holds"] else options["itemsize"] * hidden * config.rows
+    converted = options["itemsize"] * hidden * config.head_rows if options["converts"] else 0
+    exponentials = 2 * config.rows * core_triton.fused_tiles.padded(classes) if options["stores"] else 0
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
 
@@ -275,16 +277,23 @@ def test_models_fit_the_budgets_of_the_kernels(
     hidden, classes = shape
     budget = mebibytes * 2**20
     for tokens, statistics in itertools.product((1, 1000, 8192, 65536), (False, True)):
-        common: dict[str, Any] = {"tokens": tokens, "hidden": hidden, "classes": classes, "block_v": 256}
+        common: dict[str, Any] = {
+            "tokens": tokens,
+            "hidden": hidden,
+            "classes": classes,
+            "itemsize": 2,
+            "block_v": 256,
+        }
         # Products of fewer rows would leave a GPU idle.
         anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_anchored), False)
-        anchored_options |= common | {"d_input": True, "holds": True, "statistics": statistics, "programs": programs}
+        anchored_options |= common | {"statistics": statistics, "programs": programs}
+        anchored_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
         plan_a = core_triton.fused_tiles.choose_anchored(**anchored_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
             options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_recomputed), False)
-            options |= common | {"itemsize": 2, "statistics": 2 + statistics}
+            options |= common | {"statistics": 2 + statistics}
             options |= {"d_input": gradients, "d_weight": gradients}
             plan_c = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)

@@ -1,0 +1,139 @@
+"""Triton kernels that add the targets' terms to the head's gradient: rows sorted by target, then sums of their runs.
+
+No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: parity/MATH.md.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keys_of(target_ptr, rows, count, classes):
+    """Returns what rows are sorted by, int32: their target, and `classes` where it is no class."""
+    target = tl.load(target_ptr + rows, mask=rows < count, other=-1)
+    return tl.where((target >= 0) & (target < classes), target, classes).to(tl.int32)
+
+
+@triton.jit
+def sort_kernel(
+    target_ptr,
+    row_ptr,
+    theta_ptr,
+    count_ptr,
+    sorted_target_ptr,
+    sorted_row_ptr,
+    sorted_theta_ptr,
+    start,
+    rows,
+    classes,
+    BLOCK_N: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+):
+    """Sorts packed rows by target, equal ones in their order: each row's place is how many come before it.
+
+    Every pair of rows is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is two instructions a pair, and
+    one launch instead of the twenty of a radix sort and its runs. Reads target, row (rows,) int64 and theta (rows,)
+    float32 of those among the first count () - start; writes them in order, the target as int32.
+    """
+    count = tl.minimum(tl.load(count_ptr) - start, rows)
+    first = tl.program_id(0) * BLOCK_N
+    if first < count:
+        row_ids = first + tl.arange(0, BLOCK_N)
+        key = keys_of(target_ptr, row_ids, count, classes)
+        less = tl.zeros((BLOCK_N, BLOCK_OTHER), tl.int32)
+        for begin in range(0, count, BLOCK_OTHER):
+            others = begin + tl.arange(0, BLOCK_OTHER)
+            other = tl.where(others < count, keys_of(target_ptr, others, count, classes), classes + 1)
+            bound = key + (begin + BLOCK_OTHER <= first).to(tl.int32)  # equal ones of earlier blocks come before
+            less += (other[None, :] < bound[:, None]).to(tl.int32)
+        others = first // BLOCK_OTHER * BLOCK_OTHER + tl.arange(0, BLOCK_OTHER)
+        equal = key[:, None] == keys_of(target_ptr, others, count, classes)[None, :]
+        less += (equal & (others[None, :] < row_ids[:, None])).to(tl.int32)
+        place, mask = tl.sum(less, 1), row_ids < count
+        tl.store(sorted_target_ptr + place, key, mask=mask)
+        tl.store(sorted_row_ptr + place, tl.load(row_ptr + row_ids, mask=mask, other=0), mask=mask)
+        tl.store(sorted_theta_ptr + place, tl.load(theta_ptr + row_ids, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def add_target_rows(
+    target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target, column, hidden,
+    input_stride, input_stride_d, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Sums BLOCK_D columns of the run of equal targets that begins at `first`, BLOCK_R rows at a time."""
+    columns = column + tl.arange(0, BLOCK_D)
+    inside = columns < hidden
+    if HAS_WEIGHT:
+        place = d_weight_ptr + target.to(tl.int64) * hidden + columns
+        old = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+    acc_bias = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    position = first
+    while position < count:
+        positions = position + tl.arange(0, BLOCK_R)
+        within = positions < count
+        member = tl.load(target_ptr + positions, mask=within, other=-1) == target
+        row = tl.load(row_ptr + positions, mask=within, other=0)
+        theta = tl.where(member, tl.load(theta_ptr + positions, mask=within, other=0.0), 0.0)
+        if HAS_WEIGHT:
+            source = input_ptr + row[:, None] * input_stride + columns.to(tl.int64)[None, :] * input_stride_d
+            acc += theta[:, None] * tl.load(source, mask=member[:, None] & inside[None, :], other=0.0).to(tl.float32)
+        acc_bias += theta
+        position = tl.where(tl.min(member.to(tl.int32), 0) == 0, count, position + BLOCK_R)
+    if HAS_WEIGHT:
+        tl.store(place, (old + tl.sum(acc, 0)).to(d_weight_ptr.dtype.element_ty), mask=inside)
+    if HAS_BIAS and column == 0:
+        tl.store(d_bias_ptr + target, tl.load(d_bias_ptr + target) + tl.sum(acc_bias, 0))
+
+
+@triton.jit
+def target_rows_kernel(
+    target_ptr,
+    row_ptr,
+    theta_ptr,
+    count_ptr,
+    input_ptr,
+    d_weight_ptr,
+    d_bias_ptr,
+    start,
+    rows,
+    hidden,
+    classes,
+    input_stride,
+    input_stride_d,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
+
+    Reads what `sort_kernel` wrote, and input (N, D); adds to d_weight (V, D), d_bias (V,) float32, each run of equal
+    targets summed in float32 in its order and rounded once. A program has a position and BLOCK_D columns. Most runs
+    are short: the program at their first position sums them, FEW rows at a time. A few run through a tenth of the rows:
+    the programs at the first SPLIT positions share the columns of those of MANY rows or more.
+    """
+    position, column = tl.program_id(0), tl.program_id(1) * BLOCK_D
+    count = tl.minimum(tl.load(count_ptr) - start, rows)
+    if position < count:
+        target = tl.load(target_ptr + position)
+        before = position - 1 - tl.arange(0, SPLIT)
+        equal = tl.load(target_ptr + before, mask=before >= 0, other=-1) == target
+        offset = tl.sum(equal.to(tl.int32), 0)  # within the run, as far as SPLIT
+        if (target < classes) & (offset < SPLIT):
+            first = position - offset
+            last = first + MANY - 1
+            if tl.load(target_ptr + last, mask=last < count, other=-1) == target:
+                add_target_rows(
+                    target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
+                    column + offset * (BLOCK_D // SPLIT), hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS,
+                    MANY, BLOCK_D // SPLIT,
+                )  # fmt: skip
+            elif offset == 0:
+                add_target_rows(
+                    target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
+                    column, hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS, FEW, BLOCK_D,
+                )  # fmt: skip
