@@ -330,7 +330,8 @@ def d_input_sum_kernel(
         for part in range(cuts):
             slot = part * rest + index
             total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        for turn in range(spare):
+        # Spare programs divide the tails evenly: those at this tile's place have a part of it, give or take one.
+        for turn in range(max(index * spare // rest - 1, 0), min((index + 1) * spare // rest + 2, spare)):
             begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
             if (begin < (index + 1) * tail) & (end > index * tail):
                 slot = cuts * rest + turn + index
