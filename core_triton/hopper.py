@@ -96,21 +96,31 @@ def halves(t):
 
 
 @gluon.jit
-def store_tile(desc, buffers, tile, row, column, WHICH: gl.constexpr):
-    """Stores a (HALF, BLOCK_V) tile through the warpgroup's two buffers; whatever lies outside `desc` is dropped."""
-    WIDTH: gl.constexpr = buffers.shape[2]
-    left, right = halves(tile.to(desc.dtype))
+def quarters(tile, layout: gl.constexpr):
+    """Returns the four quarters of a tile's columns, in the layout of a product as wide: the registers stay as they
+    are. What an epilogue does to one at a time leaves it registers that the whole tile would not."""
+    left, right = halves(tile)
     first, second = halves(left)
     third, fourth = halves(right)
-    pieces = (first, second, third, fourth)
-    for i in gl.static_range(4):
-        buffer = buffers.index(2 * WHICH + i % 2)
-        tma.store_wait(1)  # the store before the last has read this buffer
-        gl.thread_barrier()
-        buffer.store(pieces[i])
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(desc, [row, column + i * WIDTH], buffer)
+    return (
+        gl.convert_layout(first, layout, assert_trivial=True),
+        gl.convert_layout(second, layout, assert_trivial=True),
+        gl.convert_layout(third, layout, assert_trivial=True),
+        gl.convert_layout(fourth, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def store_quarter(desc, buffers, quarter, row, column, WHICH: gl.constexpr, i: gl.constexpr):
+    """Stores the quarter `i` of a tile through one of the warpgroup's two buffers; whatever lies outside `desc` is
+    dropped."""
+    buffer = buffers.index(2 * WHICH + i % 2)
+    tma.store_wait(1)  # the store before the last has read this buffer
+    gl.thread_barrier()
+    buffer.store(quarter.to(desc.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, [row, column], buffer)
 
 
 @gluon.jit

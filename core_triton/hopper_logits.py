@@ -18,8 +18,9 @@ from core_triton.hopper import (
     active_rows,
     load_tiles,
     multiply,
+    quarters,
     rings,
-    store_tile,
+    store_quarter,
     tile_of,
 )
 from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT
@@ -63,6 +64,14 @@ def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, c
 
 
 @gluon.jit
+def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr):
+    """Returns a quarter's logits with -inf past the last class, where the tile that begins at `column` has such."""
+    if column + BLOCK_V > classes:
+        logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
+    return logits
+
+
+@gluon.jit
 def exponentials_warpgroup(
     x_ring, w_ring, full, empty, e_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
     WHICH: gl.constexpr,
@@ -76,6 +85,7 @@ def exponentials_warpgroup(
     STATISTICS: gl.constexpr = switches[6]
     HALF: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V // 4, 16])
     row_blocks, class_blocks = gl.cdiv(active, 2 * HALF), gl.cdiv(classes, BLOCK_V)
     stage = 0
     phase = 0
@@ -83,26 +93,32 @@ def exponentials_warpgroup(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
         raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
-        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < rows
         anchor = gl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
-        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        if column + BLOCK_V > classes:
-            logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
-        exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
+        pieces = quarters(raw, quarter)
+        for i in gl.static_range(4):
+            first = column + i * (BLOCK_V // 4)
+            columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
+            logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            logits = masked(logits, columns, column, classes, BLOCK_V)
+            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+            total += gl.sum(exponentials, 1)
+            if STATISTICS:
+                top = gl.maximum(top, gl.max(logits, 1))
+                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, first, rows, classes)
+            if STORES:
+                if HAS_SOFTCAP:
+                    exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+                store_quarter(e_desc, buffers, exponentials, row, first, WHICH, i)
         out = class_block.to(gl.int64) * rows + row_ids
-        total = gl.sum(exponentials, 1)
         gl.store(sum_ptr + out, total, mask=inside)
         lost = inside & ~(total < SUM_LIMIT)
         gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
         if STATISTICS:
-            gl.store(max_ptr + out, gl.max(logits, 1), mask=inside)
-            store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
-        if STORES:
-            if HAS_SOFTCAP:
-                exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-            store_tile(e_desc, buffers, exponentials, row, column, WHICH)
+            gl.store(max_ptr + out, top, mask=inside)
     if STORES:
         tma.store_wait(0)
 
@@ -129,6 +145,7 @@ def statistics_warpgroup(
     ENTROPY: gl.constexpr = switches[6]
     HALF: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V // 4, 16])
     row_blocks, class_blocks = gl.cdiv(rows, 2 * HALF), gl.cdiv(classes, BLOCK_V)
     stage = 0
     phase = 0
@@ -136,27 +153,40 @@ def statistics_warpgroup(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
         raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
-        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < rows
-        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-        if column + BLOCK_V > classes:
-            logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
         out = class_block.to(gl.int64) * rows + row_ids
-        top = gl.max(logits, 1)
+        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
+        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        pieces = quarters(raw, quarter)
+        for i in gl.static_range(4):
+            first = column + i * (BLOCK_V // 4)
+            columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
+            logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            logits = masked(logits, columns, column, classes, BLOCK_V)
+            before = top  # quarters are merged as stretches of the vocabulary are: (26)
+            top = gl.maximum(top, gl.max(logits, 1))
+            shift = gl.where(top == float("-inf"), 0.0, top)
+            moved = gl.where(before == float("-inf"), 0.0, before - shift)
+            factor = gl.exp2(moved * LOG2_E)
+            exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
+            if ENTROPY:
+                shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
+                sum_exp_log = factor * (sum_exp_log + moved * total) + gl.sum(exponentials * shifted, 1)
+            total = factor * total + gl.sum(exponentials, 1)
+            if WEIGHTED:
+                class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+                weighted = logits * gl.expand_dims(class_weight, 0)
+                weighted_sum += gl.sum(gl.where(gl.expand_dims(columns < classes, 0), weighted, 0.0), 1)
+            store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, first, rows, classes)
         gl.store(max_ptr + out, top, mask=inside)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
-        gl.store(sum_ptr + out, gl.sum(exponentials, 1), mask=inside)
+        gl.store(sum_ptr + out, total, mask=inside)
         if ENTROPY:
-            shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
-            gl.store(sum_exp_log_ptr + out, gl.sum(exponentials * shifted, 1), mask=inside)
+            gl.store(sum_exp_log_ptr + out, sum_exp_log, mask=inside)
         if WEIGHTED:
-            class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-            weighted = logits * gl.expand_dims(class_weight, 0)
-            weighted = gl.where(gl.expand_dims(columns < classes, 0), weighted, 0.0)
-            gl.store(weighted_sum_ptr + out, gl.sum(weighted, 1), mask=inside)
-        store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes)
+            gl.store(weighted_sum_ptr + out, weighted_sum, mask=inside)
 
 
 @gluon.jit
@@ -183,6 +213,7 @@ def d_logits_warpgroup(
     HAS_SIGMA: gl.constexpr = switches[6]
     HALF: gl.constexpr = x_ring.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V // 4, 16])
     row_blocks, class_blocks = gl.cdiv(rows, 2 * HALF), gl.cdiv(classes, BLOCK_V)
     stage = 0
     phase = 0
@@ -190,33 +221,38 @@ def d_logits_warpgroup(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
         raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
-        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-        columns = column + gl.arange(0, BLOCK_V, gl.SliceLayout(0, layout))
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < rows
-        logits = cap(raw, bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
         lse = gl.load(lse_ptr + row_ids, mask=inside, other=0.0)
         alpha = gl.load(alpha_ptr + row_ids, mask=inside, other=0.0)
         tau = gl.load(tau_ptr + row_ids, mask=inside, other=0.0)
         target = gl.load(target_ptr + row_ids, mask=inside, other=-1)
         contributes = gl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
-        log_prob = logits - gl.expand_dims(lse, 1)
-        d_logits = gl.exp2(log_prob * LOG2_E)
         if HAS_BETA:
             beta = gl.load(beta_ptr + row_ids, mask=inside, other=0.0)
-            log_prob = gl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
-            d_logits *= gl.expand_dims(alpha, 1) + gl.expand_dims(beta, 1) * log_prob
-        else:
-            d_logits *= gl.expand_dims(alpha, 1)
         if HAS_SIGMA:
             sigma = gl.load(sigma_ptr + row_ids, mask=inside, other=0.0)
-            class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-            d_logits -= gl.expand_dims(sigma, 1) * gl.expand_dims(class_weight, 0)
-        here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
-        d_logits = gl.where(here, d_logits - gl.expand_dims(tau, 1), d_logits)
-        if HAS_SOFTCAP:
-            d_logits *= slope(logits, softcap)
-        d_logits = gl.where(gl.expand_dims(contributes, 1), d_logits, 0.0)
-        store_tile(d_logits_desc, buffers, d_logits, row, column, WHICH)
+        pieces = quarters(raw, quarter)
+        for i in gl.static_range(4):
+            first = column + i * (BLOCK_V // 4)
+            columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
+            logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            log_prob = logits - gl.expand_dims(lse, 1)
+            d_logits = gl.exp2(log_prob * LOG2_E)
+            if HAS_BETA:
+                log_prob = gl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
+                d_logits *= gl.expand_dims(alpha, 1) + gl.expand_dims(beta, 1) * log_prob
+            else:
+                d_logits *= gl.expand_dims(alpha, 1)
+            if HAS_SIGMA:
+                class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+                d_logits -= gl.expand_dims(sigma, 1) * gl.expand_dims(class_weight, 0)
+            here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+            d_logits = gl.where(here, d_logits - gl.expand_dims(tau, 1), d_logits)
+            if HAS_SOFTCAP:
+                d_logits *= slope(logits, softcap)
+            d_logits = gl.where(gl.expand_dims(contributes, 1), d_logits, 0.0)
+            store_quarter(d_logits_desc, buffers, d_logits, row, first, WHICH, i)
     tma.store_wait(0)
 
 

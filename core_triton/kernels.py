@@ -133,17 +133,17 @@ def exponentials_kernel(
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows) and, with STORES,
     e (rows, V), times the cap's slope: (31). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of
     the rows whose target (int64) is among these classes. Sets flag (row blocks,) int32 where a sum is not below
-    SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks.
+    SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks, in halves of them.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
     if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, row_blocks), tiles, 0)
+        tiles = tl.where(any_flag(flag_ptr, (row_blocks + 1) // 2), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         wanted = True
         if REPAIR:
-            wanted = tl.load(flag_ptr + row_block) != 0
+            wanted = tl.load(flag_ptr + row_block // 2) != 0
         if wanted:
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(
@@ -214,18 +214,18 @@ def statistics_kernel(
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
     Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, class indices of this stretch, and writes the target
-    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR only max,
-    of flagged row blocks.
+    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR only max, of flagged row
+    blocks, in halves of them.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
     if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, row_blocks), tiles, 0)
+        tiles = tl.where(any_flag(flag_ptr, (row_blocks + 1) // 2), tiles, 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         wanted = True
         if REPAIR:
-            wanted = tl.load(flag_ptr + row_block) != 0
+            wanted = tl.load(flag_ptr + row_block // 2) != 0
         if wanted:
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(

@@ -117,9 +117,10 @@ def launch_tiles(
     else:
         kernel = getattr(kernels, name)
         describe = TensorDescriptor.from_tensor
-        blocks = [(tile.block_n, tile.block_d), (tile.block_v, tile.block_d)]
-        result_block = [tile.block_n, tile.block_v]
-        common |= {"PRECISION": precision(x), "BLOCK_N": tile.block_n, "BLOCK_D": tile.block_d}
+        block_n = tile.block_n // 2 if repair else tile.block_n
+        blocks = [(block_n, tile.block_d), (tile.block_v, tile.block_d)]
+        result_block = [block_n, tile.block_v]
+        common |= {"PRECISION": precision(x), "BLOCK_N": block_n, "BLOCK_D": tile.block_d}
         common |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if name != "d_logits_kernel":
             arguments = {"flag_ptr": None, **arguments}
