@@ -260,7 +260,7 @@ def _add_d_weight(
     untyped(hopper_gradients.d_weight_kernel)[(programs,)](
         gluon_descriptor(x, [step, half]),
         gluon_descriptor(e, [step, block_v]),
-        gluon_descriptor(d_weight.sum, [block_v, half]),
+        gluon_descriptor(d_weight.sum, [block_v // 4, half]),
         rows_.count,
         chunk.start,
         int(first),

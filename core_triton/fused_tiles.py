@@ -93,7 +93,7 @@ def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares
 # the epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
 LOGITS_STEP, LOGITS_STAGES = 32, 8
 
-D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 6
+D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
 
 D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 

@@ -20,36 +20,93 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from core_triton.hopper import LOAD_REGISTERS, MULTIPLY_REGISTERS, SIZES, active_rows, halves, next_stage, rings
+from core_triton.hopper import (
+    LOAD_REGISTERS,
+    MULTIPLY_REGISTERS,
+    SIZES,
+    active_rows,
+    halves,
+    next_stage,
+    quarters,
+    rings,
+)
+
+# A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.
+PARTS = gl.constexpr(5)
+
+# Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held beside the sums.
+D_WEIGHT_REGISTERS = gl.constexpr(240)
+
+D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def load_d_weight(x_desc, e_desc, x_ring, e_ring, full, empty, active, hidden, classes):
-    """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2."""
+def load_d_weight(
+    x_desc, e_desc, d_weight_desc, x_ring, e_ring, full, empty, active, hidden, classes, ADDS: gl.constexpr
+):
+    """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2.
+
+    With ADDS a stage after each part but the last holds a quarter of the old tile, where e would be.
+    """
     STAGES: gl.constexpr = e_ring.shape[0]
     BLOCK_N: gl.constexpr = e_ring.shape[1]
     BLOCK_V: gl.constexpr = e_ring.shape[2]
     HALF: gl.constexpr = x_ring.shape[2]
+    WIDTH: gl.constexpr = BLOCK_V // 4
     d_blocks = gl.cdiv(hidden, 2 * HALF)
     tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
+    steps = gl.cdiv(active, BLOCK_N)
+    share = steps // PARTS
     stage = 0
     phase = 0
     if active > 0:
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             d, v = (tile % d_blocks) * (2 * HALF), (tile // d_blocks) * BLOCK_V
-            for k in range(0, active, BLOCK_N):
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                bar = full.index(stage)
-                mbarrier.expect(bar, (2 * HALF + BLOCK_V) * BLOCK_N * 2)
-                tma.async_copy_global_to_shared(x_desc, [k, d], bar, x_ring.index(2 * stage))
-                tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, x_ring.index(2 * stage + 1))
-                tma.async_copy_global_to_shared(e_desc, [k, v], bar, e_ring.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
+            for part in gl.static_range(PARTS):
+                for step in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
+                    k = step * BLOCK_N
+                    mbarrier.wait(empty.index(stage), phase ^ 1)
+                    bar = full.index(stage)
+                    mbarrier.expect(bar, (2 * HALF + BLOCK_V) * BLOCK_N * 2)
+                    tma.async_copy_global_to_shared(x_desc, [k, d], bar, x_ring.index(2 * stage))
+                    tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, x_ring.index(2 * stage + 1))
+                    tma.async_copy_global_to_shared(e_desc, [k, v], bar, e_ring.index(stage))
+                    stage, phase = next_stage(stage, phase, STAGES)
+                if ADDS and part < PARTS - 1:
+                    mbarrier.wait(empty.index(stage), phase ^ 1)
+                    bar = full.index(stage)
+                    mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
+                    old = old_quarters(e_ring, stage, d_weight_desc)
+                    tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d], bar, old.index(0))
+                    tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d + HALF], bar, old.index(1))
+                    stage, phase = next_stage(stage, phase, STAGES)
+
+
+@gluon.jit
+def old_quarters(e_ring, stage, d_weight_desc):
+    """Returns a stage of e's ring as a quarter of the old tile of each warpgroup."""
+    shape: gl.constexpr = [2] + d_weight_desc.block_type.shape
+    return e_ring.index(stage)._reinterpret(e_ring.dtype, shape, d_weight_desc.layout)
+
+
+@gluon.jit
+def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.constexpr, i: gl.constexpr):
+    """Stores the quarter `i` of the warpgroup's half of a tile; a tile past the last is dropped."""
+    WIDTH: gl.constexpr = d_weight_desc.block_type.shape[0]
+    HALF: gl.constexpr = d_weight_desc.block_type.shape[1]
+    d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * (4 * WIDTH)
+    buffer = buffers.index(2 * WHICH + i % 2)
+    tma.store_wait(1)  # the store before the last has read this buffer
+    gl.thread_barrier()
+    buffer.permute((1, 0)).store(quarter)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
 
 
 @gluon.jit
 def d_weight_warpgroup(
-    d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, WHICH: gl.constexpr,
+    d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, WHICH: gl.constexpr,
     ADDS: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = e_ring.shape[0]
@@ -57,47 +114,53 @@ def d_weight_warpgroup(
     BLOCK_V: gl.constexpr = e_ring.shape[2]
     HALF: gl.constexpr = x_ring.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
+    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V // 4, 16])
     d_blocks = gl.cdiv(hidden, 2 * HALF)
     tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
-    buffer = buffers.index(WHICH)
-    bar_old = old_full.index(WHICH)
+    steps = gl.cdiv(active, BLOCK_N)
+    share = steps // PARTS
     stage = 0
     phase = 0
-    old_phase = 0
+    done_tile = tiles  # outside: the first stores are dropped
+    zeros = gl.zeros([HALF, BLOCK_V // 4], d_weight_desc.dtype, quarter)
+    done = (zeros, zeros, zeros, zeros)
     if active > 0:
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-            d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * BLOCK_V
             acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
-            mbarrier.wait(full.index(stage), phase)
-            acc = warpgroup_mma(
-                x_ring.index(2 * stage + WHICH).permute((1, 0)), e_ring.index(stage), acc, is_async=True
-            )
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            stage, phase = next_stage(stage, phase, STAGES)
-            # While the first product runs: the last tile's store has left the buffer, the old tile may come in.
-            tma.store_wait(0)
-            if ADDS:
-                gl.thread_barrier()
-                mbarrier.expect(bar_old, HALF * BLOCK_V * 2)
-                tma.async_copy_global_to_shared(d_weight_desc, [v, d], bar_old, buffer)
-            for _ in range(BLOCK_N, active, BLOCK_N):
-                mbarrier.wait(full.index(stage), phase)
-                x = x_ring.index(2 * stage + WHICH).permute((1, 0))
-                acc = warpgroup_mma(x, e_ring.index(stage), acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-                stage, phase = next_stage(stage, phase, STAGES)
+            old = ()
+            for part in gl.static_range(PARTS):
+                for k in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
+                    mbarrier.wait(full.index(stage), phase)
+                    x = x_ring.index(2 * stage + WHICH).permute((1, 0))
+                    acc = warpgroup_mma(x, e_ring.index(stage), acc, is_async=True)
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    before = stage - 1
+                    if ADDS and part > 0:
+                        before = gl.where(k == part * share, stage - 2, before)  # past the old quarter
+                    mbarrier.arrive(empty.index(gl.where(before < 0, before + STAGES, before)), count=1, pred=k > 0)
+                    stage, phase = next_stage(stage, phase, STAGES)
+                if part < PARTS - 1:
+                    store_d_weight(d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part)
+                    if ADDS:
+                        mbarrier.wait(full.index(stage), phase)
+                        old_quarter = old_quarters(e_ring, stage, d_weight_desc).index(WHICH)
+                        old = old + (old_quarter.permute((1, 0)).load(quarter),)
+                        gl.thread_barrier()
+                        mbarrier.arrive(empty.index(stage), count=1)
+                        stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            first, second, third, fourth = quarters(acc, quarter)
             if ADDS:
-                mbarrier.wait(bar_old, old_phase)
-                old_phase ^= 1
-                acc += buffer.permute((1, 0)).load(layout).to(gl.float32)
-                gl.thread_barrier()
-            buffer.permute((1, 0)).store(acc.to(d_weight_desc.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(d_weight_desc, [v, d], buffer)
+                first += old[0].to(gl.float32)
+                second += old[1].to(gl.float32)
+                third += old[2].to(gl.float32)
+                fourth += old[3].to(gl.float32)
+            dtype: gl.constexpr = d_weight_desc.dtype
+            done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
+            done_tile = tile
+        for i in gl.static_range(4):
+            store_d_weight(d_weight_desc, buffers, done[i], done_tile, d_blocks, WHICH, i)
         tma.store_wait(0)
 
 
@@ -106,33 +169,35 @@ def d_weight_kernel(
     x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
     ADDS: gl.constexpr,
 ):  # fmt: skip
-    """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33). The old tile is fetched under the products.
+    """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33).
 
     Reads x (rows, D), already times rho, and e (rows, V), of them the first count - start rows, and `least` at least;
     writes d_weight (V, D), each tile from one program. Rows up to the next multiple of a step must be numbers, and
     those of x zero.
+
+    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the products,
+    and the finished one waits there, packed, to be stored under those of the next.
     """
     active = active_rows(count_ptr, start, least, rows)
     x_ring, e_ring, full, empty = rings(x_desc, e_desc, STAGES)
-    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [2] + d_weight_desc.block_type.shape, d_weight_desc.layout)
-    old_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(old_full.index(i), count=1)
-    fence_async_shared()
+    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [4] + d_weight_desc.block_type.shape, d_weight_desc.layout)
     gl.warp_specialize(
         [
             (
                 d_weight_warpgroup,
-                (d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, 0, ADDS),
+                (d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, 0, ADDS),
             ),
             (
                 d_weight_warpgroup,
-                (d_weight_desc, x_ring, e_ring, buffers, full, empty, old_full, active, hidden, classes, 1, ADDS),
+                (d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, 1, ADDS),
             ),
-            (load_d_weight, (x_desc, e_desc, x_ring, e_ring, full, empty, active, hidden, classes)),
+            (
+                load_d_weight,
+                (x_desc, e_desc, d_weight_desc, x_ring, e_ring, full, empty, active, hidden, classes, ADDS),
+            ),
         ],
         [4, 1],
-        [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+        [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
     )
 
 
