@@ -388,49 +388,60 @@ def _zero_rows(row_weight: Tensor, result: Tensor) -> None:
     )
 
 
-SORTED_ROWS = 2**14  # at a time: every two of them are compared
+STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
 
 
 def _add_target_rows(problem: Problem, rows_: PackedRows, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    x, hidden = problem.input, problem.input.shape[1]
+    x, (tokens, hidden) = problem.input, problem.input.shape
+    if not tokens:
+        return
+    target, row, theta = _sorted_by_target(problem, rows_)
     block = column_block(x)
-    for part in problem.chunks(SORTED_ROWS):
-        n = part.stop - part.start
-        target, row, theta = rows_.count.new_empty(n), rows_.order.new_empty(n), rows_.theta.new_empty(n)
-        untyped(target_kernels.sort_kernel)[(cdiv(n, 32),)](
-            problem.target[part],
-            rows_.order[part],
-            rows_.theta[part],
-            rows_.count,
-            target,
-            row,
-            theta,
-            part.start,
-            n,
-            problem.classes,
-            BLOCK_N=32,
-            BLOCK_OTHER=256,
-            num_warps=8,
+    untyped(target_kernels.target_rows_kernel)[(tokens, cdiv(hidden, block) if d_weight is not None else 1)](
+        target,
+        row,
+        theta,
+        rows_.count,
+        x,
+        d_weight,
+        d_bias,
+        hidden,
+        problem.classes,
+        *x.stride(),
+        HAS_WEIGHT=d_weight is not None,
+        HAS_BIAS=d_bias is not None,
+        FEW=2,
+        MANY=32,
+        SPLIT=8,
+        BLOCK_D=block,
+        num_warps=4,
+    )
+
+
+def _sorted_by_target(problem: Problem, rows_: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns target (N,) int32, row (N,) int64 and theta (N,) of the packed rows in the order of their targets."""
+
+    def arrays() -> tuple[Tensor, Tensor, Tensor]:
+        return rows_.count.new_empty(len(rows_.order)), torch.empty_like(rows_.order), torch.empty_like(rows_.theta)
+
+    tokens, found = len(rows_.order), arrays()
+    untyped(target_kernels.sort_kernel)[(cdiv(tokens, 32),)](
+        problem.target,
+        rows_.order,
+        rows_.theta,
+        rows_.count,
+        *found,
+        problem.classes,
+        STRETCH=STRETCH,
+        BLOCK_N=32,
+        BLOCK_OTHER=256,
+        num_warps=8,
+    )
+    if tokens > STRETCH:
+        merged = arrays()
+        untyped(target_kernels.merge_stretches_kernel)[(cdiv(tokens, 128),)](
+            *found, rows_.count, *merged, STRETCH=STRETCH, BISECTIONS=STRETCH.bit_length(), BLOCK_N=128, num_warps=4
         )
-        untyped(target_kernels.target_rows_kernel)[(n, cdiv(hidden, block) if d_weight is not None else 1)](
-            target,
-            row,
-            theta,
-            rows_.count,
-            x,
-            d_weight,
-            d_bias,
-            part.start,
-            n,
-            hidden,
-            problem.classes,
-            *x.stride(),
-            HAS_WEIGHT=d_weight is not None,
-            HAS_BIAS=d_bias is not None,
-            FEW=2,
-            MANY=32,
-            SPLIT=8,
-            BLOCK_D=block,
-            num_warps=4,
-        )
+        return merged
+    return found

@@ -23,36 +23,76 @@ def sort_kernel(
     sorted_target_ptr,
     sorted_row_ptr,
     sorted_theta_ptr,
-    start,
-    rows,
     classes,
+    STRETCH: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
 ):
-    """Sorts packed rows by target, equal ones in their order: each row's place is how many come before it.
+    """Sorts each STRETCH of packed rows by target, equal ones in their order: a row's place is how many come before it.
 
-    Every pair of rows is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is two instructions a pair, and
-    one launch instead of the twenty of a radix sort and its runs. Reads target, row (rows,) int64 and theta (rows,)
-    float32 of those among the first count () - start; writes them in order, the target as int32.
+    Every pair of rows of a stretch is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is a few
+    instructions a pair, and one launch instead of the twenty of a radix sort and its runs. Reads target (N,) int64, row
+    (N,) int64 and theta (N,) float32 of the first count () rows; writes them in order, the target as int32.
     """
-    count = tl.minimum(tl.load(count_ptr) - start, rows)
+    count = tl.load(count_ptr)
     first = tl.program_id(0) * BLOCK_N
     if first < count:
         row_ids = first + tl.arange(0, BLOCK_N)
         key = keys_of(target_ptr, row_ids, count, classes)
         less = tl.zeros((BLOCK_N, BLOCK_OTHER), tl.int32)
-        for begin in range(0, count, BLOCK_OTHER):
+        start = first // STRETCH * STRETCH
+        end = tl.minimum(start + STRETCH, count)
+        for begin in range(start, end, BLOCK_OTHER):
             others = begin + tl.arange(0, BLOCK_OTHER)
-            other = tl.where(others < count, keys_of(target_ptr, others, count, classes), classes + 1)
+            other = tl.where(others < end, keys_of(target_ptr, others, count, classes), classes + 1)
             bound = key + (begin + BLOCK_OTHER <= first).to(tl.int32)  # equal ones of earlier blocks come before
             less += (other[None, :] < bound[:, None]).to(tl.int32)
         others = first // BLOCK_OTHER * BLOCK_OTHER + tl.arange(0, BLOCK_OTHER)
         equal = key[:, None] == keys_of(target_ptr, others, count, classes)[None, :]
         less += (equal & (others[None, :] < row_ids[:, None])).to(tl.int32)
-        place, mask = tl.sum(less, 1), row_ids < count
+        place, mask = start + tl.sum(less, 1), row_ids < count
         tl.store(sorted_target_ptr + place, key, mask=mask)
         tl.store(sorted_row_ptr + place, tl.load(row_ptr + row_ids, mask=mask, other=0), mask=mask)
         tl.store(sorted_theta_ptr + place, tl.load(theta_ptr + row_ids, mask=mask, other=0.0), mask=mask)
+
+
+@triton.jit
+def merge_stretches_kernel(
+    target_ptr,
+    row_ptr,
+    theta_ptr,
+    count_ptr,
+    sorted_target_ptr,
+    sorted_row_ptr,
+    sorted_theta_ptr,
+    STRETCH: tl.constexpr,
+    BISECTIONS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
+    every other stretch, in BISECTIONS steps, 2**BISECTIONS > STRETCH. Reads and writes the arrays that that wrote."""
+    count = tl.load(count_ptr)
+    first = tl.program_id(0) * BLOCK_N
+    if first < count:
+        position = first + tl.arange(0, BLOCK_N)
+        mask = position < count
+        own = first // STRETCH * STRETCH
+        key = tl.load(target_ptr + position, mask=mask, other=0)
+        place = position - own
+        for start in range(0, count, STRETCH):
+            # In an earlier stretch those up to and with the key come before, in a later one those below it.
+            bound = key + (start < own).to(tl.int32)
+            low, high = tl.zeros_like(position), tl.zeros_like(position)
+            high += tl.where(start == own, 0, tl.minimum(STRETCH, count - start))
+            for _ in range(BISECTIONS):
+                middle = (low + high) // 2
+                below = tl.load(target_ptr + start + middle, mask=low < high, other=0) < bound
+                low = tl.where((low < high) & below, middle + 1, low)
+                high = tl.where((low < high) & ~below, middle, high)
+            place += low
+        tl.store(sorted_target_ptr + place, key, mask=mask)
+        tl.store(sorted_row_ptr + place, tl.load(row_ptr + position, mask=mask, other=0), mask=mask)
+        tl.store(sorted_theta_ptr + place, tl.load(theta_ptr + position, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit
@@ -96,8 +136,6 @@ def target_rows_kernel(
     input_ptr,
     d_weight_ptr,
     d_bias_ptr,
-    start,
-    rows,
     hidden,
     classes,
     input_stride,
@@ -111,13 +149,13 @@ def target_rows_kernel(
 ):
     """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
 
-    Reads what `sort_kernel` wrote, and input (N, D); adds to d_weight (V, D), d_bias (V,) float32, each run of equal
+    Reads the sorted rows, and input (N, D); adds to d_weight (V, D), d_bias (V,) float32, each run of equal
     targets summed in float32 in its order and rounded once. A program has a position and BLOCK_D columns. Most runs
     are short: the program at their first position sums them, FEW rows at a time. A few run through a tenth of the rows:
     the programs at the first SPLIT positions share the columns of those of MANY rows or more.
     """
     position, column = tl.program_id(0), tl.program_id(1) * BLOCK_D
-    count = tl.minimum(tl.load(count_ptr) - start, rows)
+    count = tl.load(count_ptr)
     if position < count:
         target = tl.load(target_ptr + position)
         before = position - 1 - tl.arange(0, SPLIT)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -27,7 +28,7 @@ from torch_problem import leaves, problem, total
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, fused, rows
+from core_triton import anchored, chunked, fused, rows
 from core_triton.chunked import Problem, Wanted
 from core_triton.tiles import ChunkConfig
 from parity.arrays import make_arrays
@@ -289,6 +290,8 @@ def run_layouts(dtype: str) -> None:
         say(name=f"{reduction}, gradients {differentiates}", used={"difference": 0.0 if same else 200.0})
     if dtype != "float32":
         run_head_slabs(getattr(torch, dtype), generator)
+    if dtype == "bfloat16":
+        run_stretches(generator)
 
 
 def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -304,6 +307,21 @@ def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
             )
         difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
         say(name=f"slabs of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
+
+
+def run_stretches(generator: torch.Generator) -> None:
+    """Targets sorted in three stretches, which are merged, give the same bits as those sorted in one."""
+    x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((700, 8), (40, 8)))
+    target = torch.randint(0, 50, (700,), generator=generator)
+    target[target >= 40] = -100
+    gradients = []
+    for stretch in (anchored.STRETCH, 256):
+        head = w.clone().requires_grad_()
+        with mock.patch.object(anchored, "STRETCH", stretch):
+            core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
+        gradients.append(head.grad)
+    same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())
+    say(name="stretches of targets", used={"difference": 0.0 if same else 200.0})
 
 
 PROGRAMS = {
