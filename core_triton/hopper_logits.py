@@ -165,6 +165,9 @@ def statistics_warpgroup(
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
             logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            if WEIGHTED:  # past the last class logits are 0 still
+                class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+                weighted_sum += gl.sum(logits * gl.expand_dims(class_weight, 0), 1)
             logits = masked(logits, columns, column, classes, BLOCK_V)
             before = top  # quarters are merged as stretches of the vocabulary are: (26)
             top = gl.maximum(top, gl.max(logits, 1))
@@ -176,10 +179,6 @@ def statistics_warpgroup(
                 shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
                 sum_exp_log = factor * (sum_exp_log + moved * total) + gl.sum(exponentials * shifted, 1)
             total = factor * total + gl.sum(exponentials, 1)
-            if WEIGHTED:
-                class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-                weighted = logits * gl.expand_dims(class_weight, 0)
-                weighted_sum += gl.sum(gl.where(gl.expand_dims(columns < classes, 0), weighted, 0.0), 1)
             store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, first, rows, classes)
         gl.store(max_ptr + out, top, mask=inside)
         gl.store(sum_ptr + out, total, mask=inside)

@@ -55,8 +55,8 @@ def logits_tile(
     BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); columns past `classes` hold
-    anything."""
+    """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); 0 in columns past `classes`,
+    unless x is not finite."""
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for k in range(0, hidden, BLOCK_D):
         x = x_desc.load([row, k])  # (BLOCK_N, BLOCK_D)
@@ -235,9 +235,12 @@ def statistics_kernel(
             row_ids = row + tl.arange(0, BLOCK_N)
             columns = column + tl.arange(0, BLOCK_V)
             inside = row_ids < rows
+            out = class_block.to(tl.int64) * rows + row_ids
+            if WEIGHTED:  # past the last class logits are 0 still
+                class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+                tl.store(weighted_sum_ptr + out, tl.sum(logits * class_weight[None, :], 1), mask=inside)
             if column + BLOCK_V > classes:
                 logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-            out = class_block.to(tl.int64) * rows + row_ids
             top = tl.max(logits, 1)
             tl.store(max_ptr + out, top, mask=inside)
             if not REPAIR:
@@ -247,10 +250,6 @@ def statistics_kernel(
                 if ENTROPY:
                     shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
                     tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
-                if WEIGHTED:
-                    class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-                    weighted = tl.where((columns < classes)[None, :], logits * class_weight[None, :], 0.0)
-                    tl.store(weighted_sum_ptr + out, tl.sum(weighted, 1), mask=inside)
                 store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
 
 

@@ -63,6 +63,7 @@ class Compiled(NamedTuple):
     shared: int  # bytes
     registers: int  # of a thread
     stack: int  # bytes of a thread's stack, where spilled registers go
+    cubin: bytes
 
 
 @contextmanager
@@ -168,19 +169,24 @@ def compile_kernel(
     )
     compiled: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = resources(compiled.asm["cubin"])
-    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, registers, stack)
+    return Compiled(compiled.asm["ptx"], compiled.metadata.shared, registers, stack, compiled.asm["cubin"])
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Returns the registers and the bytes of stack of the one kernel of a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = dump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+def dump(cubin: bytes, what: str) -> str:
+    """Returns what cuobjdump says of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def launches_of(arch: int, call: Callable[[], Any]) -> list[Launch]:

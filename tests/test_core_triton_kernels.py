@@ -2,6 +2,7 @@
 that these calls take; the scaling kernel in the interpreter, and (mark gpu) on a GPU that is there."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from launches import SHARED_MEMORY, Launch, compile_launch, fake_card, launches_of
+from launches import SHARED_MEMORY, Launch, compile_launch, dump, fake_card, launches_of
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -146,20 +147,23 @@ def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
             assert "tf32" not in compiled.ptx, f"{launch.name} rounds float32 operands to TF32"
 
 
-# Calls with a kernel that spills registers: 8 to 300 bytes of a thread's stack, about 1000 where softcap and bias meet
-# tiles of 128 x 256.
-SPILLING = {
-    80: set(),
-    90: {"train-smoothing"},
-    100: {"train-smoothing"},
-}
-KNOWN = pytest.mark.xfail(strict=False, reason="a kernel of this call spills registers")
+@pytest.mark.parametrize("name", ["train", "train-options", "train-smoothing", "train-transposed", "eval"])
+def test_products_of_the_hopper_kernels_overlap(name: str) -> None:
+    """Where ptxas cannot follow the accumulator it waits for each product, silently: a fifth of the time."""
+    for launch in launches_of(90, LAUNCHING[name]):
+        if "hopper" in launch.kernel.__module__ and multiplies(launch):
+            code = dump(compile_launch(launch, 90).cubin, "-sass")
+            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", code))
+            assert waits == 2, f"{launch.name} waits {waits} times for all products, not once a warpgroup"
+
+
+SPILLING = pytest.mark.xfail(strict=False, reason="two kernels with every option at once spill 8 and 112 bytes")
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(
     ("arch", "name"),
-    [pytest.param(arch, name, marks=KNOWN if name in SPILLING[arch] else ()) for arch, name in COMPILED],
+    [pytest.param(*case, marks=SPILLING if case == (100, "train-smoothing") else ()) for case in COMPILED],
 )
 def test_no_register_is_spilled(arch: int, name: str) -> None:
     launches = launches_of(arch, LAUNCHING[name])
