@@ -217,7 +217,9 @@ def choose_anchored(
                 return None
             chunks += 1 if chunks < densely else max(1, chunks // 4)
 
-    smallest = (*TILE_ROWS[-1], min(classes, MIN_SLAB) if converts else classes)
+    # A slab narrower than a tile takes less to convert and more for sums, one for each slab at least.
+    narrow = [min(classes, slab) for slab in (MIN_SLAB, block_v)] if converts else [classes]
+    smallest = min(((*TILE_ROWS[-1], slab) for slab in narrow), key=lambda choice: config(least_rows, *choice).bytes)
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
     fitting = [found for choice in choices if (found := largest(*choice)) is not None]
     if not fitting:
