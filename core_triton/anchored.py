@@ -81,14 +81,11 @@ def anchored(
             merge(parts[1], None, None, None)
             rows_.top_out.index_copy_(0, rows_.order[chunk], parts[1, 0])
         _finish_rows(packed, chunk, parts[0], rows_, e, None if d_weight is None else chunk_x)
-        if d_weight is not None:
-            assert e is not None
+        if e is not None and d_weight is not None:
             _add_d_weight(problem, chunk, e, chunk_x, rows_, d_weight, first=first)
-        if d_bias is not None:
-            assert e is not None
+        if e is not None and d_bias is not None:
             add_class_sums(d_bias, e, rows_.rho[chunk], first=first)
-        if d_input is not None:
-            assert e is not None
+        if e is not None and d_input is not None:
             _store_d_input(packed, config, chunk, e, rows_, scratch, d_input)
         del chunk_x, e, parts
     del stored, held, scratch

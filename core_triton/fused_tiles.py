@@ -104,7 +104,7 @@ CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix i
 
 @dataclass(frozen=True)
 class AnchoredConfig:
-    """How plan A with anchored exponentials cuts a call.
+    """How plans A and B with anchored exponentials cut a call.
 
     Args:
         rows: of a chunk.
