@@ -279,7 +279,7 @@ def choose_recomputed(
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32
+    per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32 * (second or converts)
     copies = second + (second and float16 and d_weight) + converts_rows
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
     per_tile = itemsize * second
