@@ -200,7 +200,7 @@ def _finish_rows(
     """Writes a chunk's loss, lse and target logit; with e also rho and theta, and zeroes the targets' exponentials;
     multiplies x (n, >= D), if there, by rho."""
     n, spec = chunk.stop - chunk.start, problem.spec
-    untyped(row_kernels.row_factors_kernel)[(cdiv(n, FINISHED_ROWS),)](
+    untyped(row_kernels.finish_rows_kernel)[(cdiv(n, FINISHED_ROWS),)](
         parts,
         rows_.anchor[chunk],
         rows_.target_logit[chunk],

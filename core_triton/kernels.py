@@ -1,5 +1,5 @@
 """Triton kernels that multiply: bodies and nothing else. `launch.py` launches them; the kernels that multiply nothing
-are in `row_kernels.py`.
+are in `row_kernels.py` and `target_kernels.py`.
 
 These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
 (`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside

@@ -136,7 +136,7 @@ def anchor_kernel(max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl
 
 
 @triton.jit
-def row_factors_kernel(
+def finish_rows_kernel(
     sum_ptr,
     anchor_ptr,
     target_logit_ptr,

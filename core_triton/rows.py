@@ -131,7 +131,8 @@ def row_weights(
         elif class_weight is not None:
             denominator = torch.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
-            return row_weight / n_valid.clamp(min=1), n_valid  # where nothing is counted, nothing has a weight
+            # Where nothing is counted, nothing has a weight.
+            return row_weight / n_valid.clamp(min=1), n_valid
         counts = (row_weight != 0) & (denominator != 0)
         row_weight = torch.where(counts, row_weight / denominator, 0.0)
     return row_weight, n_valid

@@ -133,7 +133,8 @@ def row_weights(
         elif class_weight is not None:
             denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
-            denominator = n_valid.astype(jnp.float32)
+            # Where nothing is counted, nothing has a weight.
+            return row_weight / jnp.maximum(n_valid, 1).astype(jnp.float32), n_valid
         counts = (row_weight != 0) & (denominator != 0)
         row_weight = jnp.where(counts, row_weight / denominator, 0.0)
     return row_weight, n_valid
