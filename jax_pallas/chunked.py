@@ -9,67 +9,28 @@ Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the 
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
 vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code.
+without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `fused.py`.
 
 Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
-
-Shapes are static, so a last chunk or slab that would stick out starts earlier instead, and what it sees a second time
-is masked (`Piece.fresh`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import rows
+from jax_pallas.pieces import Piece, over_pieces
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from jax_pallas.tiles import ChunkConfig
+from jax_pallas.sums import NOTHING, Gradients, HeadSums, Wanted, product_of
+from jax_pallas.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
-
-
-class Piece(NamedTuple):
-    """A chunk of rows or a slab of classes."""
-
-    start: Array | int
-    size: int
-    fresh: Array | None  # (size,) bool, what no earlier piece has seen; None: all of it
-
-    def of(self, array: Array, axis: int = 0) -> Array:
-        return array if self.size == array.shape[axis] else lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
-
-    def put(self, array: Array, values: Array, axis: int = 0) -> Array:
-        values = values.astype(array.dtype)
-        if self.size == array.shape[axis]:
-            return values
-        return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
-
-
-def _over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
-    """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
-    if size == length:
-        return body(carry, Piece(0, size, None))
-    count = -(-length // size)
-
-    def step(carry: T, index: Array) -> tuple[T, Any]:
-        start = jnp.minimum(index * size, length - size)
-        return body(carry, Piece(start, size, start + jnp.arange(size) >= index * size))
-
-    carry, pieces = lax.scan(step, carry, jnp.arange(count))
-    full = (count - 1) * size
-
-    def joined(piece: Array) -> Array:
-        flat = piece.reshape(-1, *piece.shape[2:])
-        return jnp.concatenate([flat[:full], flat[count * size - (length - full) :]])
-
-    return carry, jax.tree.map(joined, pieces)
 
 
 @dataclass(frozen=True)
@@ -88,6 +49,7 @@ class Problem:
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
+        implementation: whose kernels the plans of `fused.py` launch.
     """
 
     input: Array
@@ -100,6 +62,7 @@ class Problem:
     classes: int
     vocab_offset: int = 0
     vocab_axis: int = 0
+    implementation: str = "chunked"
 
     @property
     def tokens(self) -> int:
@@ -129,40 +92,9 @@ class Problem:
         return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
 
 
-class Gradients(NamedTuple):
-    """None where not asked for."""
-
-    d_input: Array | None  # (N, D), input's dtype
-    d_weight: Array | None  # linear_weight's shape and dtype
-    d_bias: Array | None  # (V,), linear_bias's dtype
-
-
-class Wanted(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
-
-    d_input: bool
-    d_weight: bool
-    d_bias: bool
-
-
-def _product(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Returns the product of a and b over one axis of each, in float32 with float32 accumulation.
-
-    float32 operands mean float32 products, not TF32, unless `jax.default_matmul_precision` asks for less.
-    """
-    exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
-    return lax.dot_general(
-        a,
-        b,
-        (((contract[0],), (contract[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if exact else None,
-        preferred_element_type=jnp.float32,
-    )
-
-
 def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
     """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
-    logits = _product(x, w, (1, 1 - problem.vocab_axis))
+    logits = product_of(x, w, (1, 1 - problem.vocab_axis))
     if problem.linear_bias is not None:
         logits = logits + slab.of(problem.linear_bias).astype(jnp.float32)
     if problem.spec.logit_scale != 1.0:
@@ -192,8 +124,64 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
     return Partial(top, sum_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
 
 
+def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, Array]:
+    logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+    return tile_partial(problem, logits, target, slab, entropy=entropy), logits
+
+
+def _d_logits(
+    problem: Problem, x: Array, target: Array, slab: Piece, row: "RowGradient", logits: Array | None
+) -> tuple[Array, Array | None]:
+    if logits is None:
+        logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+    d_logits, summed = tile_d_logits(problem, logits, target, row, slab), None
+    if row.bias:
+        summed = (d_logits if row.bias_scale is None else d_logits * row.bias_scale[:, None]).sum(0)
+    return d_logits.astype(problem.input.dtype), summed
+
+
+class Tiles(NamedTuple):
+    """How a chunk's rows x (n, D) and their targets (n,) meet a slab of the head.
+
+    Args:
+        partial: statistics of the tile, and its logits (n, v), None from what does not store them.
+        d_logits: the tile's d_logits (n, v) in input's dtype, and their sum over rows for d_bias, (v,) float32, if
+            wanted; from its logits, or None to compute them.
+    """
+
+    partial: Callable[..., tuple[Partial, Array | None]]
+    d_logits: Callable[..., tuple[Array, Array | None]]
+
+
+XLA_TILES = Tiles(_partial, _d_logits)
+
+
+class RowGradient(NamedTuple):
+    """What a chunk's second pass knows of its rows, (n,) each.
+
+    Args:
+        lse: of the whole vocabulary.
+        coefficients: of (23), times the logit scale.
+        contributes: bool; other rows' d_logits are 0.
+        bias: d_bias is wanted.
+        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+    """
+
+    lse: Array
+    coefficients: Coefficients
+    contributes: Array
+    bias: bool
+    bias_scale: Array | None
+
+
 def chunk_statistics(
-    problem: Problem, chunk: Piece, slab_size: int, *, entropy: bool = False, keep: bool = False
+    problem: Problem,
+    chunk: Piece,
+    slab_size: int,
+    *,
+    entropy: bool = False,
+    keep: bool = False,
+    tiles: Tiles = XLA_TILES,
 ) -> tuple[Partial, Array | None]:
     """First pass over a chunk: statistics of its rows over this stretch of the vocabulary, its kept logits (n, K)."""
     x, target = problem.rows(chunk), chunk.of(problem.target)
@@ -204,26 +192,24 @@ def chunk_statistics(
 
     def body(carry: tuple[Partial, Array | None], slab: Piece) -> tuple[tuple[Partial, Array | None], None]:
         merged, kept = carry
-        logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
-        if kept is not None:
+        partial, logits = tiles.partial(problem, x, target, slab, entropy=entropy)
+        if kept is not None and logits is not None:
             kept = slab.put(kept, logits, axis=1)
-        partial = tile_partial(problem, logits, target, slab, entropy=entropy)
         return (rows.merge(merged, partial), kept), None
 
     kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
-    return _over_pieces(body, (empty, kept), classes, slab_size)[0]
+    return over_pieces(body, (empty, kept), classes, slab_size)[0]
 
 
 def tile_d_logits(
     problem: Problem,
     logits: Array,
     target: Array,
-    lse: Array,
-    coefficients: Coefficients,
-    contributes: Array,
+    row: "RowGradient",
     slab: Piece,
 ) -> Array:
     """Returns d_logits of a tile, the cap's slope included, the scale not: MATH.md (23), (15)."""
+    lse, coefficients, contributes = row.lse, row.coefficients, row.contributes
     log_prob = jnp.maximum(logits - lse[:, None], NO_PROBABILITY)
     factor = coefficients.alpha[:, None]
     if coefficients.beta is not None:
@@ -239,39 +225,19 @@ def tile_d_logits(
     return jnp.where(seen, d_logits, 0.0)
 
 
-class _HeadSums(NamedTuple):
-    """The gradients of the head while chunks add to them; None where not asked for."""
-
-    d_weight: Array | None  # float32, or linear_weight's dtype where a float32 sum would not fit the budget
-    d_bias: Array | None  # (V,) float32
-
-    @staticmethod
-    def zeros(problem: Problem, wanted: Wanted, config: ChunkConfig) -> "_HeadSums":
-        w, b = problem.linear_weight, problem.linear_bias
-        d_bias = jnp.zeros(b.shape, jnp.float32) if wanted.d_bias and b is not None else None
-        if not wanted.d_weight:
-            return _HeadSums(None, d_bias)
-        return _HeadSums(jnp.zeros(w.shape, jnp.float32 if config.float32_sum else w.dtype), d_bias)
-
-    def result(self, problem: Problem) -> tuple[Array | None, Array | None]:
-        d_weight = None if self.d_weight is None else self.d_weight.astype(problem.linear_weight.dtype)
-        if self.d_bias is None or problem.linear_bias is None:
-            return d_weight, None
-        return d_weight, self.d_bias.astype(problem.linear_bias.dtype)
-
-
 def chunk_gradients(
     problem: Problem,
     chunk: Piece,
     slab_size: int,
     lse: Array,
     coefficients: Coefficients,
-    sums: _HeadSums,
+    sums: HeadSums,
     *,
     d_input: bool,
     kept: Array | None = None,
     scales: tuple[Array, Array] | None = None,
-) -> tuple[Array | None, _HeadSums]:
+    tiles: Tiles = XLA_TILES,
+) -> tuple[Array | None, HeadSums]:
     """Second pass over a chunk: returns its rows of d_input, (n, D) float32, and the head's sums with it added.
 
     Args:
@@ -288,6 +254,7 @@ def chunk_gradients(
     input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
     if dtype == jnp.float16:
         coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
         x_head = (x * rows.power_of_two(exponent - top)[:, None]).astype(dtype)
         input_scale = bias_scale = rows.power_of_two(exponent - FLOAT16_HEADROOM)
@@ -298,32 +265,27 @@ def chunk_gradients(
                 head_scale * scales[1],
                 bias_scale * scales[1],
             )
+    row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
     axis = problem.vocab_axis
 
-    def body(carry: tuple[Array | None, _HeadSums], slab: Piece) -> tuple[tuple[Array | None, _HeadSums], None]:
-        d_rows, sums = carry
-        w = problem.slab_weight(slab)
-        logits = logits_tile(problem, x, w, slab) if kept is None else slab.of(kept, axis=1)
-        d_logits = tile_d_logits(problem, logits, target, lse, coefficients, contributes, slab)
-        if dtype == jnp.float16:
-            d_logits = d_logits * 2.0**FLOAT16_HEADROOM
-        d_weight, d_bias = sums
-        if d_bias is not None:
-            weighted = d_logits if bias_scale is None else d_logits * bias_scale[:, None]
-            d_bias = slab.put(d_bias, slab.of(d_bias) + weighted.sum(0))
-        d_logits = d_logits.astype(dtype)
+    def body(carry: tuple[Array | None, HeadSums], slab: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
+        d_rows, (d_weight, d_bias) = carry
+        logits = None if kept is None else slab.of(kept, axis=1)
+        d_logits, summed = tiles.d_logits(problem, x, target, slab, row, logits)
+        if d_bias is not None and summed is not None:
+            d_bias = slab.put(d_bias, slab.of(d_bias) + summed)
         if d_rows is not None:
-            d_rows = d_rows + _product(d_logits, w, (1, axis))
+            d_rows = d_rows + product_of(d_logits, problem.slab_weight(slab), (1, axis))
         if d_weight is not None:
-            product = _product(d_logits, x_head, (0, 0)) if axis == 0 else _product(x_head, d_logits, (0, 0))
+            product = product_of(d_logits, x_head, (0, 0)) if axis == 0 else product_of(x_head, d_logits, (0, 0))
             if head_scale is not None:
                 product = product * head_scale
             d_weight = slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
-        return (d_rows, _HeadSums(d_weight, d_bias)), None
+        return (d_rows, HeadSums(d_weight, d_bias)), None
 
     d_rows = jnp.zeros(x.shape, jnp.float32) if d_input else None
     if problem.local_classes:
-        (d_rows, sums), _ = _over_pieces(body, (d_rows, sums), problem.local_classes, slab_size)
+        (d_rows, sums), _ = over_pieces(body, (d_rows, sums), problem.local_classes, slab_size)
     if d_rows is not None:
         if input_scale is not None:
             d_rows = d_rows * input_scale[:, None]
@@ -331,58 +293,144 @@ def chunk_gradients(
     return d_rows, sums
 
 
-def statistics(problem: Problem, config: ChunkConfig, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no gradient."""
+def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
+    _config(problem, memory_budget, wanted, entropy=entropy)
 
-    def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
-        partial, _ = chunk_statistics(problem, chunk, config.slab, entropy=entropy)
-        row_weight = problem.chunk_row_weight(chunk)
-        return carry, rows.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
 
-    return _over_pieces(body, None, problem.tokens, config.rows)[1]
+def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Array, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
+
+    `statistics` says whether the largest logits are wanted; here they cost nothing.
+    """
+    return losses_by(XLA_TILES, problem, _config(problem, memory_budget, NOTHING))
+
+
+def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
+    """Plan B: statistics of every row, no loss."""
+    return statistics_by(XLA_TILES, problem, _config(problem, memory_budget, NOTHING, entropy=entropy), entropy)
 
 
 def loss_and_gradients(
-    problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Array, Array] | None
+    problem: Problem,
+    memory_budget: int,
+    wanted: Wanted,
+    scales: tuple[Array, Array] | None,
+    *,
+    statistics: bool = True,
 ) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
+
+    `statistics` says whether the largest logits are wanted; here they cost nothing.
+    """
+    config = _config(problem, memory_budget, wanted, plan_a=True)
+    return loss_and_gradients_by(XLA_TILES, problem, config, wanted, scales)
+
+
+def gradients(
+    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, wanted: Wanted
+) -> Gradients:
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    config = _config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
+    return gradients_by(XLA_TILES, problem, config, lse, coefficients, wanted)
+
+
+def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
+    """`losses` with any tiles."""
+    found = statistics_by(tiles, problem, config, False)
+    target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
+    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
+
+
+def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+    """`statistics` with any tiles."""
+
+    def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
+        partial, _ = chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles)
+        row_weight = problem.chunk_row_weight(chunk)
+        return carry, rows.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
+
+    return over_pieces(body, None, problem.tokens, config.rows)[1]
+
+
+def loss_and_gradients_by(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Array, Array] | None
+) -> tuple[Array, RowStatistics, Gradients]:
+    """`loss_and_gradients` with any tiles."""
     classes = problem.classes
 
     def body(
-        carry: tuple[Array | None, _HeadSums], chunk: Piece
-    ) -> tuple[tuple[Array | None, _HeadSums], tuple[Array, RowStatistics]]:
+        carry: tuple[Array | None, HeadSums], chunk: Piece
+    ) -> tuple[tuple[Array | None, HeadSums], tuple[Array, RowStatistics]]:
         d_input, sums = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
-        partial, kept = chunk_statistics(problem, chunk, config.slab, keep=config.keeps_logits)
+        partial, kept = chunk_statistics(problem, chunk, config.first_slab, keep=config.keeps_logits, tiles=tiles)
         part = rows.finish(partial, target, row_weight, classes)
         loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
         coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
         d_rows, sums = chunk_gradients(
-            problem, chunk, config.slab, part.lse, coefficients, sums, d_input=wanted.d_input, kept=kept, scales=scales
+            problem,
+            chunk,
+            config.slab,
+            part.lse,
+            coefficients,
+            sums,
+            d_input=wanted.d_input,
+            kept=kept,
+            scales=scales,
+            tiles=tiles,
         )
         return (_put_rows(d_input, d_rows, chunk), sums), (loss, part)
 
     d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
-    start = (d_input, _HeadSums.zeros(problem, wanted, config))
-    (d_input, sums), (loss, parts) = _over_pieces(body, start, problem.tokens, config.rows)
+    start = (d_input, HeadSums.zeros(problem, wanted, float32_sum=config.float32_sum))
+    (d_input, sums), (loss, parts) = over_pieces(body, start, problem.tokens, config.rows)
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
-def gradients(
-    problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, wanted: Wanted
+def gradients_by(
+    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, wanted: Wanted
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    """`gradients` with any tiles."""
 
-    def body(carry: tuple[Array | None, _HeadSums], chunk: Piece) -> tuple[tuple[Array | None, _HeadSums], None]:
+    def body(carry: tuple[Array | None, HeadSums], chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
         part = coefficients.map(chunk.of)
-        d_rows, sums = chunk_gradients(problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=wanted.d_input)
+        d_rows, sums = chunk_gradients(
+            problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=wanted.d_input, tiles=tiles
+        )
         return (_put_rows(d_input, d_rows, chunk), sums), None
 
     d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
-    start = (d_input, _HeadSums.zeros(problem, wanted, config))
-    (d_input, sums), _ = _over_pieces(body, start, problem.tokens, config.rows)
+    start = (d_input, HeadSums.zeros(problem, wanted, float32_sum=config.float32_sum))
+    (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
+
+
+def _config(
+    problem: Problem, memory_budget: int, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False
+) -> ChunkConfig:
+    tokens, hidden = problem.input.shape
+
+    def model(*, keeps_logits: bool) -> WorkspaceModel:
+        return workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=problem.classes,
+            itemsize=problem.input.dtype.itemsize,
+            weight_itemsize=problem.linear_weight.dtype.itemsize,
+            keeps_logits=keeps_logits,
+            float16=problem.input.dtype == jnp.float16,
+            softcap=problem.spec.softcap is not None,
+            entropy=entropy,
+            d_input=wanted.d_input,
+            d_weight=wanted.d_weight,
+        )
+
+    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
+    if plan_a:
+        return choose_plan_a(model(keeps_logits=True), recomputing, *sizes)
+    return choose_chunks(recomputing, *sizes)
 
 
 def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:

@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import ops, rows
+from jax_pallas import launch, ops, rows
 from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
-IMPLEMENTATIONS = ("chunked",)
+IMPLEMENTATIONS = (*launch.NAMES, "chunked")
 
 
 class LossStats(NamedTuple):
@@ -104,8 +104,9 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary; 1 is Flax's own kernel layout, never copied
             transposed.
         memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "chunked", or None for the best on this device (`explain` tells which). A named one never
-            falls back.
+        implementation: "chunked" (any device), or None for the best on this device (`explain` tells which). On
+            trial, by name only: "mosaic" (NVIDIA Hopper) and "pallas_triton" (compute capability 8.0 and later; on
+            a CPU in Pallas' interpreter). A named one never falls back.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -128,25 +129,23 @@ def linear_cross_entropy(
             slab: Wijmans et al.,
         "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
     """
-    return linear_cross_entropy_with_stats(
+    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    call = _prepare(
+        spec,
         input,
         linear_weight,
         target,
-        linear_bias=linear_bias,
-        weight=weight,
-        token_weight=token_weight,
-        reduction=reduction,
-        normalizer=normalizer,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss_weight=z_loss_weight,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        vocab_size=vocab_size,
-        vocab_axis=vocab_axis,
-        memory_budget=memory_budget,
-        implementation=implementation,
-    )[0]
+        linear_bias,
+        weight,
+        token_weight,
+        normalizer,
+        vocab_axis,
+        memory_budget,
+        implementation,
+        statistics=False,
+    )
+    loss = _loss(call)[0]
+    return loss.reshape(call.leading) if spec.reduction == "none" else loss
 
 
 def linear_cross_entropy_with_stats(
@@ -200,12 +199,14 @@ def linear_cross_entropy_with_stats(
         vocab_axis,
         memory_budget,
         implementation,
+        statistics=True,
     )
     loss, lse, target_logit, top = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
-    right = contributes & (target_logit >= top)
+    # XLA may round the two differently: fused into different loops, they are not the same instructions.
+    right = contributes & (target_logit >= top - 4 * jnp.finfo(jnp.float32).eps * jnp.abs(top))
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
@@ -255,7 +256,18 @@ def linear_log_probs(
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     call = _prepare(
-        spec, input, linear_weight, target, linear_bias, None, None, None, vocab_axis, memory_budget, implementation
+        spec,
+        input,
+        linear_weight,
+        target,
+        linear_bias,
+        None,
+        None,
+        None,
+        vocab_axis,
+        memory_budget,
+        implementation,
+        statistics=False,
     )
     results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -291,20 +303,34 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
         )
 
 
-def explain(input: Array, linear_weight: Array, *, implementation: str | None = None) -> Implementation:
+def explain(
+    input: Array, linear_weight: Array, *, vocab_axis: int = 0, implementation: str | None = None
+) -> Implementation:
     """Returns which implementation a call with these arrays runs, and why.
 
     Args:
         input: (..., D).
-        linear_weight: (V, D).
+        linear_weight: (V, D), or (D, V) with vocab_axis 1.
+        vocab_axis: as given to the call.
         implementation: as given to the call.
 
     Raises:
-        ValueError: `implementation` is no implementation.
+        ValueError: `implementation` is no implementation, or cannot serve these shapes and dtypes.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas.linear_ce import explain
+        >>> explain(jnp.ones((6, 16)), jnp.ones((100, 16)), implementation="chunked").reason
+        'asked for by name'
     """
+    shape = (input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis)
     if implementation is not None:
-        return Implementation(check_choice("implementation", implementation, IMPLEMENTATIONS), "asked for by name")
-    return Implementation("chunked", f"no kernel for {jax.default_backend()} devices")
+        check_choice("implementation", implementation, IMPLEMENTATIONS)
+        obstacle = launch.limits(implementation, *shape)
+        if obstacle is not None:
+            raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
+        return Implementation(implementation, "asked for by name")
+    return Implementation(*launch.choose())
 
 
 class _Call(NamedTuple):
@@ -333,6 +359,8 @@ def _prepare(
     vocab_axis: int,
     memory_budget: int | None,
     implementation: str | None,
+    *,
+    statistics: bool,
 ) -> _Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
     named: dict[str, Any] = {
@@ -357,7 +385,7 @@ def _prepare(
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
-    chosen = explain(named["input"], named["linear_weight"], implementation=implementation)
+    chosen = explain(named["input"], named["linear_weight"], vocab_axis=vocab_axis, implementation=implementation)
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = _signed(named["target"].reshape(-1))
     class_weight = None if weight is None else named["weight"][:classes].astype(jnp.float32)
@@ -373,6 +401,7 @@ def _prepare(
         implementation=chosen.name,
         has_bias=linear_bias is not None,
         has_class_weight=weight is not None,
+        statistics=statistics,
     )
     arrays = options.arrays(
         input=named["input"].reshape(-1, input.shape[-1]),

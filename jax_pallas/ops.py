@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, rows
-from jax_pallas.chunked import Gradients, Problem, Wanted
+from jax_pallas import chunked, fused, rows
+from jax_pallas.chunked import Problem
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.rows import Coefficients
-from jax_pallas.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
+from jax_pallas.sums import Gradients, Wanted
 from parity.spec import LossSpec
 
 RESIDUAL = (
@@ -52,6 +52,12 @@ class Options:
     implementation: str
     has_bias: bool
     has_class_weight: bool
+    statistics: bool  # the largest logits are wanted; without they may be inf
+
+    @property
+    def plans(self) -> Any:
+        """The module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`, `check_budget`."""
+        return chunked if self.implementation == "chunked" else fused
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
@@ -68,30 +74,13 @@ class Options:
         return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
 
     def problem(self, arrays: Sequence[Array]) -> Problem:
-        return Problem(**self.named(arrays), spec=self.spec, classes=self.classes, vocab_axis=self.vocab_axis)
-
-    def config(self, problem: Problem, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False) -> ChunkConfig:
-        tokens, hidden = problem.input.shape
-
-        def model(*, keeps_logits: bool) -> WorkspaceModel:
-            return workspace_model(
-                tokens=tokens,
-                hidden=hidden,
-                classes=self.classes,
-                itemsize=problem.input.dtype.itemsize,
-                weight_itemsize=problem.linear_weight.dtype.itemsize,
-                keeps_logits=keeps_logits,
-                float16=problem.input.dtype == jnp.float16,
-                softcap=self.spec.softcap is not None,
-                entropy=entropy,
-                d_input=wanted.d_input,
-                d_weight=wanted.d_weight,
-            )
-
-        recomputing, sizes = model(keeps_logits=False), (tokens, self.classes, self.memory_budget)
-        if plan_a:
-            return choose_plan_a(model(keeps_logits=True), recomputing, *sizes)
-        return choose_chunks(recomputing, *sizes)
+        shared = {
+            "spec": self.spec,
+            "classes": self.classes,
+            "vocab_axis": self.vocab_axis,
+            "implementation": self.implementation,
+        }
+        return Problem(**self.named(arrays), **shared)
 
     def wanted(self, primals: Sequence[Any]) -> Wanted:
         """Reads from a forward rule's primals what is differentiated."""
@@ -109,9 +98,6 @@ class Options:
             linear_bias=gradients.d_bias,
             class_weight=None,
         )
-
-
-NO_GRADIENT = Wanted(False, False, False)
 
 
 def _rule(function: Callable[..., Arrays]) -> Any:
@@ -142,11 +128,8 @@ _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, sym
 
 @_rule
 def _row_losses(options: Options, *arrays: Array) -> Arrays:
-    problem, statistics = options.problem(arrays), _statistics((options, False), *arrays)
-    loss = rows.row_loss(
-        options.spec, statistics, problem.target, problem.row_weight, problem.class_weight, options.classes
-    )
-    return loss, statistics.lse, statistics.target_logit, statistics.max
+    loss, found = _losses(options, *arrays)
+    return loss, found.lse, found.target_logit, found.max
 
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
@@ -157,7 +140,8 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
-    options.config(options.problem(arrays), wanted)  # a budget too small for the backward pass is refused here
+    problem = options.problem(arrays)
+    options.plans.check_budget(problem, options.memory_budget, wanted)  # of the backward pass: refused here already
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
 
@@ -183,14 +167,14 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 
 @_rule
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
-    statistics = _statistics((options, True), *arrays)
+    statistics = _statistics(options, *arrays)
     assert statistics.entropy is not None
     return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
-    options.config(options.problem(arrays), wanted, entropy=True)  # too small a budget, as in `_row_losses_fwd`
+    options.plans.check_budget(options.problem(arrays), options.memory_budget, wanted, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), wanted)
 
@@ -205,12 +189,16 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
+@opaque("linear_ce_losses")
+def _losses(options: Options, *arrays: Array) -> tuple[Array, rows.RowStatistics]:
+    """Plan B."""
+    return options.plans.losses(options.problem(arrays), options.memory_budget, statistics=options.statistics)
+
+
 @opaque("linear_ce_statistics")
-def _statistics(static: tuple[Options, bool], *arrays: Array) -> rows.RowStatistics:
-    """Plan B, with the entropy if static[1]."""
-    options, entropy = static
-    problem = options.problem(arrays)
-    return chunked.statistics(problem, options.config(problem, NO_GRADIENT, entropy=entropy), entropy=entropy)
+def _statistics(options: Options, *arrays: Array) -> rows.RowStatistics:
+    """Plan B, with the entropy."""
+    return options.plans.statistics(options.problem(arrays), options.memory_budget, entropy=True)
 
 
 @opaque("linear_ce_plan_a")
@@ -218,9 +206,10 @@ def _plan_a(static: tuple[Options, Wanted], *arrays: Array) -> tuple[Array, Arra
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
     options, wanted = static
     problem = options.problem(arrays)
-    config = options.config(problem, wanted, plan_a=True)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
-    losses, statistics, gradients = chunked.loss_and_gradients(problem, config, wanted, scales)
+    losses, statistics, gradients = options.plans.loss_and_gradients(
+        problem, options.memory_budget, wanted, scales, statistics=options.statistics
+    )
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
 
 
@@ -229,8 +218,7 @@ def _gradients(static: tuple[Options, Wanted], arrays: Arrays, lse: Array, coeff
     """Plan C's backward pass."""
     options, wanted = static
     problem = options.problem(arrays)
-    config = options.config(problem, wanted, entropy=coefficients.beta is not None)
-    return chunked.gradients(problem, config, lse, coefficients, wanted)
+    return options.plans.gradients(problem, options.memory_budget, lse, coefficients, wanted)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:

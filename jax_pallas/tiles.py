@@ -22,12 +22,18 @@ class ChunkConfig:
         slab: classes of a slab.
         float32_sum: d_weight is summed over chunks in a float32 buffer of its own.
         keeps_logits: plan A keeps a chunk's logits from its first pass to its second.
+        statistics_slab: classes of a slab in the first pass, where that is not `slab`.
     """
 
     rows: int
     slab: int
     float32_sum: bool
     keeps_logits: bool = False
+    statistics_slab: int | None = None
+
+    @property
+    def first_slab(self) -> int:
+        return self.statistics_slab or self.slab
 
 
 @dataclass(frozen=True)

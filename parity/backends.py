@@ -49,6 +49,8 @@ BACKENDS = {
     "torch-triton": Backend("torch", "triton", runs_anywhere=False),
     "torch-chunked": Backend("torch", "chunked"),
     "jax-default": Backend("jax", None),
+    "jax-mosaic": Backend("jax", "mosaic", runs_anywhere=False),
+    "jax-pallas_triton": Backend("jax", "pallas_triton", runs_anywhere=False),
     "jax-chunked": Backend("jax", "chunked"),
 }
 
@@ -227,7 +229,9 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     differentiated = {name: operands[name] for name in wanted.values()}
     others = {name: value for name, value in operands.items() if name not in differentiated}
     outputs = run(differentiated, others, upstream)
-    ran = linear_ce.explain(operands["input"], operands["linear_weight"], implementation=implementation)
+    ran = linear_ce.explain(
+        operands["input"], operands["linear_weight"], vocab_axis=case.vocab_axis, implementation=implementation
+    )
 
     def export(name: str, array: Any) -> tuple[np.ndarray, str]:
         values = array.T if name == "d_weight" and case.vocab_axis == 1 else array

@@ -253,6 +253,9 @@ _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 _ALL = FLOAT_DTYPES
 _TWO = ("float32", "bfloat16")
 _ONE = ("float32",)
+_BF16 = ("bfloat16",)
+_16_BITS = ("float16", "bfloat16")
+_CAPPED = LossSpec("sum", softcap=3.0, logit_scale=0.7, z_loss_weight=0.1)
 _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {"lead": (0,), "has_bias": True}, _TWO),
     ("empty-sum", {"lead": (0,), "spec": _SUM}, _ONE),
@@ -327,6 +330,22 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("head32-mean", {"head_dtype": "float32", "has_bias": True}, ("bfloat16", "float16")),
     ("head32-none", {"head_dtype": "float32", "has_bias": True, "spec": _NONE}, ("bfloat16", "float16")),
     ("unscaled-none", {"spec": _NONE, "loss_scale": 1.0, "upstream": "random"}, ("float16",)),
+    # Hidden sizes that matrix units want: kernels may serve others by other ways.
+    ("hidden64", {"hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _16_BITS),
+    (
+        "hidden64-odd",
+        {"hidden": 192, "vocab": 1001, "has_bias": True, "poison": ("ignored_rows",), "ignored": "some"},
+        _BF16,
+    ),
+    ("hidden64-sum", {"hidden": 320, "vocab": 640, "vocab_axis": 1, "spec": _CAPPED, "has_class_weight": True}, _BF16),
+    ("hidden64-none", {"hidden": 64, "vocab": 501, "spec": _NONE, "has_bias": True, "upstream": "random"}, _16_BITS),
+    ("hidden64-tight", {"hidden": 64, "lead": (252,), "vocab": 320, "tight_memory": True, "has_bias": True}, _BF16),
+    ("hidden64-padding", {"hidden": 64, "poison": ("padding",), "spec": LossSpec(vocab_size=500)}, _BF16),
+    ("hidden64-nan", {"hidden": 64, "poison": ("input_nan",), "has_bias": True}, _BF16),
+    ("hidden64-range", {"hidden": 64, "poison": ("target_range",), "has_bias": True}, _BF16),
+    ("hidden64-masked", {"hidden": 64, "poison": ("bias_neg_inf",), "has_bias": True}, _BF16),
+    ("hidden64-logits80", {"hidden": 64, "logit_std": 40.0, "spec": LossSpec(z_loss_weight=0.001)}, _BF16),
+    ("hidden64-frozen", {"hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
 )

@@ -1,12 +1,13 @@
 """Compiles the JAX loss for a GPU that is not there and prints its temporaries, one JSON line a program.
 
 Run by test_jax_pallas_gpu_compile.py in a process of its own: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
-PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v and vocab_axis.
+PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v, vocab_axis and implementation.
 """
 
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_pallas.linear_ce import linear_cross_entropy
 
 
-def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int) -> Any:
+def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, implementation: str) -> Any:
     def shape(dims: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def loss(x: jax.Array, w: jax.Array, y: jax.Array, reduction: Any = "mean") -> jax.Array:
-        return linear_cross_entropy(x, w, y, reduction=reduction, vocab_axis=vocab_axis)
+        return linear_cross_entropy(x, w, y, reduction=reduction, vocab_axis=vocab_axis, implementation=implementation)
 
     def none(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
         losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
@@ -45,11 +46,13 @@ def main() -> None:
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     for program in programs:
+        start = time.perf_counter()
         executable = compiled(mesh, **program)
+        seconds = time.perf_counter() - start
         v, d = program["v"], program["d"]
         moved = re.findall(rf"= \w+\[(?:{v},{d}|{d},{v})\]\S* (?:transpose|copy)\(.*", executable.as_text())
         temporaries = executable.memory_analysis().temp_size_in_bytes
-        print(json.dumps({**program, "temporaries": temporaries, "moved": moved}), flush=True)
+        print(json.dumps({**program, "temporaries": temporaries, "moved": moved, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 Runs with `pytest -m gpu`.
 """
 
-import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from os import environ
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from run_cases import judged_in_processes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
@@ -29,7 +28,6 @@ pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROCESSES = 12  # that compile kernels side by side
 
 
 def gpu_problem(
@@ -70,17 +68,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 @pytest.fixture(scope="module")
 def judged_cases() -> dict[str, dict[str, Any]]:
-    """Runs every case, in several processes; returns what each came to."""
-
-    def share(first: int) -> list[dict[str, Any]]:
-        command = [sys.executable, str(HERE / "run_cases.py"), str(first), str(PROCESSES)]
-        variables = {**environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return {result["name"]: result for results in pool.map(share, range(PROCESSES)) for result in results}
+    return judged_in_processes("torch-triton")
 
 
 @pytest.mark.parametrize("name", [case.name for case in cases()])
@@ -462,7 +450,7 @@ def test_memcheck_finds_nothing(name: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
-    program = [sys.executable, str(HERE / "run_cases.py"), "0", "1", name]
+    program = [sys.executable, str(HERE / "run_cases.py"), "torch-triton", "0", "1", name]
     variables = {**environ, "PYTHONPATH": str(HERE.parent), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *program]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)

@@ -87,7 +87,7 @@ BAD_OPTIONS: Bad = {
     "implementation": (
         {"implementation": "fastest"},
         ValueError,
-        "implementation must be one of 'chunked', got 'fastest'",
+        "implementation must be one of 'mosaic', 'pallas_triton', 'chunked', got 'fastest'",
     ),
 }
 

@@ -30,11 +30,13 @@ MORE = [
 ]
 
 
-def compile_all(programs: list[tuple[str, int, int, int, int]], target: str = "h200") -> list[dict[str, Any]]:
+def compile_all(
+    programs: list[tuple[str, int, int, int, int]], target: str = "h200", implementation: str = "chunked"
+) -> list[dict[str, Any]]:
     if not COMPILER.is_dir():
         pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
-    keys = ("mode", "n", "d", "v", "vocab_axis")
-    asked = json.dumps([dict(zip(keys, program, strict=True)) for program in programs])
+    keys = ("mode", "n", "d", "v", "vocab_axis", "implementation")
+    asked = json.dumps([dict(zip(keys, (*program, implementation), strict=True)) for program in programs])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(COMPILER)]),

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from judged import assert_within_budget
 
 from jax_pallas import chunked, rows
-from jax_pallas.chunked import Piece, Problem, Wanted
+from jax_pallas.chunked import Problem
+from jax_pallas.pieces import Piece
+from jax_pallas.sums import Wanted
 from jax_pallas.tiles import ChunkConfig
 from parity.arrays import make_arrays
 from parity.backends import run_case
@@ -80,7 +82,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
         parts: list[Any] = []
         for shard, size in pairs:
             config = ChunkConfig(min(chunk, n), size, float32_sum=False)
-            parts.append(chunked.gradients(shard, config, statistics.lse, coefficients, wanted))
+            parts.append(chunked.gradients_by(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, wanted))
         d_weight = jnp.concatenate([part.d_weight if vocab_axis == 0 else part.d_weight.T for part in parts])
         d_bias = jnp.concatenate([part.d_bias for part in parts])
         return loss, statistics.lse, statistics.target_logit, sum(part.d_input for part in parts), d_weight, d_bias

@@ -1,0 +1,341 @@
+"""Plans A and B with anchored exponentials (MATH.md section 8).
+
+Plan A is three products, whose operands are the exponentials that the logits' own product stores. It serves bfloat16
+without label smoothing. A chunk of rows goes through, in this order,
+
+    target logits, and the anchors that they give         `_anchors`
+    exponentials and their sums                           `_store_exponentials`
+    loss, and the factors of rows; x becomes rho x        `_finish_rows`
+    d_weight += E^T (rho x)                               `_add_d_weight`
+    d_input = rho (E W) + theta w_target                  `_store_d_input`
+
+and the targets' terms of d_weight come last, for all rows (`_add_target_rows`). Plan B is the first three, with nothing
+stored but the sums, in 16 bits.
+
+d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
+replace them: then a chunk takes its exponentials and little else.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_pallas import fused_tiles, launch
+from jax_pallas.chunked import Problem
+from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas.pieces import Piece, over_chunks
+from jax_pallas.rows import RowStatistics
+from jax_pallas.sums import Gradients, Wanted, product_of
+
+LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
+
+# A row's sum is done again where it leaves these: far inside float32's range, far outside of what anchors near the
+# largest logit give.
+LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
+
+
+class Carry(NamedTuple):
+    """What chunks hand on; None where not asked for."""
+
+    held: Array | None  # (N, D): input's rows, then d_input's
+    d_weight: Array | None
+    d_bias: Array | None  # (K,) float32
+
+
+class Found(NamedTuple):
+    """What is found of rows, (n,) float32 each, 0 where they do not contribute."""
+
+    loss: Array
+    lse: Array
+    target_logit: Array
+    top: Array  # the largest logit, inf if not wanted
+    theta: Array
+
+
+class Factors(NamedTuple):
+    rho: Array
+    theta: Array
+
+
+def anchored(
+    problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool
+) -> tuple[Array, RowStatistics, Gradients]:
+    """Plan A, or plan B where no gradient is wanted: each row's weighted loss (N,), its statistics, and the gradients
+    of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
+    kernels = launch.load(problem.implementation)
+    config = _config(problem, kernels, memory_budget, wanted, statistics=statistics)
+    x = problem.input
+    whole = Piece(0, problem.tokens, None)
+
+    def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Found]:
+        if carry.held is None:
+            rows_, start = problem.rows(chunk), 0
+        else:
+            rows_, start = carry.held, chunk.start
+        target_logit, error, anchor = _anchors(problem, chunk)
+        e, sums, top, anchor = _store_exponentials(
+            problem, kernels, chunk, rows_, start, anchor, stores=any(wanted), statistics=statistics
+        )
+        # The largest logit comes from other products than the target's: equal ones may differ by their rounding.
+        if statistics:
+            top = jnp.where(jnp.abs(top - target_logit) <= error, target_logit, top)
+        found, factors = _finish_rows(problem, chunk, sums, anchor, target_logit, top)
+        if e is None:
+            return carry, found
+        return _add_gradients(problem, kernels, config, chunk, e, rows_, start, factors, carry, first=first), found
+
+    held = problem.rows(whole) if wanted.d_input else None
+    d_bias = jnp.zeros(problem.classes, jnp.float32) if wanted.d_bias else None
+    carry = Carry(held, None, d_bias)
+    if wanted.d_weight:  # overwritten by the first chunk
+        carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
+    carry, found = over_chunks(body, carry, problem.tokens, config.rows)
+    d_weight, d_bias = carry.d_weight, carry.d_bias
+    if d_weight is not None or d_bias is not None:
+        d_weight, d_bias = _add_target_rows(problem, kernels, found.theta, d_weight, d_bias)
+    if d_bias is not None and problem.linear_bias is not None:
+        b = problem.linear_bias
+        d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
+    row_statistics = RowStatistics(found.lse, found.target_logit, found.top, None, None)
+    return found.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
+
+
+def _config(
+    problem: Problem, kernels: launch.Kernels, memory_budget: int, wanted: Wanted, *, statistics: bool
+) -> AnchoredConfig:
+    tokens, hidden = problem.input.shape
+
+    def scratch(rows: int, most: int) -> int:
+        if not wanted.d_input:
+            return 0
+        if kernels.d_input_scratch is not None:
+            return kernels.d_input_scratch(rows, hidden, problem.classes, most)
+        return 4 * rows * hidden  # of the library's product
+
+    return fused_tiles.choose_anchored(
+        tokens=tokens,
+        hidden=hidden,
+        classes=problem.classes,
+        itemsize=problem.input.dtype.itemsize,
+        stores=any(wanted),
+        holds=wanted.d_input,
+        statistics=statistics,
+        scratch=scratch,
+        budget=memory_budget,
+    )
+
+
+def target_rows(problem: Problem, column: Array) -> Array:
+    """Returns the rows (n, D) of the head that `column` (n,) names, each within the head, in the input's dtype."""
+    picked = jnp.take(problem.linear_weight, column, axis=problem.vocab_axis, mode="clip")
+    return (picked if problem.vocab_axis == 0 else picked.T).astype(problem.input.dtype)
+
+
+ROUNDING = 2.0**-20  # of the sum of a product's magnitudes: more than two orders of summation differ by
+
+
+def target_logits(problem: Problem, x: Array, column: Array) -> tuple[Array, Array]:
+    """Returns the logits (n,) of x (n, D) against the rows `column` (n,) of the head, and how far they may lie from
+    what a kernel's products give for the same."""
+    terms = x.astype(jnp.float32) * target_rows(problem, column).astype(jnp.float32)
+    logit, spec = terms.sum(1), problem.spec
+    error = ROUNDING * abs(spec.logit_scale) * jnp.abs(terms).sum(1)
+    if problem.linear_bias is not None:
+        logit += problem.linear_bias[column].astype(jnp.float32)
+    logit *= spec.logit_scale
+    if spec.softcap is not None:
+        logit = spec.softcap * jnp.tanh(logit / spec.softcap)
+        error += ROUNDING * spec.softcap
+    return logit, error
+
+
+def _is_class(problem: Problem, target: Array) -> Array:
+    return (target >= 0) & (target < problem.classes)
+
+
+def _column(problem: Problem, target: Array) -> Array:
+    """Returns the targets, and some class for those that are none."""
+    return target.clip(0, problem.classes - 1)
+
+
+def _anchors(problem: Problem, chunk: Piece) -> tuple[Array, Array, Array]:
+    """Returns a chunk's target logits (n,), NaN where the target is no class, their error, and the integer anchors that
+    they give, 0 where they give none: (29)."""
+    target = chunk.of(problem.target)
+    logit, error = target_logits(problem, problem.rows(chunk), _column(problem, target))
+    is_class = _is_class(problem, target)
+    anchor = jnp.where(is_class & jnp.isfinite(logit), jnp.floor(logit * LOG2_E + 0.5), 0.0)
+    return jnp.where(is_class, logit, jnp.nan), error, anchor
+
+
+def _store_exponentials(
+    problem: Problem,
+    kernels: launch.Kernels,
+    chunk: Piece,
+    x: Array,
+    start: Array | int,
+    anchor: Array,
+    *,
+    stores: bool,
+    statistics: bool,
+) -> tuple[Array | None, Array, Array, Array]:
+    """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, the largest logits, inf if not wanted,
+    and the anchors, (n,) each. x holds the chunk's rows from `start` on.
+
+    Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
+    know which: the launches that see to it find nothing to do where none is.
+    """
+    bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
+    shared = {
+        "rows": chunk.size,
+        "classes": problem.classes,
+        "vocab_axis": problem.vocab_axis,
+        "logit_scale": problem.spec.logit_scale,
+        "softcap": problem.spec.softcap,
+    }
+    operands = (x, problem.linear_weight, bias)
+    e, sums, top = kernels.exponentials(*operands, anchor, start, **shared, stores=stores, largest=statistics)
+    leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
+    block = fused_tiles.ROW_BLOCK
+    blocks = -(-chunk.size // block)
+    flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
+    redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
+    again = jnp.repeat(flags, block)[: chunk.size]
+    _, _, largest = kernels.exponentials(*operands, anchor, start, **shared, stores=False, largest=True, redo=redo)
+    assert largest is not None
+    repaired = jnp.where(jnp.isfinite(largest), jnp.floor(largest * LOG2_E), 0.0)
+    anchor = jnp.where(again, repaired, anchor)
+    e, new_sums, _ = kernels.exponentials(
+        *operands, anchor, start, **shared, stores=stores, largest=False, redo=redo, e=e
+    )
+    return e, jnp.where(again, new_sums, sums), jnp.full_like(sums, jnp.inf) if top is None else top, anchor
+
+
+def _finish_rows(
+    problem: Problem, chunk: Piece, total: Array, anchor: Array, target_logit: Array, top: Array
+) -> tuple[Found, Factors]:
+    """Returns what is found of a chunk's rows: (6), (10), (29), (31); rho and theta times the scale."""
+    spec, target, row_weight = problem.spec, chunk.of(problem.target), chunk.of(problem.row_weight)
+    contributes = row_weight != 0
+    total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
+    lse = (anchor + jnp.log2(total)) * LN_2
+    kept = jnp.where(_is_class(problem, target), row_weight, jnp.nan)  # no class: the whole row is NaN
+    if problem.class_weight is not None:
+        kept *= problem.class_weight[_column(problem, target)]
+    loss = kept * (lse - target_logit) + spec.z_loss_weight * row_weight * jnp.square(lse)
+    upstream = kept + 2.0 * spec.z_loss_weight * row_weight * lse
+    theta = upstream * jnp.exp2((target_logit - lse) * LOG2_E) - kept
+    if spec.softcap is not None:
+        theta *= 1.0 - jnp.square(target_logit / spec.softcap)
+    values = loss, lse, target_logit, top, spec.logit_scale * theta, spec.logit_scale * upstream / total
+    *values, rho = (jnp.where(contributes, value, 0.0) for value in values)
+    found = Found(*values)
+    return found, Factors(rho, found.theta)
+
+
+def _add_gradients(
+    problem: Problem,
+    kernels: launch.Kernels,
+    config: AnchoredConfig,
+    chunk: Piece,
+    e: Array,
+    x: Array,
+    start: Array | int,
+    factors: Factors,
+    carry: Carry,
+    *,
+    first: bool,
+) -> Carry:
+    """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
+    held, d_weight, d_bias = carry
+    target, rho = chunk.of(problem.target), factors.rho[:, None]
+    columns = jnp.where(_is_class(problem, target), target, e.shape[1])
+    e = e.at[jnp.arange(chunk.size), columns].set(0, mode="drop", unique_indices=True)
+    if d_bias is not None:
+        d_bias = d_bias + (e[:, : problem.classes].astype(jnp.float32) * rho).sum(0)
+    if d_weight is not None:
+        part = Piece(start, chunk.size, None)
+        scaled = jnp.where(rho == 0, 0.0, part.of(x) * rho).astype(x.dtype)
+        x = part.put(x, scaled)
+        d_weight = _add_d_weight(problem, kernels, e, x, start, scaled, d_weight, first=first)
+    if held is not None:
+        target, d_weight = lax.optimization_barrier((target, d_weight))  # x's place is taken after it was read
+        w_target = target_rows(problem, _column(problem, target))
+        held = _store_d_input(problem, kernels, config, chunk, e, x, w_target, factors)
+    return Carry(held, d_weight, d_bias)
+
+
+def _add_d_weight(
+    problem: Problem,
+    kernels: launch.Kernels,
+    e: Array,
+    x: Array,
+    start: Array | int,
+    scaled: Array,
+    d_weight: Array,
+    *,
+    first: bool,
+) -> Array:
+    """Adds e^T (rho x) to d_weight: (33) without the targets' terms."""
+    axis = problem.vocab_axis
+    if kernels.d_weight is not None:
+        vocab = problem.linear_weight.shape[axis]
+        old = None if first else d_weight
+        return kernels.d_weight(e, x, start, vocab=vocab, classes=problem.classes, vocab_axis=axis, old=old)
+    pair = (e, scaled) if axis == 0 else (scaled, e)
+    product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
+    return product if first else d_weight + product
+
+
+def _store_d_input(
+    problem: Problem,
+    kernels: launch.Kernels,
+    config: AnchoredConfig,
+    chunk: Piece,
+    e: Array,
+    held: Array,
+    w_target: Array,
+    factors: Factors,
+) -> Array:
+    """Writes the rows of d_input of a chunk: (32)."""
+    w, (rho, theta) = problem.linear_weight, factors
+    if kernels.d_input is not None:
+        held = chunk.put(held, w_target)
+        shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
+        return kernels.d_input(e, w, held, rho, theta, chunk.start, **shared)
+    product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
+    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
+
+
+def _add_target_rows(
+    problem: Problem, kernels: launch.Kernels, theta: Array, d_weight: Array | None, d_bias: Array | None
+) -> tuple[Array | None, Array | None]:
+    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
+    counts = _is_class(problem, problem.target) & (problem.row_weight != 0)
+    key = jnp.where(counts, problem.target, problem.classes).astype(jnp.int32)
+    target, row = lax.sort((key, jnp.arange(problem.tokens, dtype=jnp.int32)), num_keys=2)
+    theta = theta[row]
+    if d_weight is not None:
+        d_weight = kernels.add_target_rows(d_weight, problem.input, target, row, theta, vocab_axis=problem.vocab_axis)
+    if d_bias is not None:
+        d_bias = d_bias.at[_lasts(target, problem.classes)].add(
+            _sums_of_runs(target, theta), mode="drop", unique_indices=True
+        )
+    return d_weight, d_bias
+
+
+def _lasts(target: Array, classes: int) -> Array:
+    """Returns sorted targets where a run of equals ends, places outside the classes elsewhere, all different."""
+    ends = jnp.concatenate([target[1:] != target[:-1], jnp.ones(1, bool)]) & (target < classes)
+    return jnp.where(ends, target, classes + jnp.arange(len(target)))
+
+
+def _sums_of_runs(target: Array, values: Array) -> Array:
+    """Returns, for each place, the sum of the values from the start of its run of equal targets, in a fixed order."""
+
+    def joined(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        (target_a, sum_a), (target_b, sum_b) = a, b
+        return target_b, sum_b + jnp.where(target_a == target_b, sum_a, 0.0)
+
+    return lax.associative_scan(joined, (target, values))[1]

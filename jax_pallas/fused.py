@@ -1,0 +1,189 @@
+"""The loss with Pallas kernels: plans A, B and C of `chunked.py` in fewer products and passes.
+
+    plan A  `loss_and_gradients`  3 products: the logits' own stores exponentials instead of logits (MATH.md section 8),
+                                  and the gradients are products of those. Serves bfloat16 without label smoothing and
+                                  with a head of the same dtype; other calls compute logits twice, 4 products
+    plan B  `losses`              1 product, whose tiles of logits never leave the multiprocessor; `statistics` finds
+                                  what smoothing and the entropy want besides
+    plan C  `gradients`           1 + 3 products: d_logits come from logits computed again, slab by slab
+
+Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Their gradients are XLA's products,
+and so are plan A's where an implementation has none of its own.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jax_pallas import chunked, fused_tiles, launch
+from jax_pallas.anchored import anchored, target_logits
+from jax_pallas.chunked import Problem, RowGradient, Tiles
+from jax_pallas.pieces import Piece
+from jax_pallas.rows import Coefficients, Partial, RowStatistics
+from jax_pallas.sums import NOTHING, Gradients, Wanted
+from jax_pallas.tiles import ChunkConfig
+
+
+def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
+    _recomputed_config(problem, memory_budget, wanted, entropy=entropy)
+
+
+def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[Array, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
+
+    Without `statistics` the largest logits may be inf.
+    """
+    if problem.spec.label_smoothing or _converts(problem):
+        config = _recomputed_config(problem, memory_budget, NOTHING, entropy=False)
+        return chunked.losses_by(KERNEL_TILES, problem, config)
+    loss, found, _ = anchored(problem, memory_budget, NOTHING, statistics=statistics)
+    return loss, found
+
+
+def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
+    """Plan B: statistics of every row, no loss."""
+    config = _recomputed_config(problem, memory_budget, NOTHING, entropy=entropy)
+    return chunked.statistics_by(KERNEL_TILES, problem, config, entropy)
+
+
+def loss_and_gradients(
+    problem: Problem,
+    memory_budget: int,
+    wanted: Wanted,
+    scales: tuple[Array, Array] | None,
+    *,
+    statistics: bool,
+) -> tuple[Array, RowStatistics, Gradients]:
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
+
+    Without `statistics` the largest logits are inf.
+    """
+    if _serves_exponentials(problem):
+        return anchored(problem, memory_budget, wanted, statistics=statistics)
+    config = _recomputed_config(problem, memory_budget, wanted, entropy=False)
+    return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, wanted, scales)
+
+
+def gradients(
+    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, wanted: Wanted
+) -> Gradients:
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    config = _recomputed_config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
+    return chunked.gradients_by(KERNEL_TILES, problem, config, lse, coefficients, wanted)
+
+
+def _converts(problem: Problem) -> bool:
+    """Whether the head has another dtype than the input, and is converted slab by slab."""
+    return problem.linear_weight.dtype != problem.input.dtype
+
+
+def _serves_exponentials(problem: Problem) -> bool:
+    """Whether plan A can be made of anchored exponentials."""
+    if problem.input.dtype != jnp.bfloat16 or problem.spec.label_smoothing or _converts(problem):
+        return False
+    vocab = problem.linear_weight.shape[problem.vocab_axis]
+    limits = launch.load(problem.implementation).gradient_limits
+    if limits is not None:
+        if (
+            problem.tokens % 8 or vocab % 8
+        ):  # wrong gradients on an H200 (benchmarks/NOTES.md): not before that is found
+            return False
+        return limits(problem.input.dtype, problem.input.shape[1], vocab, problem.vocab_axis) is None
+    return vocab == problem.classes == fused_tiles.padded(vocab)  # XLA's products take whole arrays: nothing is padded
+
+
+def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
+    w, bias, class_weight, first, skip = _slab(problem, slab)
+    weighted = problem.spec.label_smoothing != 0
+    top, sum_exp, weighted_sum, sum_exp_log = launch.load(problem.implementation).statistics(
+        x,
+        w,
+        bias,
+        class_weight if weighted else None,
+        0,
+        first,
+        skip,
+        rows=len(x),
+        classes=slab.size,
+        vocab_axis=problem.vocab_axis,
+        logit_scale=problem.spec.logit_scale,
+        softcap=problem.spec.softcap,
+        weighted=weighted,
+        entropy=entropy,
+    )
+    column = target - (problem.vocab_offset + slab.start)
+    hit = (column >= 0) & (column < slab.size)
+    column = column.clip(0, slab.size - 1)
+    if slab.fresh is not None:
+        hit = hit & slab.fresh[column]
+    target_logit, error = target_logits(problem, x, slab.start + column)
+    target_logit = jnp.where(jnp.abs(top - target_logit) <= error, top, target_logit)  # or none might be the largest
+    target_logit = jnp.where(hit, target_logit, 0.0)
+    return Partial(top, sum_exp, target_logit, weighted_sum, sum_exp_log), None
+
+
+def _d_logits(
+    problem: Problem, x: Array, target: Array, slab: Piece, row: RowGradient, logits: None
+) -> tuple[Array, Array | None]:
+    w, bias, class_weight, first, skip = _slab(problem, slab)
+    coefficients = row.coefficients
+    d_logits = launch.load(problem.implementation).d_logits(
+        x,
+        w,
+        bias,
+        class_weight if coefficients.sigma is not None else None,
+        target - (problem.vocab_offset + slab.start) + first,
+        row.lse,
+        coefficients.alpha,
+        coefficients.tau,
+        coefficients.beta,
+        coefficients.sigma,
+        row.contributes,
+        0,
+        first,
+        skip,
+        rows=len(x),
+        classes=slab.size,
+        vocab_axis=problem.vocab_axis,
+        logit_scale=problem.spec.logit_scale,
+        softcap=problem.spec.softcap,
+    )[:, : slab.size]
+    if not row.bias:
+        return d_logits, None
+    scale = 1.0 if row.bias_scale is None else row.bias_scale[:, None]
+    return d_logits, (d_logits.astype(jnp.float32) * scale).sum(0)
+
+
+KERNEL_TILES = Tiles(_partial, _d_logits)
+
+
+def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
+    """Returns a head that has the slab, its bias and class weights in float32, the slab's first class in them, and how
+    many of its classes an earlier slab has seen."""
+    skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
+    w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
+    if _converts(problem):
+        w, first = problem.slab_weight(slab), 0
+        bias = None if bias is None else slab.of(bias)
+    class_weight = problem.slab_class_weight(slab)
+    if problem.class_weight is not None and not _converts(problem):  # in the head's own numbering
+        class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
+        size = min(problem.local_classes, len(class_weight))
+        class_weight = class_weight.at[:size].set(problem.class_weight[problem.vocab_offset :][:size])
+    return w, None if bias is None else bias.astype(jnp.float32), class_weight, first, skip
+
+
+def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool) -> ChunkConfig:
+    tokens, hidden = problem.input.shape
+    return fused_tiles.choose_recomputed(
+        tokens=tokens,
+        hidden=hidden,
+        classes=problem.classes,
+        itemsize=problem.input.dtype.itemsize,
+        statistics=2 + (problem.spec.label_smoothing != 0) + entropy,
+        float16=problem.input.dtype == jnp.float16,
+        d_input=wanted.d_input,
+        d_weight=wanted.d_weight,
+        converts=_converts(problem),
+        budget=memory_budget,
+    )

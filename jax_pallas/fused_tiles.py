@@ -1,0 +1,160 @@
+"""How a call is cut for the kernels: pure functions of shapes, dtypes and memory budget. Nothing here changes a result
+beyond rounding.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jax_pallas.tiles import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+
+ROW_BLOCK = 128  # rows of a tile of logits
+
+CLASS_BLOCK = 256  # and its classes: partial sums for each
+
+
+@dataclass(frozen=True)
+class AnchoredConfig:
+    """How plans A and B with anchored exponentials cut a call.
+
+    Args:
+        rows: of a chunk.
+        product_bytes: that d_input's partial sums may take.
+        bytes: of workspace.
+    """
+
+    rows: int
+    product_bytes: int
+    bytes: int
+
+
+PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
+
+PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+
+
+def choose_anchored(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    stores: bool,
+    holds: bool,
+    statistics: bool,
+    scratch: Callable[[int, int], int],
+    budget: int,
+) -> AnchoredConfig:
+    """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        itemsize: of the input's dtype.
+        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
+        holds: d_input's own memory holds the chunk's rows of the input.
+        statistics: the largest logits are wanted.
+        scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
+        budget: bytes.
+
+    Raises:
+        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+    """
+    tokens = max(tokens, 1)
+    least_rows = min(tokens, MIN_ROWS)
+    fixed = 72 * tokens + 8 * classes + 4096  # rows' numbers, d_bias
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
+    blocks = -(-classes // CLASS_BLOCK)
+
+    def config(rows: int) -> AnchoredConfig:
+        padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
+        sums = 4 * (1 + statistics) * blocks * padded_rows
+        size = fixed + rows * itemsize * (padded(classes) * stores + hidden * (not holds))
+        most = budget // PRODUCT_SHARE
+        return AnchoredConfig(rows, most, size + max(sums, scratch(rows, most)))
+
+    chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
+    densely = chunks + 16
+    while True:
+        for multiple in (ROW_BLOCK, MIN_ROWS):
+            rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
+            found = config(rows)
+            if found.bytes <= (budget if rows == least_rows else enough):
+                return found
+        if rows == least_rows:
+            raise ValueError(
+                f"memory_budget must be at least {found.bytes} bytes for {tokens} tokens and {classes} classes, "
+                f"got {budget}"
+            )
+        chunks += 1 if chunks < densely else max(1, chunks // 4)
+
+
+def padded(classes: int) -> int:
+    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    return -(-classes // 64) * 64
+
+
+# Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
+D_LOGITS_SLAB = 12288
+
+
+def choose_recomputed(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    statistics: int,
+    float16: bool,
+    d_input: bool,
+    d_weight: bool,
+    converts: bool,
+    budget: int,
+) -> ChunkConfig:
+    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        itemsize: of the input's dtype.
+        statistics: numbers that the first pass writes for each row and class block.
+        float16: rows are scaled by powers of two for d_weight.
+        d_input: d_input is wanted.
+        d_weight: d_weight is wanted.
+        converts: the head is converted slab by slab.
+        budget: bytes.
+
+    Raises:
+        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+    """
+    tokens = max(tokens, 1)
+    second = d_input or d_weight
+    # The head's slab, and d_weight's product; rows of the input, and d_input's product and sum.
+    per_slab = hidden * (itemsize * (second or converts) + 4 * d_weight) + 32
+    per_row = hidden * (itemsize * (1 + (float16 and d_weight)) + 8 * d_input) + 128
+    fixed = 64 * tokens + 8 * classes + 4096
+
+    def model(slab: int) -> WorkspaceModel:
+        blocks = -(-(slab if converts else classes) // CLASS_BLOCK)
+        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, itemsize * second)
+
+    widest = min(classes, D_LOGITS_SLAB)
+    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
+    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
+    least_rows, least_slab = min(tokens, MIN_ROWS), slabs[-1]
+    least = model(least_slab).bytes(least_rows, least_slab)
+    if least > budget:
+        raise ValueError(
+            f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
+        )
+    narrowest = min(tokens, model(least_slab).rows_within(budget, least_slab))
+    enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
+    slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
+    rows = min(tokens, model(slab).rows_within(budget, slab))
+    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+        blocks = -(-classes // CLASS_BLOCK)
+        rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
+    chunks = -(-tokens // rows)
+    rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
+    return ChunkConfig(rows, slab, float32_sum=False, statistics_slab=slab if converts else classes)

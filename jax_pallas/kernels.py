@@ -1,0 +1,450 @@
+"""Pallas kernels for any card from Ampere on, through Pallas' Triton backend: the implementation "pallas_triton".
+
+That backend is deprecated, so all that names it stands in this file. core_triton/kernels.py and target_kernels.py are
+the same in Triton. A program owns a tile and writes each output alone, so results repeat bit for bit; what is summed
+over tiles is reduced by XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas'
+interpreter. Equations: parity/MATH.md.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import ShapedArray
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+LOG2_E, NO_PROBABILITY = 1.4426950408889634, -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
+BLOCK_N, GROUP = 128, 8  # rows of a tile, and of a flag of `redo`; row blocks beside each other on a block of classes
+REDO_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large card
+ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address
+FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
+
+
+class Tile(NamedTuple):
+    """BLOCK_N rows x block_v classes of logits, summed over block_d columns of x at a time."""
+
+    block_v: int
+    block_d: int
+
+
+def tile_of(dtype: Any, *, sloped: bool) -> Tile:
+    """Returns the tile for operands of a dtype; `sloped` where a softcap's slope is kept beside each logit.
+
+    A thread holds 128 float32 sums in its 255 registers, 64 where each has company; and 64 for float32, which no matrix
+    unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
+    """
+    if jnp.dtype(dtype).itemsize == 4:
+        return Tile(128, 32)
+    return Tile(128 if sloped else 256, 64)
+
+
+def limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
+    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"pallas_triton multiplies bfloat16, float16 or float32, not {jnp.dtype(dtype).name}"
+    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
+        return f"pallas_triton needs sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
+    return None if vocab_axis in (0, 1) else f"pallas_triton needs vocab_axis 0 or 1, got {vocab_axis}"
+
+
+def padded(classes: int) -> int:  # columns of a matrix of so many, here as in the Hopper kernels
+    return pl.cdiv(classes, 64) * 64
+
+
+class _Launch(NamedTuple):
+    """A kernel, which takes `options` and a Ref for each operand and result (None for None), and how it is launched."""
+
+    kernel: Callable[..., None]
+    options: Any
+    grid: tuple[int, ...]
+    operands: Any  # their tree
+    results: tuple[jax.ShapeDtypeStruct | None, ...]
+    aliases: tuple[tuple[int, int], ...]  # of flat operands and flat results
+    params: plgpu.CompilerParams
+
+    def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
+        known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
+        kernel, name = partial(self.kernel, self.options), self.kernel.__name__
+        call = pl.pallas_call(kernel, self.results, interpret=interpret, name=name, **known)
+        return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
+
+
+def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
+    with warnings.catch_warnings():  # whoever asks for this implementation by name has chosen its backend
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return mlir.lower_fun(partial(launch, interpret=interpret), multiple_results=True)(ctx, *leaves)
+
+
+_launch_p = Primitive("pallas_triton_launch")
+_launch_p.multiple_results = True
+_launch_p.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(launch.results)])
+_launch_p.def_impl(jax.jit(_launch_p.bind, static_argnames="launch"))
+mlir.register_lowering(_launch_p, partial(_lower, interpret=False), platform="cuda")
+mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu")
+
+
+def _run(
+    kernel: Callable[..., None], options: Any, operands: tuple[Any, ...], results: tuple[Any, ...],
+    grid: tuple[int, ...], *, in_place: bool = False, warps: int = 8, stages: int = 3,
+) -> Any:  # fmt: skip
+    """Runs a kernel and returns its results, with `in_place` the first in the place of the last operand."""
+    leaves, tree = jax.tree.flatten(operands)
+    aliases = ((len(leaves) - 1, 0),) if in_place else ()
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    launch = _Launch(kernel, options, grid, tree, results, aliases, params)
+    found = sequential_vmap(lambda *leaves: _launch_p.bind(*leaves, launch=launch))(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(results), found)
+
+
+class _Product(NamedTuple):
+    """The product that a kernel makes of rows of x and classes of w."""
+
+    rows: int
+    classes: int
+    vocab_axis: int
+    logit_scale: float
+    softcap: float | None
+    tile: Tile
+    stretch: bool = True  # of w, whose start and first `skip` classes, to be left out, the device knows
+
+    @property
+    def class_blocks(self) -> int:
+        return pl.cdiv(self.classes + (ALIGNED - 1 if self.stretch and self.vocab_axis == 1 else 0), self.tile.block_v)
+
+    @property
+    def tiles(self) -> int:
+        return pl.cdiv(self.rows, BLOCK_N) * self.class_blocks
+
+    def run(
+        self, kernel: Callable[..., None], scalars: Any, operands: Any, results: Any, programs: int, **in_place: Any
+    ) -> Any:
+        """Runs a kernel on int32 scalars, which it gets as one array, and operands."""
+        operands = (jnp.stack([jnp.asarray(scalar, jnp.int32) for scalar in scalars]), *operands)
+        return _run(kernel, self, operands, results, (programs,), **in_place)
+
+
+class _Part(NamedTuple):
+    """A tile of logits, (block_n, block_v) float32, and where it is."""
+
+    logits: Array
+    row: Array  # (block_n,)
+    inside: Array  # (block_n,) bool: these rows are there
+    column: Array  # (block_v,) of w
+    place: Array  # (block_v,) within the stretch of classes
+    seen: Array | None  # (1, block_v) bool: these classes count; None: all
+    by_block: tuple[Array, Array]  # where a value for each row goes in (class blocks, rows)
+
+    def only_seen(self, values: Array, other: float = 0.0) -> Array:
+        return values if self.seen is None else jnp.where(self.seen, values, other)
+
+
+def _arange(start: Any, size: int) -> Array:
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
+def _load(ref: Any, *index: Any, mask: Any = None) -> Array:
+    """Returns ref[index], 0 outside the mask."""
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
+def _store(ref: Any, *index: Any, values: Array, mask: Array) -> None:
+    plgpu.store(ref.at[index], values.astype(ref.dtype), mask=mask)
+
+
+def _blocks_of(product: _Product, tile: Any) -> tuple[Array, Array]:
+    """Returns the row block and the class block of a tile: GROUP row blocks first, then the next class block."""
+    group = lax.div(tile, GROUP * product.class_blocks)
+    within = tile - group * (GROUP * product.class_blocks)
+    size = lax.min(pl.cdiv(product.rows, BLOCK_N) - group * GROUP, jnp.int32(GROUP))
+    return group * GROUP + lax.rem(within, size), lax.div(within, size)
+
+
+def _part(
+    product: _Product, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
+) -> _Part:
+    """Computes a tile of logits: (1), (2). Past the last row it repeats it; columns not seen hold anything."""
+    tile, axis, hidden, end = product.tile, product.vocab_axis, x_ref.shape[1], w_ref.shape[product.vocab_axis]
+    row = _arange(blocks[0] * BLOCK_N, BLOCK_N)
+    column = place = _arange(blocks[1] * tile.block_v, tile.block_v)
+    seen = (place < product.classes)[None, :] if product.classes % tile.block_v else None
+    if product.stretch:
+        first, skip = scalars_ref[1], scalars_ref[2]
+        if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded by itself
+            place = place - lax.rem(first, jnp.int32(ALIGNED))
+            first = pl.multiple_of(first - lax.rem(first, jnp.int32(ALIGNED)), ALIGNED)
+        column = first + column
+        seen = ((place >= skip) & (place < product.classes))[None, :]
+    x_row = (scalars_ref[0] + lax.min(row, jnp.int32(product.rows - 1)))[:, None]
+
+    def step(index: Any, raw: Array) -> Array:
+        depth = _arange(index * tile.block_d, tile.block_d)
+        within = depth < hidden if hidden % tile.block_d else None
+        by_row = None if within is None else within[None, :]
+        x = _load(x_ref, x_row, depth[None, :], mask=by_row)
+        if axis == 0:  # clamped rather than masked, which saves a comparison: neighbours in memory are along depth
+            w = _load(w_ref, lax.min(column, jnp.int32(end - 1))[:, None], depth[None, :], mask=by_row)
+        else:
+            mask = (column < end)[None, :]  # `<`, from which the compiler sees that 8 columns go together
+            w = _load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
+        contract = (((1,), (1 - axis,)), ((), ()))
+        return raw + lax.dot_general(x, w, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+    logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((BLOCK_N, tile.block_v), jnp.float32))
+    if bias_ref is not None:
+        logits = logits + _load(bias_ref, column, mask=column < bias_ref.shape[0])[None, :]
+    if product.logit_scale != 1.0:
+        logits = logits * product.logit_scale
+    if product.softcap is not None:  # by way of tanh(t) = 1 - 2 / (1 + exp(2 t)): one number a logit, no branch
+        root = lax.rsqrt(1.0 + jnp.exp2(logits * (2.0 * LOG2_E / product.softcap)))
+        logits = product.softcap - (2.0 * product.softcap) * (root * root)
+    return _Part(logits, row, row < product.rows, column, place, seen, (blocks[1], row))
+
+
+def _slope(logits: Array, softcap: float) -> Array:
+    """Returns the derivative of the cap at capped logits: (15)."""
+    return 1.0 - lax.square(logits * (1.0 / softcap))
+
+
+def _exponentials_kernel(
+    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, redo_ref: Any, _: Any,
+    e_ref: Any, sum_ref: Any, top_ref: Any,
+) -> None:  # fmt: skip
+    """Writes sum (class blocks, rows), and where asked for e (rows, padded) and top (class blocks, rows): (29), (31).
+
+    A program owns a tile; with redo, every REDO_PROGRAMS-th tile, of which it does those of flagged rows.
+    """
+
+    def do(blocks: tuple[Array, Array]) -> None:
+        part = _part(product, blocks, scalars_ref, x_ref, w_ref, bias_ref)
+        anchor = _load(anchor_ref, part.row, mask=part.inside)[:, None]
+        exponentials = part.only_seen(jnp.exp2(part.logits * LOG2_E - anchor))
+        _store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+        if top_ref is not None:
+            _store(top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
+        if e_ref is not None:
+            if product.softcap is not None:
+                exponentials = part.only_seen(exponentials * _slope(part.logits, product.softcap))
+            mask = part.inside[:, None] & (part.place < e_ref.shape[1])[None, :]
+            _store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
+
+    program = pl.program_id(0)
+    if redo_ref is None:
+        return do(_blocks_of(product, program))
+
+    def step(index: Any, _: None) -> None:
+        tile = program + index * REDO_PROGRAMS
+        blocks = _blocks_of(product, lax.min(tile, jnp.int32(product.tiles - 1)))
+        pl.when((tile < product.tiles) & (redo_ref[1 + blocks[0]] != 0))(lambda: do(blocks))
+
+    steps = jnp.where(redo_ref[0] != 0, jnp.int32(pl.cdiv(product.tiles, REDO_PROGRAMS)), jnp.int32(0))
+    lax.fori_loop(jnp.int32(0), steps, step, None)
+
+
+def exponentials(
+    x: Array, w: Array, bias: Array | None, anchor: Array, start: Array | int, *, rows: int, classes: int,
+    vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool, redo: Array | None = None,
+    e: Array | None = None,
+) -> tuple[Array | None, Array, Array | None]:  # fmt: skip
+    """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
+
+    Args:
+        x: (N, D), of which rows `start` to `start` + `rows` count.
+        w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
+        bias: at least (classes,) float32, or None.
+        anchor: (rows,) float32 integers.
+        start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
+        stores, largest: whether the exponentials, the largest logits are wanted.
+        redo: (1 + rows / 128 rounded up,) int32, or None, which does everything. If its first is 0 nothing is done,
+            else the blocks of 128 rows whose flags, which follow, are not 0.
+        e: where `redo` is given and `stores`: the exponentials, of which those blocks are written, in place.
+
+    Returns:
+        e (rows, padded) bfloat16, times the cap's slope, 0 past the last class, or None.
+        sums (rows,) float32 of the exponentials before they are rounded; with `redo`, anything in rows not done.
+        tops (rows,) float32, likewise, or None.
+    """
+    tile = tile_of(x.dtype, sloped=stores and softcap is not None)
+    if redo is not None:
+        tile = tile._replace(block_d=32)  # the loop over tiles takes registers
+    product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile, stretch=False)
+    by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
+    stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
+    operands, results = (x, w, bias, anchor, redo, e), (stored, by_block, by_block if largest else None)
+    programs = product.tiles if redo is None else min(product.tiles, REDO_PROGRAMS)
+    e, sums, tops = product.run(_exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
+    return e, sums.sum(0), None if tops is None else tops.max(0)
+
+
+def _statistics_kernel(
+    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any,
+    top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any,
+) -> None:  # fmt: skip
+    """Writes the statistics of a tile's rows over its classes, (class blocks, rows) each: (25)."""
+    part = _part(product, _blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
+    store = partial(_store, mask=part.inside)
+    if weighted_sum_ref is not None:
+        weighted = part.logits
+        if class_weight_ref is not None:
+            weighted = weighted * _load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
+        store(weighted_sum_ref, *part.by_block, values=part.only_seen(weighted).sum(1))
+    logits = part.only_seen(part.logits, -jnp.inf)
+    top = logits.max(1)
+    store(top_ref, *part.by_block, values=top)
+    shifted = logits - jnp.where(top == -jnp.inf, 0.0, top)[:, None]  # all -inf: sums of 0, not NaN
+    exponentials = jnp.exp2(shifted * LOG2_E)
+    store(sum_ref, *part.by_block, values=exponentials.sum(1))
+    if sum_exp_log_ref is not None:
+        shifted = jnp.where(shifted < NO_PROBABILITY, NO_PROBABILITY, shifted)
+        store(sum_exp_log_ref, *part.by_block, values=(exponentials * shifted).sum(1))
+
+
+def statistics(
+    x: Array, w: Array, bias: Array | None, class_weight: Array | None, start: Array | int, first_class: Array | int,
+    skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float, softcap: float | None,
+    weighted: bool, entropy: bool,
+) -> tuple[Array, Array, Array | None, Array | None]:  # fmt: skip
+    """Returns statistics of rows over a stretch of the classes, (rows,) float32 each: (25), the target's logit apart.
+
+    Args:
+        x, w, bias, start, rows, vocab_axis, logit_scale, softcap: of `exponentials`; bias is indexed as w is.
+        class_weight: (V,) float32, indexed as w is, or None, which means ones.
+        first_class, classes: the stretch, from class `first_class` of w on. A number or a scalar, as `skip` is.
+        skip: how many classes at its start are left out.
+        weighted, entropy: whether the third, the fourth are wanted.
+
+    Returns:
+        The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max).
+    """
+    # No slope is kept here, but as many numbers beside a capped logit.
+    product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
+    by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
+    operands = (x, w, bias, class_weight if weighted else None)
+    results = (by_block, by_block, by_block if weighted else None, by_block if entropy else None)
+    found = product.run(_statistics_kernel, (start, first_class, skip), operands, results, product.tiles)
+    tops, sums, weighted_sums, sums_exp_log = found
+    top = tops.max(0)  # (26), all blocks at once
+    shift = jnp.where(tops == -jnp.inf, NO_PROBABILITY, tops - top)
+    scale = jnp.exp(shift)
+    sum_exp_log = None if sums_exp_log is None else (scale * (sums_exp_log + shift * sums)).sum(0)
+    return top, (scale * sums).sum(0), None if weighted_sums is None else weighted_sums.sum(0), sum_exp_log
+
+
+def _d_logits_kernel(
+    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
+    lse_ref: Any, alpha_ref: Any, tau_ref: Any, beta_ref: Any, sigma_ref: Any, contributes_ref: Any, d_logits_ref: Any,
+) -> None:  # fmt: skip
+    """Writes a tile of d_logits (rows, padded): (23), (15)."""
+    part = _part(product, _blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
+
+    def of_row(ref: Any) -> Array:
+        return _load(ref, part.row, mask=part.inside)[:, None]
+
+    log_prob = part.logits - of_row(lse_ref)
+    factor = of_row(alpha_ref)
+    if beta_ref is not None:
+        factor = factor + of_row(beta_ref) * jnp.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
+    d_logits = jnp.exp2(log_prob * LOG2_E) * factor
+    if sigma_ref is not None:
+        sigma = of_row(sigma_ref)
+        if class_weight_ref is not None:
+            sigma = sigma * _load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
+        d_logits = d_logits - sigma
+    d_logits = jnp.where(part.column[None, :] == of_row(target_ref), d_logits - of_row(tau_ref), d_logits)
+    if product.softcap is not None:
+        d_logits = d_logits * _slope(part.logits, product.softcap)
+    d_logits = part.only_seen(jnp.where(of_row(contributes_ref) != 0, d_logits, 0.0))
+    mask = part.inside[:, None] & ((part.place >= 0) & (part.place < d_logits_ref.shape[1]))[None, :]
+    _store(d_logits_ref, part.row[:, None], part.place[None, :], values=d_logits, mask=mask)
+
+
+def d_logits(
+    x: Array, w: Array, bias: Array | None, class_weight: Array | None, target: Array, lse: Array, alpha: Array,
+    tau: Array, beta: Array | None, sigma: Array | None, contributes: Array, start: Array | int,
+    first_class: Array | int, skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float,
+    softcap: float | None,
+) -> Array:  # fmt: skip
+    """Returns d_logits of rows and a stretch of the classes, (rows, padded) of x's dtype: (23), (15).
+
+    Args:
+        x, w, bias, class_weight, start, first_class, skip, rows, classes, vocab_axis, logit_scale, softcap: of
+            `statistics`; what is skipped and what is past the last class is 0.
+        target: (rows,) int32, classes as w counts them.
+        lse, alpha, tau, beta, sigma: (rows,) float32; the last two may be None, which means zeros.
+        contributes: (rows,) bool; the other rows are 0.
+    """
+    product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
+    of_rows = (target, lse, alpha, tau, beta, sigma, contributes.astype(jnp.int32))
+    operands = (x, w, bias, None if sigma is None else class_weight, *of_rows)
+    result = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)
+    return product.run(_d_logits_kernel, (start, first_class, skip), operands, (result,), product.tiles)[0]
+
+
+def _target_rows_kernel(
+    options: tuple[int, int], target_ref: Any, row_ref: Any, theta_ref: Any, x_ref: Any, _: Any, d_weight_ref: Any
+) -> None:
+    """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
+
+    A program has a position and some columns. Most runs are short: the program at a run's first position sums it. A few
+    run through a tenth of the rows: the programs at the first SHARES positions share the columns of those of MANY rows.
+    """
+    (vocab_axis, width), count, hidden = options, target_ref.shape[0], x_ref.shape[1]
+    position, column = pl.program_id(0), pl.program_id(1) * width
+    target = target_ref[position]
+    before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
+    equal = (before >= 0) & (_load(target_ref, before, mask=before >= 0) == target)
+    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
+    first = position - offset
+    last = first + MANY - 1
+    long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
+    is_class = (target >= 0) & (target < d_weight_ref.shape[vocab_axis])
+
+    def add(column: Array, columns: int, size: int) -> None:
+        depth = _arange(column, columns)
+        inside = depth < hidden
+
+        def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            position, total = carry
+            positions = _arange(position, size)
+            member = positions < count
+            member = member & (_load(target_ref, positions, mask=member) == target)
+            theta, row = (_load(ref, positions, mask=member)[:, None] for ref in (theta_ref, row_ref))
+            x = _load(x_ref, row, depth[None, :], mask=(theta != 0) & inside[None, :])
+            ended = member.astype(jnp.int32).min() == 0
+            return jnp.where(ended, count, position + size), total + theta * x.astype(jnp.float32)
+
+        start = (first, jnp.zeros((size, columns), jnp.float32))
+        total = lax.while_loop(lambda carry: carry[0] < count, step, start)[1]
+        place = (target, depth) if vocab_axis == 0 else (depth, target)
+        old = _load(d_weight_ref, *place, mask=inside).astype(jnp.float32)
+        _store(d_weight_ref, *place, values=old + total.sum(0), mask=inside)
+
+    pl.when(is_class & long & (offset < SHARES))(
+        lambda: add(column + offset * (width // SHARES), width // SHARES, MANY)
+    )
+    pl.when(is_class & ~long & (offset == 0))(lambda: add(column, width, FEW))
+
+
+def add_target_rows(d_weight: Array, x: Array, target: Array, row: Array, theta: Array, *, vocab_axis: int) -> Array:
+    """Returns d_weight, in its place, with the terms of each class, theta * x, added to its row, rounded once: (33).
+
+    Args:
+        d_weight: (V, D), or (D, V) where `vocab_axis` is 1.
+        x: (rows, D).
+        target: (N,) int32 in ascending order; those that are no class are skipped.
+        row: (N,) int32, whose row of x it is.
+        theta: (N,) float32; where it is 0 nothing is added, whatever x holds.
+    """
+    if not target.size:
+        return d_weight
+    width = min(512, max(64, pl.next_power_of_2(x.shape[1])))
+    operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
+    launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
+    return _run(_target_rows_kernel, (vocab_axis, width), operands, (result,), in_place=True, **launch)[0]

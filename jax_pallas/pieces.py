@@ -1,0 +1,68 @@
+"""Chunks of rows and slabs of classes.
+
+Shapes are static, so a last piece that would stick out starts earlier instead, and what it sees a second time is
+masked (`Piece.fresh`).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+class Piece(NamedTuple):
+    """A chunk of rows or a slab of classes."""
+
+    start: Array | int
+    size: int
+    fresh: Array | None  # (size,) bool, what no earlier piece has seen; None: all of it
+
+    def of(self, array: Array, axis: int = 0) -> Array:
+        return array if self.size == array.shape[axis] else lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
+
+    def put(self, array: Array, values: Array, axis: int = 0) -> Array:
+        values = values.astype(array.dtype)
+        if self.size == array.shape[axis]:
+            return values
+        return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
+
+
+def over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+    """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
+    if size == length:
+        return body(carry, Piece(0, size, None))
+    count = -(-length // size)
+
+    def step(carry: T, index: Array) -> tuple[T, Any]:
+        start = jnp.minimum(index * size, length - size)
+        return body(carry, Piece(start, size, start + jnp.arange(size) >= index * size))
+
+    carry, pieces = lax.scan(step, carry, jnp.arange(count))
+    full = (count - 1) * size
+
+    def joined(piece: Array) -> Array:
+        flat = piece.reshape(-1, *piece.shape[2:])
+        return jnp.concatenate([flat[:full], flat[count * size - (length - full) :]])
+
+    return carry, jax.tree.map(joined, pieces)
+
+
+def over_chunks[T](body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+    """Runs `body(carry, piece, first=...)` over the pieces of an axis, none of which overlap, the last of them first.
+
+    So the one that may be shorter is the one that needs code of its own: it starts sums, to which the others add.
+    """
+    full = (length - 1) // size * size
+    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    if not full:
+        return carry, last
+
+    def step(carry: T, index: Array) -> tuple[T, Any]:
+        return body(carry, Piece(index * size, size, None), first=False)
+
+    indices, last = lax.optimization_barrier((jnp.arange(full // size), last))  # or two chunks would live at a time
+    carry, pieces = lax.scan(step, carry, indices)
+    joined = jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), pieces, last)
+    return carry, joined

@@ -1,0 +1,312 @@
+"""The Hopper kernels of tiles of logits against float64, in Pallas' interpreter on the CPU."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from jax_pallas import hopper_d_logits, hopper_logits
+from jax_pallas.hopper import padded
+
+pytestmark = pytest.mark.slow  # Mosaic's interpreter takes minutes for the whole file
+
+FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
+ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
+
+
+# The interpreter multiplies with NumPy.
+NAN = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel on drawn arrays.
+
+    Args:
+        tokens, hidden, vocab: N, D, V.
+        rows, start: the rows of it.
+        classes, first_class, skip: its stretch of classes.
+    """
+
+    tokens: int = 130
+    hidden: int = 64
+    vocab: int = 320
+    rows: int = 130
+    start: int = 0
+    classes: int = 320
+    first_class: int = 0
+    skip: int = 0
+    vocab_axis: int = 0
+    bias: bool = False
+    class_weight: bool = False
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "classes": self.classes,
+            "vocab_axis": self.vocab_axis,
+            "logit_scale": self.logit_scale,
+            "softcap": self.softcap,
+            "interpret": True,
+        }
+
+    def drawn(self) -> dict[str, Array]:
+        random = np.random.default_rng(0)
+        w = random.normal(size=(self.vocab, self.hidden)) * 2 / self.hidden**0.5
+        drawn = {
+            "x": jnp.array(random.normal(size=(self.tokens, self.hidden)), self.dtype),
+            "w": jnp.array(w.T if self.vocab_axis else w, self.dtype),
+            "bias": jnp.array(random.normal(size=self.vocab), jnp.float32),
+            "class_weight": jnp.array(random.uniform(size=self.vocab), jnp.float32),
+            "anchor": jnp.array(random.integers(-3, 3, self.rows), jnp.float32),
+            "target": jnp.array(random.integers(-2, self.vocab, self.rows), jnp.int32),
+            "contributes": jnp.array(random.uniform(size=self.rows) < 0.8),
+        }
+        for name in ("alpha", "tau", "beta", "sigma"):
+            drawn[name] = jnp.array(random.normal(size=self.rows), jnp.float32)
+        return drawn
+
+    def logits(self, drawn: dict[str, Array]) -> np.ndarray:
+        """Returns (rows, classes) float64 logits of the stretch."""
+        x = float64(drawn["x"])[self.start : self.start + self.rows]
+        w = float64(drawn["w"].T if self.vocab_axis else drawn["w"])
+        raw = x @ w.T
+        if self.bias:
+            raw = raw + float64(drawn["bias"])
+        raw = raw[:, self.first_class : self.first_class + self.classes] * self.logit_scale
+        return raw if self.softcap is None else self.softcap * np.tanh(raw / self.softcap)
+
+    def slope(self, logits: np.ndarray) -> np.ndarray:
+        return np.ones_like(logits) if self.softcap is None else 1 - (logits / self.softcap) ** 2
+
+
+# Rows and classes that no block divides, and an axis of 72, which no step divides; one axis at a time otherwise.
+ODD = Call(131, 72, 601, 130, 0, 601)
+CALLS = {
+    "plain": Call(),
+    "odd": ODD,
+    "options": replace(ODD, bias=True, logit_scale=0.5, softcap=3.0, class_weight=True),
+    "transposed": Call(vocab_axis=1, bias=True),
+    "float16": Call(dtype=jnp.float16, softcap=3.0),
+    "part": Call(300, rows=133, start=37, classes=199, class_weight=True),
+    "one": Call(1, 8, 1, 1, 0, 1),
+    "few": Call(5, 16, 50, 5, 0, 50, bias=True, class_weight=True),
+}
+STRETCHES = {
+    "stretch": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
+    "transposed stretch": Call(300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True),
+}
+
+
+def float64(array: Array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+def close(found: Array, wanted: np.ndarray, tolerance: float) -> None:
+    """Compares elementwise, relative to the largest value wanted."""
+    found_ = float64(found)
+    assert found_.shape == wanted.shape
+    error = np.abs(found_ - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
+
+
+def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tuple[Array | None, Array, Array | None]:
+    options = {"stores": True, "largest": True, **options}
+    bias = drawn["bias"] if call.bias else None
+    return hopper_logits.exponentials(
+        drawn["x"], drawn["w"], bias, drawn["anchor"], jnp.int32(call.start), **call.options, **options
+    )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_exponentials(name: str) -> None:
+    call = CALLS[name]
+    drawn = call.drawn()
+    e, sums, tops = run_exponentials(call, drawn)
+    assert e is not None
+    assert tops is not None
+    logits = call.logits(drawn)
+    exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    close(sums, exponentials.sum(1), FLOAT32)
+    close(tops, logits.max(1), FLOAT32)
+    assert e.shape == (call.rows, padded(call.classes))
+    assert e.dtype == jnp.bfloat16
+    close(e[:, : call.classes], exponentials * call.slope(logits), 2.0**-8)
+    assert not e[:, call.classes :].any()
+
+
+def test_sums_alone() -> None:
+    call = CALLS["odd"]
+    drawn = call.drawn()
+    e, sums, tops = run_exponentials(call, drawn, stores=False, largest=False)
+    assert e is None
+    assert tops is None
+    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    close(sums, exponentials.sum(1), FLOAT32)
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_only_flagged_blocks_are_done_again(stores: bool) -> None:
+    call = Call(400, rows=390, start=10, classes=300)
+    drawn = call.drawn()
+    before = jnp.full((call.rows, padded(call.classes)), 7, jnp.bfloat16)
+    redo = jnp.array([1, 1, 0, 0, 1], jnp.int32)  # of rows 0 to 128, and from 384 on
+    e, sums, _ = run_exponentials(call, drawn, stores=stores, largest=False, redo=redo, e=before if stores else None)
+    flagged = np.repeat([True, False, False, True], 128)[: call.rows]
+    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    close(sums[flagged], exponentials.sum(1)[flagged], FLOAT32)
+    if stores:
+        assert e is not None
+        close(e[flagged, : call.classes], exponentials[flagged], 2.0**-8)
+        assert (e[~flagged] == 7).all()
+
+
+def test_nothing_is_done_again_unless_flagged() -> None:
+    call = CALLS["plain"]
+    before = jnp.full((call.rows, padded(call.classes)), 7, jnp.bfloat16)
+    e, _, _ = run_exponentials(call, call.drawn(), redo=jnp.array([0, 1, 1], jnp.int32), e=before)
+    assert e is not None
+    assert (e == 7).all()
+
+
+@NAN
+def test_masked_classes_and_rows_of_nan() -> None:
+    call = replace(CALLS["plain"], bias=True)
+    drawn = call.drawn()
+    drawn["bias"] = drawn["bias"].at[::3].set(-jnp.inf)
+    drawn["x"] = drawn["x"].at[3].set(jnp.nan).at[7, 0].set(jnp.inf)
+    e, sums, _ = run_exponentials(call, drawn)
+    assert e is not None
+    others = np.delete(np.arange(call.rows), [3, 7])
+    with np.errstate(invalid="ignore"):
+        exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    close(sums[others], exponentials.sum(1)[others], FLOAT32)
+    assert not e[others, ::3].any()
+    assert jnp.isnan(sums[3])
+    assert not jnp.isfinite(sums[7])
+
+
+def run_statistics(call: Call, drawn: dict[str, Array], *, weighted: bool, entropy: bool) -> tuple[Array | None, ...]:
+    return hopper_d_logits.statistics(
+        drawn["x"],
+        drawn["w"],
+        drawn["bias"] if call.bias else None,
+        drawn["class_weight"] if call.class_weight else None,
+        jnp.int32(call.start),
+        jnp.int32(call.first_class),
+        jnp.int32(call.skip) if call.first_class else 0,
+        weighted=weighted,
+        entropy=entropy,
+        **call.options,
+    )
+
+
+@pytest.mark.parametrize("name", [*CALLS, *STRETCHES])
+def test_statistics(name: str) -> None:
+    call = {**CALLS, **STRETCHES}[name]
+    drawn = call.drawn()
+    top, sum_exp, weighted_sum, sum_exp_log = run_statistics(call, drawn, weighted=True, entropy=True)
+    assert top is not None
+    assert sum_exp is not None
+    assert weighted_sum is not None
+    assert sum_exp_log is not None
+    logits = call.logits(drawn)[:, call.skip :]
+    close(top, logits.max(1), FLOAT32)
+    shifted = logits - logits.max(1, keepdims=True)
+    close(sum_exp, np.exp(shifted).sum(1), FLOAT32)
+    close(sum_exp_log, (np.exp(shifted) * shifted).sum(1), 1e-5 if shifted.any() else 1.0)
+    weight = float64(drawn["class_weight"])[call.first_class :][: call.classes][call.skip :]
+    close(weighted_sum, (logits * (weight if call.class_weight else 1.0)).sum(1), 1e-5)
+
+
+@NAN
+def test_statistics_of_masked_classes() -> None:
+    call = replace(CALLS["plain"], bias=True, classes=300)
+    drawn = call.drawn()
+    drawn["bias"] = drawn["bias"].at[:256].set(-jnp.inf)  # all of the first block
+    drawn["x"] = drawn["x"].at[3].set(jnp.nan)
+    top, sum_exp, weighted_sum, sum_exp_log = run_statistics(call, drawn, weighted=False, entropy=True)
+    assert weighted_sum is None
+    assert top is not None
+    assert sum_exp is not None
+    assert sum_exp_log is not None
+    rows = np.delete(np.arange(call.rows), 3)
+    logits = call.logits(drawn)[rows, 256:]
+    shifted = logits - logits.max(1, keepdims=True)
+    close(top[rows], logits.max(1), FLOAT32)
+    close(sum_exp[rows], np.exp(shifted).sum(1), FLOAT32)
+    close(sum_exp_log[rows], (np.exp(shifted) * shifted).sum(1), 1e-5)
+    assert jnp.isnan(sum_exp[3])
+
+
+def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bool) -> None:
+    logits = call.logits(drawn)
+    lse = np.log(np.exp(logits).sum(1)) + 1.0
+    found = hopper_d_logits.d_logits(
+        drawn["x"],
+        drawn["w"],
+        drawn["bias"] if call.bias else None,
+        drawn["class_weight"] if call.class_weight else None,
+        drawn["target"],
+        jnp.array(lse, jnp.float32),
+        drawn["alpha"],
+        drawn["tau"],
+        drawn["beta"] if beta else None,
+        drawn["sigma"] if sigma else None,
+        drawn["contributes"],
+        jnp.int32(call.start),
+        jnp.int32(call.first_class),
+        jnp.int32(call.skip) if call.first_class else 0,
+        **call.options,
+    )
+    row = {key: float64(drawn[key])[:, None] for key in ("alpha", "tau", "beta", "sigma")}
+    log_prob = logits - lse[:, None]
+    factor = row["alpha"] + (row["beta"] * log_prob if beta else 0.0)
+    columns = np.arange(call.first_class, call.first_class + call.classes)
+    wanted = np.exp(log_prob) * factor
+    if sigma:
+        wanted -= row["sigma"] * (float64(drawn["class_weight"])[columns] if call.class_weight else 1.0)
+    wanted -= (np.asarray(drawn["target"])[:, None] == columns) * row["tau"]
+    wanted *= call.slope(logits)
+    wanted = np.where(np.asarray(drawn["contributes"])[:, None] & (columns >= call.first_class + call.skip), wanted, 0)
+    assert found.shape == (call.rows, padded(call.classes))
+    assert found.dtype == call.dtype
+    close(found[:, : call.classes], wanted, ROUNDED[call.dtype])
+    assert not found[:, call.classes :].any()
+
+
+@pytest.mark.parametrize("name", [*CALLS, *STRETCHES])
+@pytest.mark.parametrize("full", [False, True])
+def test_d_logits(name: str, full: bool) -> None:
+    call = {**CALLS, **STRETCHES}[name]
+    check_d_logits(call, call.drawn(), beta=full, sigma=full)
+
+
+@NAN
+def test_rows_that_do_not_contribute_may_hold_nan() -> None:
+    call = CALLS["plain"]
+    drawn = call.drawn()
+    clean = call.drawn()
+    drawn["x"] = jnp.where(drawn["contributes"][:, None], drawn["x"], jnp.nan)
+    clean["x"] = jnp.where(drawn["contributes"][:, None], drawn["x"], 0)
+    arguments = (None, None, drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None)
+    one, other = (
+        hopper_d_logits.d_logits(which["x"], which["w"], *arguments, which["contributes"], 0, 0, 0, **call.options)
+        for which in (drawn, clean)
+    )
+    assert jnp.array_equal(one, other)
+
+
+def test_limits() -> None:
+    assert hopper_logits.limits(jnp.bfloat16, 4096, 50257, 0) is None
+    assert hopper_logits.limits(jnp.float16, 72, 6400, 1) is None
+    assert "float32" in (hopper_logits.limits(jnp.float32, 4096, 50257, 0) or "")
+    assert "60" in (hopper_logits.limits(jnp.bfloat16, 60, 50257, 0) or "")
+    assert "50257" in (hopper_logits.limits(jnp.bfloat16, 64, 50257, 1) or "")

@@ -1,0 +1,403 @@
+"""The kernels of "pallas_triton" against NumPy in float64, in Pallas' interpreter, and compiled for GPUs that are not
+there: what they lower to fits each card and spills no register. Run as a program, this file compiles them."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_pallas import kernels
+
+pytestmark = pytest.mark.slow  # Pallas' interpreter compiles each option anew
+
+HERE = Path(__file__).parent
+COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
+FLOAT32 = 1e-5  # of sums of a few hundred float32 terms
+START, ROWS = 23, 150  # two blocks of rows, the second not full
+LOG2_E = np.log2(np.e)
+
+
+class Case(NamedTuple):
+    """Options of a problem."""
+
+    dtype: str = "bfloat16"
+    vocab_axis: int = 0
+    hidden: int = 48
+    vocab: int = 331  # neither this nor `classes` is a multiple of anything
+    classes: int = 310
+    bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """Returns what every kernel knows when it is traced, the number of classes apart."""
+        options = {"vocab_axis": self.vocab_axis, "logit_scale": self.scale, "softcap": self.softcap}
+        return {"rows": ROWS, **options}
+
+
+FULL = {"bias": True, "scale": 0.75, "softcap": 4.0}
+CASES = [
+    Case(),
+    Case("bfloat16", 1, hidden=80, **FULL),
+    Case("float16", 1, hidden=33),
+    Case("float16", 0, vocab=512, classes=512, **FULL),
+    Case("float32", 0, hidden=33, **FULL),
+    Case("float32", 1, bias=True),
+]
+
+
+class Problem:
+    """Arrays of a case, NaN wherever nothing may be read, and its logits in float64."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        x = np.full((START + ROWS + 9, case.hidden), np.nan)
+        x[START : START + ROWS] = rng.standard_normal((ROWS, case.hidden))
+        w = np.full((case.vocab, case.hidden), np.nan)
+        w[: case.classes] = rng.standard_normal((case.classes, case.hidden)) * 2 / case.hidden**0.5
+        self.x, w_ = jnp.asarray(x, DTYPES[case.dtype]), jnp.asarray(w, DTYPES[case.dtype])
+        self.w = w_ if case.vocab_axis == 0 else w_.T
+        self.bias = jnp.asarray(rng.standard_normal(case.vocab), jnp.float32) if case.bias else None
+        self.class_weight = jnp.asarray(rng.uniform(0.5, 2, case.vocab), jnp.float32)
+        logits = wide(self.x)[START : START + ROWS] @ wide(w_)[: case.classes].T
+        if self.bias is not None:
+            logits += wide(self.bias)[: case.classes]
+        logits *= case.scale
+        self.slope = np.ones_like(logits)
+        if case.softcap is not None:
+            logits = case.softcap * np.tanh(logits / case.softcap)
+            self.slope = 1 - (logits / case.softcap) ** 2
+        self.logits = logits
+        self.anchor = np.ceil(logits.max(1) * LOG2_E).astype(np.float32) - rng.integers(0, 5, ROWS)
+        self.rng = rng
+
+
+def wide(array: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
+
+
+def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None:
+    """Holds the largest error to a share of the largest magnitude."""
+    error = np.abs(wide(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
+    assert error <= tolerance, f"{name}: error {error:.1e} is {error / tolerance:.0%} of its budget"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_exponentials(case: Case) -> None:
+    problem = Problem(case)
+
+    @jax.jit
+    def run(start: jax.Array) -> Any:
+        options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
+        return kernels.exponentials(problem.x, problem.w, problem.bias, jnp.asarray(problem.anchor), start, **options)
+
+    e, sums, tops = run(jnp.int32(START))
+    expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
+    assert e.shape == (ROWS, -(-case.classes // 64) * 64)
+    assert e.dtype == jnp.bfloat16
+    assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
+    judge("sums", sums, expected.sum(1), FLOAT32)
+    judge("tops", tops, problem.logits.max(1), FLOAT32)
+    judge("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
+    error = np.abs(wide(e)[:, : case.classes] - expected * problem.slope)
+    assert (error <= 2.0**-8 * expected + 1e-5).all(), "each of e is rounded once"
+
+
+def test_sums_alone() -> None:
+    case = CASES[0]
+    problem = Problem(case)
+    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
+    e, sums, tops = kernels.exponentials(problem.x, problem.w, None, jnp.asarray(problem.anchor), START, **options)
+    assert e is None
+    assert tops is None
+    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+
+
+def test_redo_writes_the_flagged_blocks_and_no_other() -> None:
+    case = Case(softcap=4.0)
+    problem = Problem(case)
+    sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16)
+
+    @jax.jit
+    def run(redo: jax.Array) -> Any:
+        options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
+        anchor = jnp.asarray(problem.anchor)
+        return kernels.exponentials(problem.x, problem.w, None, anchor, START, redo=redo, e=sevens, **options)
+
+    expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
+    e, sums, tops = run(jnp.asarray([1, 0, 1], jnp.int32))
+    assert (e[:128] == 7).all()
+    judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
+    judge("sums", sums[128:], expected.sum(1)[128:], FLOAT32)
+    judge("tops", tops[128:], problem.logits.max(1)[128:], FLOAT32)
+    assert (run(jnp.asarray([0, 1, 1], jnp.int32))[0] == 7).all(), "the first flag is that of all"
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    case = Case("float32")
+    problem = Problem(case)
+    x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
+    bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
+    known = {**case.known, "classes": case.classes}
+    anchor = jnp.zeros(ROWS)
+    e, sums, _ = kernels.exponentials(x, problem.w, bias, anchor, START, stores=True, largest=False, **known)
+    bad = np.isin(np.arange(ROWS), (3, 140))
+    expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
+    judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
+    assert not np.isfinite(np.asarray(sums)[bad]).any()
+    assert not wide(e)[~bad, :300].any()
+    assert not wide(e)[:, case.classes :].any()
+    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **known)
+    judge("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
+    assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class of no probability adds nothing to the entropy"
+    assert not np.isfinite(np.asarray(found[1])[bad]).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("class_weights", [True, False])
+def test_statistics(case: Case, class_weights: bool) -> None:
+    problem = Problem(case)
+    width = 270
+
+    @jax.jit
+    def run(start: jax.Array, first: jax.Array, skip: jax.Array) -> Any:
+        options = {**case.known, "classes": width, "weighted": True, "entropy": True}
+        weights = problem.class_weight if class_weights else None
+        return kernels.statistics(problem.x, problem.w, problem.bias, weights, start, first, skip, **options)
+
+    for first, skip in ((0, 0), (37, 11), (case.classes - width, width)):
+        found = run(jnp.int32(START), jnp.int32(first), jnp.int32(skip))
+        stretch = slice(first + skip, first + width)
+        logits = problem.logits[:, stretch]
+        if skip == width:
+            assert np.isneginf(np.asarray(found[0])).all()
+            assert not np.stack(found[1:]).any(), "nothing seen: sums of 0"
+            continue
+        top = logits.max(1, keepdims=True)
+        weights = wide(problem.class_weight)[stretch] if class_weights else np.ones(logits.shape[1])
+        terms = np.exp(logits - top)
+        judge("max", found[0], top[:, 0], FLOAT32)
+        judge("sum_exp", found[1], terms.sum(1), FLOAT32)
+        judge("weighted_sum", found[2], (logits * weights).sum(1), FLOAT32)
+        judge("sum_exp_log", found[3], (terms * (logits - top)).sum(1), FLOAT32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("form", ["loss", "smoothed", "log_probs"])
+def test_d_logits(case: Case, form: str) -> None:
+    problem, width = Problem(case), 270
+    rng, logits = problem.rng, problem.logits
+    alpha, tau, beta, sigma = (rng.standard_normal(ROWS).astype(np.float32) for _ in range(4))
+    target = rng.integers(0, case.classes, ROWS).astype(np.int32)
+    contributes = rng.uniform(size=ROWS) < 0.8
+    lse = np.log(np.exp(logits).sum(1))
+    has_beta, has_sigma = form == "log_probs", form == "smoothed"
+
+    @jax.jit
+    def run(x: jax.Array, start: jax.Array, first: jax.Array, skip: jax.Array) -> jax.Array:
+        weights = problem.class_weight if case.bias else None
+        of_rows = (jnp.asarray(a, jnp.float32) for a in (lse, alpha, tau))
+        optional = (jnp.asarray(beta) if has_beta else None, jnp.asarray(sigma) if has_sigma else None)
+        rest = (jnp.asarray(contributes), start, first, skip)
+        arrays: tuple[Any, ...] = (x, problem.w, problem.bias, weights, jnp.asarray(target), *of_rows, *optional, *rest)
+        return kernels.d_logits(*arrays, classes=width, **case.known)
+
+    log_prob = logits - lse[:, None]
+    expected = np.exp(log_prob) * (alpha[:, None] + (beta[:, None] * log_prob if has_beta else 0.0))
+    if has_sigma:
+        expected -= sigma[:, None] * (wide(problem.class_weight)[: case.classes] if case.bias else 1.0)
+    expected -= tau[:, None] * (np.arange(case.classes) == target[:, None])
+    expected *= problem.slope * contributes[:, None]
+    unread = np.flatnonzero(~contributes)[0]
+    x = problem.x.at[START + unread].set(jnp.nan)
+    for first, skip in ((0, 0), (37, 11)):
+        found = run(x, jnp.int32(START), jnp.int32(first), jnp.int32(skip))
+        assert found.dtype == DTYPES[case.dtype]
+        stretch = np.zeros((ROWS, 320))
+        stretch[:, skip:width] = expected[:, first + skip : first + width]
+        assert not wide(found)[stretch == 0].any(), "what is skipped, masked or padding is 0"
+        judge("d_logits", found, stretch, EPSILON[case.dtype] + FLOAT32)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
+    rng, classes, hidden, rows = np.random.default_rng(0), 40, 70, 50
+    x = rng.standard_normal((rows, hidden))
+    x[7] = np.nan
+    runs = [np.full(3, -1), np.full(90, 2), np.full(32, 3), np.full(31, 4), np.full(3, 6), np.arange(7, 40), [40, 99]]
+    target = np.concatenate(runs).astype(np.int32)
+    row = rng.integers(0, rows, target.size).astype(np.int32)
+    theta = np.where(row == 7, 0.0, rng.standard_normal(target.size)).astype(np.float32)
+    before = jnp.asarray(rng.standard_normal((classes, hidden)), DTYPES[dtype])
+    x = jnp.asarray(x, DTYPES[dtype])
+    arrays = (before if vocab_axis == 0 else before.T, x, jnp.asarray(target), jnp.asarray(row), jnp.asarray(theta))
+    found = kernels.add_target_rows(*arrays, vocab_axis=vocab_axis)
+    expected = wide(before)
+    for y, i, t in zip(target, row, theta, strict=True):
+        if 0 <= y < classes and t:
+            expected[y] += t * wide(x[i])
+    assert found.dtype == DTYPES[dtype]
+    judge("d_weight", found if vocab_axis == 0 else found.T, expected, EPSILON[dtype] + 1e-6)
+    assert (np.asarray(found if vocab_axis == 0 else found.T)[[0, 1, 5]] == np.asarray(before)[[0, 1, 5]]).all()
+
+
+def test_vmap_runs_one_after_the_other() -> None:
+    case = Case("float32")
+    problem = Problem(case)
+    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
+
+    def run(anchor: jax.Array) -> jax.Array:
+        return kernels.exponentials(problem.x, problem.w, None, anchor, START, **options)[1]
+
+    anchors = jnp.asarray(problem.anchor) + jnp.arange(2.0)[:, None]
+    sums = jax.vmap(run)(anchors)
+    judge("sums", sums[1] * 2, wide(sums[0]), 1e-7)
+    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+
+
+def test_limits() -> None:
+    assert kernels.limits(jnp.bfloat16, 33, 50257, 1) is None
+    assert "float64" in str(kernels.limits(jnp.float64, 64, 1000, 0))
+    assert "0 classes" in str(kernels.limits(jnp.float32, 64, 0, 0))
+    assert "vocab_axis" in str(kernels.limits(jnp.float32, 64, 1000, 2))
+
+
+SHAPES = {
+    "llama": (2048, 4096, 128256),
+    "qwen": (1664, 896, 151936),
+    "gemma": (1024, 2304, 256000),
+    "gpt2": (1000, 768, 50257),
+    "small": (1000, 960, 5000),
+}
+FUNCTIONS = ("exponentials", "sums", "redo", "statistics", "d_logits", "add_target_rows")
+NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
+
+
+def compile_all(target: str, programs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    if not COMPILER.is_dir():
+        pytest.fail(f"{COMPILER} is missing: run `make test`, which installs it")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(COMPILER)]),
+        "PATH": os.pathsep.join([str(COMPILER / "nvidia/cu13/bin"), os.environ["PATH"]]),  # ptxas
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "JAX_PLATFORMS": "",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {NO_SPILLS}",
+    }
+    command = [sys.executable, __file__, str(HERE / f"targets/{target}.pbtxt"), json.dumps(programs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Nothing is kept but the sums over classes of each tile of them, and in no case a copy of the head."""
+    for result in results:
+        n, _, v = SHAPES[result["shape"]]
+        blocks = -(-v // 128)
+        assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: more than sums of tiles"
+
+
+def test_kernels_compile_and_fit() -> None:
+    plain = [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]
+    capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
+    exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
+    check(compile_all("a100", [*plain, {**capped, "functions": ["redo", "d_logits"]}, exact]))
+    check(compile_all("h200", plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200", "a100"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None:
+    every = [
+        {"shape": shape, "dtype": dtype, "vocab_axis": axis, "options": options, "softcap": softcap}
+        for shape in SHAPES
+        for axis, options, softcap in (
+            (0, False, None),
+            (0, True, None),
+            (1, False, None),
+            (0, False, 30.0),
+            (1, True, 30.0),
+        )
+    ]
+    check(compile_all(target, [{**program, "functions": FUNCTIONS} for program in every]))
+
+
+def compile_one(
+    mesh: Any, function: str, shape: str, dtype: str, vocab_axis: int = 0, options: bool = False, softcap: Any = None
+) -> Any:
+    """Compiles a function; `options` are a bias and all that goes with it."""
+    n, d, v = SHAPES[shape]
+
+    def array(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    x = array(8192, d, dtype=DTYPES[dtype])
+    w = array(*((v, d) if vocab_axis == 0 else (d, v)), dtype=DTYPES[dtype])
+    scalar, index, row = array(dtype=jnp.int32), array(n, dtype=jnp.int32), array(n)
+    classes, maybe = (array(v), row) if options else (None, None)
+    known = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
+    stretch = {**known, "classes": min(v, 8192)}
+    stores = {**known, "classes": v, "stores": function != "sums", "largest": options}
+    redo, e = array(1 + -(-n // 128), dtype=jnp.int32), array(n, -(-v // 64) * 64, dtype=jnp.bfloat16)
+
+    def redone(x: Any, w: Any, bias: Any, anchor: Any, start: Any, redo: Any, e: Any) -> Any:
+        return kernels.exponentials(x, w, bias, anchor, start, redo=redo, e=e, **stores)
+
+    def exponentials(*arrays: Any) -> Any:
+        return kernels.exponentials(*arrays, **stores)
+
+    def statistics(*arrays: Any) -> Any:
+        return kernels.statistics(*arrays, weighted=options, entropy=options, **stretch)
+
+    def d_logits(*arrays: Any) -> Any:
+        return kernels.d_logits(*arrays, **stretch)
+
+    def add_target_rows(*arrays: Any) -> Any:
+        return kernels.add_target_rows(*arrays, vocab_axis=vocab_axis)
+
+    of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
+    calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
+        "exponentials": (exponentials, (x, w, classes, row, scalar), ()),
+        "sums": (exponentials, (x, w, classes, row, scalar), ()),
+        "redo": (redone, (x, w, classes, row, scalar, redo, e), (6,)),
+        "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar), ()),
+        "d_logits": (d_logits, (x, w, classes, classes, *of_rows, scalar, scalar, scalar), ()),
+        "add_target_rows": (add_target_rows, (w, x, index, index, row), (0,)),
+    }
+    call, arrays, donated = calls[function]
+    with jax.set_mesh(mesh):
+        return jax.jit(call, donate_argnums=donated).lower(*arrays).compile()
+
+
+def main() -> None:
+    warnings.simplefilter("error")  # the backend's announcement of its end does not reach the caller
+    target, programs = Path(sys.argv[1]).read_text(), json.loads(sys.argv[2])
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    for program in programs:
+        options = {key: value for key, value in program.items() if key != "functions"}
+        for function in program["functions"]:
+            executable = compile_one(mesh, function, **options)
+            temporaries = executable.memory_analysis().temp_size_in_bytes
+            print(json.dumps({**options, "function": function, "temporaries": temporaries}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
