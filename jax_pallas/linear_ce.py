@@ -206,7 +206,8 @@ def linear_cross_entropy_with_stats(
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
     # XLA may round the two differently: fused into different loops, they are not the same instructions.
-    right = contributes & (target_logit >= top - 4 * jnp.finfo(jnp.float32).eps * jnp.abs(top))
+    slack = 4 * jnp.finfo(jnp.float32).eps * jnp.abs(top)  # infinite where the top is, and then of no use
+    right = contributes & ((target_logit >= top) | (target_logit >= top - slack))
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
