@@ -1,44 +1,24 @@
 """Kernels for Hopper (sm_90) whose epilogues take tiles of logits: exponentials, statistics and d_logits.
 
-In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 256 classes, and
-each multiprocessor runs one program that takes one tile after the other. In it one warpgroup loads (`_load_tiles`), and
-two multiply (`_multiply`), each half of a tile's rows and all of its columns, then turn the float32 sums in their
-registers into what the kernel writes: its `epilogue`. The ring of loaded tiles lets the first warpgroup run ahead of
-the second, so that while one is in its epilogue the other has the tensor cores to itself.
+In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 256 classes
+(`hopper.over_tiles`). Its exponentials take 2048 cycles, whatever the hidden size, and its products 16 per unit of it.
 
 What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
 blocks: nothing is added in an order that could change. Equations: parity/MATH.md.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import COLUMN, ROW, cdiv, padded, programs, rows_of_64, transforms, views
+from jax_pallas.hopper import Half, Tiles, over_tiles, padded
 
 LOG2_E = 1.4426950408889634
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
-
-HALF = 64  # rows of a warpgroup: the least that wgmma takes
-
-BLOCK_N = 2 * HALF
-
-BLOCK_V = 256  # the most that wgmma takes
-
-PIECE = 64  # classes that an epilogue takes at a time: 128 bytes of 16 bits, the widest swizzle
-
-GROUP = 8  # row blocks that share a block of classes before the next comes: its weights come from L2
-
-BLOCK_D, STAGES = 64, 4  # 196,608 bytes in flight; with the 32,768 of what is stored that fits 232,448
-
-LOAD_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread: 3 warpgroups have 65,536 between them
 
 
 def limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
@@ -56,89 +36,10 @@ def limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None
     return None
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """How the logits of a call are cut."""
-
-    rows: int
-    hidden: int
-    classes: int
-    vocab_axis: int
-
-    @property
-    def row_blocks(self) -> int:
-        return cdiv(self.rows, BLOCK_N)
-
-    @property
-    def class_blocks(self) -> int:
-        return cdiv(self.classes, BLOCK_V)
-
-    @property
-    def count(self) -> int:
-        return self.row_blocks * self.class_blocks
-
-    @property
-    def steps(self) -> int:
-        return cdiv(self.hidden, BLOCK_D)
-
-    @property
-    def by_block(self) -> jax.ShapeDtypeStruct:
-        """What holds a number for each row and block of classes."""
-        return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
-
-    def padded_rows(self, values: Array) -> Array:
-        return jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows))
-
-    def columns(self, values: Array, first_class: Array | int) -> Array:
-        """Returns a value for each column of the tiles, of an array indexed as the head is."""
-        if isinstance(first_class, int) and not first_class:
-            values = values[: self.classes]
-        else:
-            values = lax.dynamic_slice_in_dim(values, first_class, self.classes)
-        return jnp.pad(values.astype(jnp.float32), (0, self.class_blocks * BLOCK_V - self.classes))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a warpgroup's half of a tile lies among the rows and classes of a call.
-
-    Args:
-        row, column: the first of them; class_block: the tile's.
-        masked: whether some columns are no class, or to be left out.
-        inside: returns (HALF, PIECE) bool, true where the columns of a piece count.
-    """
-
-    row: Array
-    column: Array
-    class_block: Array
-    masked: bool
-    inside: Callable[[int], Array]
-
-    def of_rows(self, ref: Any) -> Array:
-        """Returns (HALF,) of what there is one of for each row."""
-        return plgpu.load(ref.at[pl.ds(self.row, HALF)], layout=ROW, optimized=False)
-
-    def of_columns(self, ref: Any, piece: int) -> Array:
-        """Returns (PIECE,) of what there is one of for each column."""
-        return plgpu.load(ref.at[pl.ds(self.column + piece * PIECE, PIECE)], layout=COLUMN, optimized=False)
-
-    def put(self, ref: Any, values: Array) -> None:
-        """Writes (HALF,) of what there is one of for each row and block of classes."""
-        ref[self.class_block, pl.ds(self.row, HALF)] = values
-
-
-def _rowwise(values: Array) -> Array:
-    return lax.broadcast_in_dim(values, (HALF, PIECE), (0,))
-
-
-def _columnwise(values: Array) -> Array:
-    return lax.broadcast_in_dim(values, (HALF, PIECE), (1,))
-
-
-def _cap(raw: Array, bias: Array | None, logit_scale: float, softcap: float | None) -> tuple[Array, Array | None]:
+def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float | None) -> tuple[Array, Array | None]:
     """Returns logits of raw products, and their ratio to the cap: MATH.md (1), (2)."""
-    if bias is not None:
-        raw = raw + _columnwise(bias)
+    if "bias" in half.refs:
+        raw = raw + half.of_columns("bias", piece)
     logits = raw * logit_scale if logit_scale != 1.0 else raw
     if softcap is None:
         return logits, None
@@ -149,184 +50,8 @@ def _cap(raw: Array, bias: Array | None, logit_scale: float, softcap: float | No
     return softcap * ratio, ratio
 
 
-def _launch(
-    name: str,
-    tiles: _Tiles,
-    x: Array,
-    w: Array,
-    offsets: tuple[Array | int, Array | int, Array | int],
-    operands: dict[str, Array | None],
-    results: dict[str, jax.ShapeDtypeStruct],
-    epilogue: Callable[[_Place, list[Array], dict[str, Any], Callable[[int, Array], None]], None],
-    *,
-    stored: Any = None,
-    updates: str | None = None,
-    redo: Array | None = None,
-    interpret: bool,
-) -> dict[str, Array]:
-    """Runs a kernel over all tiles, or over those of flagged row blocks.
-
-    Args:
-        x, w: (N, D), (V, D) or (D, V).
-        offsets: the first row of x, the first class of w, how many classes from there on are left out.
-        operands: what the epilogue reads, or writes in place.
-        results: what it writes, besides.
-        epilogue: takes a place, its raw products by pieces (HALF, PIECE), the operands and results, and a function
-            that stores a piece of `out`.
-        stored: dtype of the operand or result `out` (rows, padded), which is stored by pieces, or None.
-        updates: the operand that is written in place, or None.
-        redo: flags of row blocks, as in `exponentials`.
-        interpret: whether it runs in Pallas' interpreter, on a CPU.
-    """
-    skip = offsets[2]
-    skips = not (isinstance(skip, int) and skip == 0)
-    edges = skips or tiles.classes % BLOCK_V != 0
-    present = {key: value for key, value in {**operands, "redo": redo}.items() if value is not None}
-    scalars = jnp.stack([jnp.asarray(offset, jnp.int32) for offset in offsets])
-    count = min(tiles.count, programs())
-    steps = tiles.steps
-
-    def body(x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
-        named = dict(zip((*present, *results), rest, strict=False))
-        x_all, w_all, full, empty, *buffers = rest[len(named) :]
-        x_moved, x_ring = views(x_all, interpreted=interpret)
-        w_moved, w_ring = views(w_all, interpreted=interpret or tiles.vocab_axis == 1)
-        warpgroup = lax.axis_index("warpgroup")
-        program = lax.axis_index("program")
-        mine = lax.div(tiles.count - program + count - 1, count)
-        if redo is not None:
-            mine = jnp.where(named["redo"][0] == 0, 0, mine)
-
-        def over_tiles(tile: Callable[[Array, Array, Array], None]) -> None:
-            """Calls `tile` with its number in this program's order, row block and class block."""
-
-            @pl.loop(0, mine, init_carry=jnp.int32(0))
-            def _step(t: Array, done: Array) -> Array:
-                row_block, class_block = plgpu.planar_snake(
-                    program + t * count, (tiles.row_blocks, tiles.class_blocks), 0, GROUP
-                )
-                if redo is None:
-                    tile(done, row_block, class_block)
-                    return done + 1
-                flagged = named["redo"][1 + row_block] != 0
-                pl.when(flagged)(lambda: tile(done, row_block, class_block))
-                return done + flagged.astype(jnp.int32)
-
-        @pl.when(warpgroup == 2)
-        def _load_tiles() -> None:
-            plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            first_row, first_column = scalar_ref[0], scalar_ref[1]
-            if tiles.vocab_axis:
-                first_column = pl.multiple_of(first_column, 64)
-
-            def tile(done: Array, row_block: Array, class_block: Array) -> None:
-                row = pl.ds(first_row + row_block * BLOCK_N, BLOCK_N)
-                column = pl.ds(first_column + class_block * BLOCK_V, BLOCK_V)
-
-                @pl.loop(0, steps)
-                def _step(s: Array) -> None:
-                    slot = lax.rem(done * steps + s, STAGES)
-                    k = pl.ds(s * BLOCK_D, BLOCK_D)
-                    plgpu.barrier_wait(empty.at[slot])
-                    plgpu.copy_gmem_to_smem(x_ref.at[row, k], x_moved.at[slot], full.at[slot])
-                    at = w_ref.at[k, column] if tiles.vocab_axis else w_ref.at[column, k]
-                    plgpu.copy_gmem_to_smem(at, w_moved.at[slot], full.at[slot])
-
-            over_tiles(tile)
-            for slot in range(STAGES):  # a barrier must not go while another waits for it, nor be left unseen
-                plgpu.barrier_wait(empty.at[slot])
-
-        @pl.when(warpgroup < 2)
-        def _multiply_tiles() -> None:
-            plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-            for slot in range(STAGES):
-                plgpu.barrier_arrive(empty.at[slot])
-
-            def store(place: _Place, piece: int, values: Array) -> None:
-                moved, buffer = (view.at[warpgroup, piece % 2] for view in views(buffers[0], interpreted=interpret))
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
-                buffer[...] = values.astype(stored)
-                plgpu.commit_smem()
-                at = (pl.ds(place.row, HALF), pl.ds(place.column + piece * PIECE, PIECE))
-                plgpu.copy_smem_to_gmem(moved, named["out"].at[at])
-
-            def tile(done: Array, row_block: Array, class_block: Array) -> None:
-                row = row_block * BLOCK_N + warpgroup * HALF
-                column = class_block * BLOCK_V
-
-                def multiply(acc: Any) -> Array:
-                    def step(s: Array | int, *, releases: bool) -> None:
-                        number = done * steps + s
-                        slot = lax.rem(number, STAGES)
-                        plgpu.barrier_wait(full.at[slot])
-                        right = w_ring.at[slot]
-                        if not tiles.vocab_axis:
-                            right = right.transpose((1, 0))
-                        plgpu.wgmma(acc, x_ring.at[slot].at[pl.ds(warpgroup * HALF, HALF)], right)
-                        plgpu.wgmma_wait(1)  # this product stays in flight; the one before is done with its stage
-                        if releases:
-                            plgpu.barrier_arrive(empty.at[lax.rem(number + STAGES - 1, STAGES)])
-
-                    step(0, releases=False)
-                    pl.loop(1, steps)(lambda s: step(s, releases=True))
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[lax.rem(done * steps + steps - 1, STAGES)])
-                    return acc[...]
-
-                acc = pl.run_scoped(multiply, plgpu.ACC((HALF, BLOCK_V), jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
-                raw = [acc[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE)]
-                left_out = scalar_ref[2] if skips else jnp.int32(0)
-
-                def finish(*, masked: bool) -> None:
-                    def inside(piece: int) -> Array:
-                        ids = plgpu.broadcasted_iota(jnp.int32, (HALF, PIECE), 1, layout=plgpu.Layout.WGMMA)
-                        ids = ids + (column + piece * PIECE)
-                        return (ids >= left_out) & (ids < tiles.classes)
-
-                    place = _Place(row, column, class_block, masked, inside)
-                    epilogue(place, raw, named, lambda piece, values: store(place, piece, values))
-
-                if not edges:
-                    finish(masked=False)
-                else:
-                    edge = (column < left_out) | (column + BLOCK_V > tiles.classes)
-                    pl.when(edge)(lambda: finish(masked=True))
-                    pl.when(jnp.logical_not(edge))(lambda: finish(masked=False))
-
-            over_tiles(tile)
-            if stored is not None:
-                plgpu.wait_smem_to_gmem(0)
-
-    if tiles.vocab_axis:
-        w_ring = plgpu.SMEM((STAGES, BLOCK_D, BLOCK_V), x.dtype, transforms=transforms(BLOCK_D))
-    else:
-        w_ring = rows_of_64((STAGES, BLOCK_V), x.dtype, interpreted=interpret)
-    scratch = [
-        rows_of_64((STAGES, BLOCK_N), x.dtype, interpreted=interpret),
-        w_ring,
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-    ]
-    if stored is not None:
-        scratch.append(rows_of_64((2, 2, HALF), stored, interpreted=interpret))
-    if updates is not None:
-        present[updates] = jax.new_ref(present[updates])  # pyright: ignore[reportArgumentType]
-    found = plgpu.kernel(
-        body,
-        out_type=list(results.values()),
-        scratch_types=scratch,
-        grid=(count,),
-        grid_names=("program",),
-        num_threads=3,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-        kernel_name=name,
-    )(x, w, scalars, *present.values())
-    out = dict(zip(results, found, strict=True))
-    if updates is not None:
-        out[updates] = jax.freeze(present[updates])  # pyright: ignore[reportArgumentType]
-    return out
+def _sum(parts: list[Array]) -> Array:
+    return sum(parts[1:], parts[0])
 
 
 def exponentials(
@@ -368,8 +93,8 @@ def exponentials(
         sums (rows,) float32 of the exponentials before they are rounded; with `redo`, of the flagged rows only.
         tops (rows,) float32, likewise, or None.
     """
-    tiles = _Tiles(rows, x.shape[1], classes, vocab_axis)
-    operands = {"bias": None if bias is None else tiles.columns(bias, 0), "anchor": tiles.padded_rows(anchor)}
+    tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
+    operands = {"bias": tiles.by_column(bias, 0), "anchor": tiles.by_row(anchor)}
     results = {"sums": tiles.by_block}
     if largest:
         results["tops"] = tiles.by_block
@@ -379,36 +104,186 @@ def exponentials(
     elif stores:
         results["out"] = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16)
 
-    def epilogue(place: _Place, raw: list[Array], refs: dict[str, Any], store: Callable[[int, Array], None]) -> None:
-        anchors = place.of_rows(refs["anchor"])
-        total = top = None
+    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
+        anchors = half.of_rows("anchor")
+        sums, tops, out = [], [], []
         for piece, part in enumerate(raw):
-            biases = place.of_columns(refs["bias"], piece) if bias is not None else None
-            logits, ratio = _cap(part, biases, logit_scale, softcap)
-            if place.masked:
-                inside = place.inside(piece)
-                logits = jnp.where(inside, logits, -jnp.inf)
-            values = jnp.exp2(logits * LOG2_E - _rowwise(anchors))
-            summed = values.sum(1)
-            total = summed if total is None else total + summed
+            capped, ratio = _cap(half, part, piece, logit_scale, softcap)
+            capped = half.masked(capped, piece, -jnp.inf)
+            values = jnp.exp2(capped * LOG2_E - anchors)
+            sums.append(values.sum(1))
             if largest:
-                highest = logits.max(1)
-                top = highest if top is None else jnp.maximum(top, highest)
+                tops.append(capped.max(1))
             if stores:
-                if ratio is not None:
-                    values = values * (1.0 - jnp.square(ratio))
-                    if place.masked:
-                        values = jnp.where(inside, values, 0.0)
-                store(piece, values)
-        place.put(refs["sums"], total)  # pyright: ignore[reportArgumentType]
+                out.append(values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0))
+        half.put("sums", _sum(sums))
         if largest:
-            place.put(refs["tops"], top)  # pyright: ignore[reportArgumentType]
+            half.put("tops", reduce(jnp.maximum, tops))
+        return out
 
-    stored = jnp.bfloat16 if stores else None
-    name = "exponentials" if redo is None else "exponentials_again"
-    out = _launch(
-        name, tiles, x, w, (start, 0, 0), operands, results, epilogue,
-        stored=stored, updates="out" if updates else None, redo=redo, interpret=interpret,
-    )  # fmt: skip
-    sums = out["sums"].sum(0)[:rows]
-    return out.get("out"), sums, out["tops"].max(0)[:rows] if largest else None
+    found = over_tiles(
+        "exponentials" if redo is None else "exponentials_again",
+        tiles,
+        x,
+        w,
+        (start, 0, 0),
+        operands,
+        results,
+        epilogue,
+        stored=jnp.bfloat16 if stores else None,
+        updates=updates,
+        redo=redo,
+        interpret=interpret,
+    )
+    sums = found["sums"].sum(0)[:rows]
+    return found.get("out"), sums, found["tops"].max(0)[:rows] if largest else None
+
+
+def statistics(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    class_weight: Array | None,
+    start: Array | int,
+    first_class: Array | int,
+    skip: Array | int,
+    *,
+    rows: int,
+    classes: int,
+    vocab_axis: int,
+    logit_scale: float,
+    softcap: float | None,
+    weighted: bool,
+    entropy: bool,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Returns statistics of rows over a stretch of classes, the target's logit apart, (rows,) float32 each: (25).
+
+    Args:
+        x, w, bias, start, rows, vocab_axis, logit_scale, softcap, interpret: of `exponentials`; bias is indexed as w.
+        class_weight: (V,) float32, indexed as w is; None means ones.
+        first_class, classes: the stretch is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
+            where `vocab_axis` is 1 `first_class` is a multiple of 64.
+        skip: how many classes at the stretch's start are left out.
+        weighted: whether the sum of class_weight * logits is wanted.
+        entropy: whether the sum of exp(logits - max) * (logits - max) is.
+
+    Returns:
+        The largest logit, the sum of exp(logits - max), and the two above or None.
+    """
+    tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
+    weights = class_weight if weighted else None
+    operands = {"bias": tiles.by_column(bias, first_class), "class_weight": tiles.by_column(weights, first_class)}
+    names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
+
+    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
+        capped = [_cap(half, part, piece, logit_scale, softcap)[0] for piece, part in enumerate(raw)]
+        if weighted:
+            products = capped
+            if weights is not None:
+                products = [part * half.of_columns("class_weight", piece) for piece, part in enumerate(capped)]
+            half.put("weighted_sums", _sum([half.masked(part, i, 0.0).sum(1) for i, part in enumerate(products)]))
+        logits = [half.masked(part, piece, -jnp.inf) for piece, part in enumerate(capped)]
+        top = reduce(jnp.maximum, [part.max(1) for part in logits])
+        shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
+        shifted = [part - lax.broadcast_in_dim(shift, part.shape, (0,)) for part in logits]
+        exponentials = [jnp.exp2(part * LOG2_E) for part in shifted]
+        half.put("tops", top)
+        half.put("sums", _sum([part.sum(1) for part in exponentials]))
+        if entropy:
+            finite = [jnp.maximum(part, NO_PROBABILITY) for part in shifted]
+            products = [a * b for a, b in zip(exponentials, finite, strict=True)]
+            half.put("sums_exp_log", _sum([part.sum(1) for part in products]))
+        return []
+
+    results = dict.fromkeys(names, tiles.by_block)
+    offsets = (start, first_class, skip)
+    found = over_tiles("statistics", tiles, x, w, offsets, operands, results, epilogue, interpret=interpret)
+    out = {key: value[:, :rows] for key, value in found.items()}
+    tops = out["tops"]
+    top = tops.max(0)  # (26), all blocks at once
+    masked = tops == -jnp.inf
+    shift = jnp.where(masked, 0.0, tops - top)
+    scale = jnp.where(masked, 0.0, jnp.exp(shift))
+    return (
+        top,
+        (scale * out["sums"]).sum(0),
+        out["weighted_sums"].sum(0) if weighted else None,
+        (scale * (out["sums_exp_log"] + shift * out["sums"])).sum(0) if entropy else None,
+    )
+
+
+def d_logits(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    class_weight: Array | None,
+    target: Array,
+    lse: Array,
+    alpha: Array,
+    tau: Array,
+    beta: Array | None,
+    sigma: Array | None,
+    contributes: Array,
+    start: Array | int,
+    first_class: Array | int,
+    skip: Array | int,
+    *,
+    rows: int,
+    classes: int,
+    vocab_axis: int,
+    logit_scale: float,
+    softcap: float | None,
+    interpret: bool = False,
+) -> Array:
+    """Returns d_logits of rows and a stretch of classes, (rows, padded) of x's dtype: (23), (15).
+
+    Args:
+        x, w, bias, class_weight, start, first_class, skip, rows, classes, vocab_axis, logit_scale, softcap,
+            interpret: of `statistics`.
+        target: (rows,) int32, the class as w counts them.
+        lse, alpha, tau, beta, sigma: (rows,) float32, the last two None where they are 0.
+        contributes: (rows,) bool; the other rows are 0.
+    """
+    tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
+    weights = None if sigma is None else class_weight
+    by_row = {
+        "target": target.astype(jnp.int32) - first_class,  # its column
+        "lse": lse,
+        "alpha": alpha,
+        "tau": tau,
+        "beta": beta,
+        "sigma": sigma,
+        "contributes": contributes.astype(jnp.int32),
+    }
+    operands = {key: tiles.by_row(value) for key, value in by_row.items()}
+    operands["bias"] = tiles.by_column(bias, first_class)
+    operands["class_weight"] = tiles.by_column(weights, first_class)
+
+    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
+        row = {key: half.of_rows(key) for key, value in by_row.items() if value is not None}
+        out = []
+        for piece, part in enumerate(raw):
+            logits, ratio = _cap(half, part, piece, logit_scale, softcap)
+            log_prob = logits - row["lse"]
+            factor = row["alpha"]
+            if beta is not None:
+                log_prob = jnp.maximum(log_prob, NO_PROBABILITY)
+                factor = factor + row["beta"] * log_prob
+            values = jnp.exp2(log_prob * LOG2_E) * factor
+            if sigma is not None:
+                smooth = row["sigma"] if weights is None else row["sigma"] * half.of_columns("class_weight", piece)
+                values = values - smooth
+            values = jnp.where(half.columns(piece) == row["target"], values - row["tau"], values)
+            if ratio is not None:
+                values = values * (1.0 - jnp.square(ratio))
+            values = jnp.where(row["contributes"] != 0, values, 0.0)
+            out.append(half.masked(values, piece, 0.0))
+        return out
+
+    results = {"out": jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)}
+    offsets = (start, first_class, skip)
+    found = over_tiles(
+        "d_logits", tiles, x, w, offsets, operands, results, epilogue, stored=x.dtype, interpret=interpret
+    )
+    return found["out"]

@@ -38,14 +38,14 @@ class Kernels(NamedTuple):
 def load(implementation: str) -> Kernels:
     """Returns the kernels of an implementation; nothing of its backend is imported before."""
     if implementation == "mosaic":
-        from jax_pallas import hopper_d_input, hopper_d_logits, hopper_gradients, hopper_logits, target_kernels
+        from jax_pallas import hopper_d_input, hopper_gradients, hopper_logits, target_kernels
 
         return Kernels(
             limits=hopper_logits.limits,
             gradient_limits=hopper_gradients.limits,
             exponentials=hopper_logits.exponentials,
-            statistics=hopper_d_logits.statistics,
-            d_logits=hopper_d_logits.d_logits,
+            statistics=hopper_logits.statistics,
+            d_logits=hopper_logits.d_logits,
             add_target_rows=target_kernels.add_target_rows,
             d_weight=hopper_gradients.d_weight,
             d_input=hopper_d_input.d_input,

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jax_pallas import hopper_d_logits, hopper_logits
+from jax_pallas import hopper_logits
 from jax_pallas.hopper import padded
-
-pytestmark = pytest.mark.slow  # Mosaic's interpreter takes minutes for the whole file
 
 FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
@@ -194,7 +192,7 @@ def test_masked_classes_and_rows_of_nan() -> None:
 
 
 def run_statistics(call: Call, drawn: dict[str, Array], *, weighted: bool, entropy: bool) -> tuple[Array | None, ...]:
-    return hopper_d_logits.statistics(
+    return hopper_logits.statistics(
         drawn["x"],
         drawn["w"],
         drawn["bias"] if call.bias else None,
@@ -249,7 +247,7 @@ def test_statistics_of_masked_classes() -> None:
 def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bool) -> None:
     logits = call.logits(drawn)
     lse = np.log(np.exp(logits).sum(1)) + 1.0
-    found = hopper_d_logits.d_logits(
+    found = hopper_logits.d_logits(
         drawn["x"],
         drawn["w"],
         drawn["bias"] if call.bias else None,
@@ -298,7 +296,7 @@ def test_rows_that_do_not_contribute_may_hold_nan() -> None:
     clean["x"] = jnp.where(drawn["contributes"][:, None], drawn["x"], 0)
     arguments = (None, None, drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None)
     one, other = (
-        hopper_d_logits.d_logits(which["x"], which["w"], *arguments, which["contributes"], 0, 0, 0, **call.options)
+        hopper_logits.d_logits(which["x"], which["w"], *arguments, which["contributes"], 0, 0, 0, **call.options)
         for which in (drawn, clean)
     )
     assert jnp.array_equal(one, other)
