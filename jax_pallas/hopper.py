@@ -30,7 +30,7 @@ def padded(classes: int) -> int:
 def transforms(columns: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Returns the layout in shared memory of an array whose minor axis has so many columns, as TMA and wgmma want."""
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def two_views(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
