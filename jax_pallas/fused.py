@@ -84,10 +84,6 @@ def _serves_exponentials(problem: Problem) -> bool:
     vocab = problem.linear_weight.shape[problem.vocab_axis]
     limits = launch.load(problem.implementation).gradient_limits
     if limits is not None:
-        if (
-            problem.tokens % 8 or vocab % 8
-        ):  # wrong gradients on an H200 (benchmarks/NOTES.md): not before that is found
-            return False
         return limits(problem.input.dtype, problem.input.shape[1], vocab, problem.vocab_axis) is None
     return vocab == problem.classes == fused_tiles.padded(vocab)  # XLA's products take whole arrays: nothing is padded
 

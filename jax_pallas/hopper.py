@@ -87,8 +87,8 @@ class Ring(NamedTuple):
     group: int
 
 
-# 196,608 bytes, which leave room for the buffers of what is stored; and 221,184 of 232,448, where nothing is.
-STORING, READING = Ring(64, 4, 0, 16), Ring(32, 9, 7, 8)
+# 196,608 bytes, which leave room for the buffers of what is stored. Stages are a power of two: a stage's number is a mask.
+STORING, READING = Ring(64, 4, 0, 16), Ring(32, 8, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,21 @@ class Tiles:
     @property
     def class_blocks(self) -> int:
         return cdiv(self.classes, BLOCK_V)
+
+    def place(self, tile: Array, group: int) -> tuple[Array, Array]:
+        """Returns the row and class block of a tile: up to `group` row blocks share a class block before the next.
+
+        Divisors are known to the compiler, which then multiplies: a division takes a hundred instructions.
+        """
+        size = cdiv(self.row_blocks, cdiv(self.row_blocks, group))
+        last, rest = divmod(self.row_blocks, size)
+        number = lax.div(tile, size * self.class_blocks)
+        within = tile - number * (size * self.class_blocks)
+        class_block, here = lax.div(within, size), size
+        if rest:
+            class_block = jnp.where(number == last, lax.div(within, rest), class_block)
+            here = jnp.where(number == last, rest, size)
+        return number * size + within - class_block * here, class_block
 
     @property
     def by_block(self) -> jax.ShapeDtypeStruct:
@@ -218,6 +233,9 @@ def over_tiles(
     count = tiles.row_blocks * tiles.class_blocks
     many = min(count, programs())
 
+    def slot_of(number: Any) -> Any:
+        return number & (stages - 1)
+
     def body(x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
         refs = dict(zip((*present, *results), rest, strict=False))
         x_all, w_all, full, empty, turn, *buffers = rest[len(refs) :]
@@ -233,7 +251,7 @@ def over_tiles(
 
             def step(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
                 before, carry = carried
-                place = plgpu.planar_snake(program + t * many, (tiles.row_blocks, tiles.class_blocks), 0, ring.group)
+                place = tiles.place(program + t * many, ring.group)
                 if redo is None:
                     return before + steps, tile(before, *place, carry)
                 flagged = refs["redo"][1 + place[0]] != 0
@@ -255,7 +273,7 @@ def over_tiles(
 
                 @pl.loop(0, steps)
                 def _step(s: Array) -> None:
-                    slot = lax.rem(before + s, stages)
+                    slot = slot_of(before + s)
                     k = pl.ds(s * ring.step, ring.step)
                     plgpu.barrier_wait(empty.at[slot])
                     plgpu.copy_gmem_to_smem(x_ref.at[rows, k], x_moved.at[slot], full.at[slot])
@@ -271,6 +289,7 @@ def over_tiles(
         @pl.when(warpgroup < 2)
         def _multiply() -> None:
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
+            nothing = scalar_ref[3]  # 0: loops of a length that the compiler knows it unrolls, and spills registers
             for slot in range(stages):
                 plgpu.barrier_arrive(empty.at[slot])
 
@@ -287,7 +306,7 @@ def over_tiles(
 
                 def step(s: Array | int) -> None:
                     number = before + s
-                    slot = lax.rem(number, stages)
+                    slot = slot_of(number)
                     plgpu.barrier_wait(full.at[slot])
                     right = w_ring.at[slot]
                     if not tiles.vocab_axis:
@@ -295,10 +314,9 @@ def over_tiles(
                     plgpu.wgmma(acc, x_ring.at[slot, pl.ds(warpgroup * HALF, HALF)], right)
                     plgpu.wgmma_wait(1)  # this product stays in flight; the one before is done with its stage
                     if not isinstance(s, int):
-                        plgpu.barrier_arrive(empty.at[lax.rem(number + stages - 1, stages)])
+                        plgpu.barrier_arrive(empty.at[slot_of(number - 1)])
 
                 def take(begin: int, end: int) -> None:
-                    nothing = scalar_ref[3]  # 0: what is known to the compiler it unrolls, and spills registers
                     pl.loop(begin, end + nothing)(step)
 
                 step(0)
@@ -314,7 +332,7 @@ def over_tiles(
                     begin = end
                 take(begin, steps)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[lax.rem(before + steps - 1, stages)])
+                plgpu.barrier_arrive(empty.at[slot_of(before + steps - 1)])
                 return acc[...]
 
             def tile(before: Array, row_block: Array, class_block: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -339,9 +357,9 @@ def over_tiles(
 
             done = ()
             if buffers:
-                nothing = plgpu.layout_cast(jnp.zeros((HALF, PIECE), stored), plgpu.Layout.WGMMA)
+                zeros = plgpu.layout_cast(jnp.zeros((HALF, PIECE), stored), plgpu.Layout.WGMMA)
                 outside = jnp.int32(tiles.row_blocks * BLOCK_N)  # the first stores are dropped
-                done = (outside, jnp.int32(0), *[nothing] * PIECES)
+                done = (outside, jnp.int32(0), *[zeros] * PIECES)
             done = each(tile, done)
             if buffers:
                 for piece in range(PIECES):

@@ -99,7 +99,7 @@ def as_roles(empty: Any, load: Callable[[], None], multiply: Callable[[], None])
 
 
 def slot_of(count: Any) -> Any:
-    return lax.rem(count + STAGES, STAGES)
+    return count & (STAGES - 1)
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, fused, rows
+from jax_pallas import chunked, fused, launch, rows
 from jax_pallas.chunked import Problem
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.rows import Coefficients
@@ -49,15 +49,10 @@ class Options:
     classes: int
     vocab_axis: int
     memory_budget: int
-    implementation: str
+    implementation: str | None  # None: chosen where the call is lowered
     has_bias: bool
     has_class_weight: bool
     statistics: bool  # the largest logits are wanted; without they may be inf
-
-    @property
-    def plans(self) -> Any:
-        """The module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`, `check_budget`."""
-        return chunked if self.implementation == "chunked" else fused
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
@@ -73,12 +68,15 @@ class Options:
         names = ("input", "linear_weight", "target", "row_weight")
         return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
 
-    def problem(self, arrays: Sequence[Array]) -> Problem:
+    def problem(self, arrays: Sequence[Array], platform: str | None = None) -> Problem:
+        """Returns the problem of a call that is lowered for `platform`, or traced."""
+        (_, hidden), vocab = arrays[0].shape, arrays[1].shape[self.vocab_axis]
+        shape = (arrays[0].dtype, hidden, vocab, self.vocab_axis)
         shared = {
             "spec": self.spec,
             "classes": self.classes,
             "vocab_axis": self.vocab_axis,
-            "implementation": self.implementation,
+            "implementation": launch.resolve(self.implementation, platform, *shape),
         }
         return Problem(**self.named(arrays), **shared)
 
@@ -98,6 +96,11 @@ class Options:
             linear_bias=gradients.d_bias,
             class_weight=None,
         )
+
+
+def _plans(problem: Problem) -> Any:
+    """Returns the module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`, `check_budget`."""
+    return chunked if problem.implementation == "chunked" else fused
 
 
 def _rule(function: Callable[..., Arrays]) -> Any:
@@ -141,7 +144,7 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
     problem = options.problem(arrays)
-    options.plans.check_budget(problem, options.memory_budget, wanted)  # of the backward pass: refused here already
+    _plans(problem).check_budget(problem, options.memory_budget, wanted)  # of the backward pass: refused here already
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
 
@@ -174,7 +177,8 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
-    options.plans.check_budget(options.problem(arrays), options.memory_budget, wanted, entropy=True)
+    problem = options.problem(arrays)
+    _plans(problem).check_budget(problem, options.memory_budget, wanted, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), wanted)
 
@@ -190,35 +194,47 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
 @opaque("linear_ce_losses")
-def _losses(options: Options, *arrays: Array) -> tuple[Array, rows.RowStatistics]:
+def _losses(
+    options: Options, *arrays: Array, platform: str | None = None
+) -> tuple[Array, rows.RowStatistics]:
     """Plan B."""
-    return options.plans.losses(options.problem(arrays), options.memory_budget, statistics=options.statistics)
+    problem = options.problem(arrays, platform)
+    return _plans(problem).losses(problem, options.memory_budget, statistics=options.statistics)
 
 
 @opaque("linear_ce_statistics")
-def _statistics(options: Options, *arrays: Array) -> rows.RowStatistics:
+def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
     """Plan B, with the entropy."""
-    return options.plans.statistics(options.problem(arrays), options.memory_budget, entropy=True)
+    problem = options.problem(arrays, platform)
+    return _plans(problem).statistics(problem, options.memory_budget, entropy=True)
 
 
 @opaque("linear_ce_plan_a")
-def _plan_a(static: tuple[Options, Wanted], *arrays: Array) -> tuple[Array, Arrays, Gradients, Any]:
+def _plan_a(
+    static: tuple[Options, Wanted], *arrays: Array, platform: str | None = None
+) -> tuple[Array, Arrays, Gradients, Any]:
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
     options, wanted = static
-    problem = options.problem(arrays)
+    problem = options.problem(arrays, platform)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
-    losses, statistics, gradients = options.plans.loss_and_gradients(
+    losses, statistics, gradients = _plans(problem).loss_and_gradients(
         problem, options.memory_budget, wanted, scales, statistics=options.statistics
     )
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
 
 
 @opaque("linear_ce_gradients")
-def _gradients(static: tuple[Options, Wanted], arrays: Arrays, lse: Array, coefficients: Coefficients) -> Gradients:
+def _gradients(
+    static: tuple[Options, Wanted],
+    arrays: Arrays,
+    lse: Array,
+    coefficients: Coefficients,
+    platform: str | None = None,
+) -> Gradients:
     """Plan C's backward pass."""
     options, wanted = static
-    problem = options.problem(arrays)
-    return options.plans.gradients(problem, options.memory_budget, lse, coefficients, wanted)
+    problem = options.problem(arrays, platform)
+    return _plans(problem).gradients(problem, options.memory_budget, lse, coefficients, wanted)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:

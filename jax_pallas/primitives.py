@@ -1,6 +1,9 @@
 """Two ways of making a JAX primitive of a function: to keep transformations out, and to give it its own vmap.
 
 Both take `function(static, *arguments)`, the first argument hashable, the others pytrees of arrays.
+
+Under `jax.shard_map` a primitive's arguments are made to vary over the same axes of the mesh, as JAX's own are, so that
+what was the same on all devices gets the sum of their gradients. Within its own program nothing varies.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.core
+from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 Function = Callable[..., Any]
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
@@ -23,8 +28,19 @@ def _result_shapes(function: Function, static: Any, tree: Any, shapes: tuple[Any
     return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
 
 
+def _array_type(array: Any, like: Any, varying: frozenset[Any]) -> jax.core.ShapedArray:
+    """Returns the type of an array that is whole on each device of the mesh of `like`, and varies over these axes."""
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(array.shape)))
+    axes = ManualAxisType(varying=varying)
+    return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=axes)
+
+
+def _varying(leaf: Any) -> frozenset[Any]:
+    return jax.typeof(leaf).manual_axis_type.varying
+
+
 def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Function]:
-    """Returns a primitive that runs `function`, the call that binds it, and `function` of flat leaves."""
+    """Returns a primitive of `function`, the call that binds it, and `function` of flat leaves."""
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -33,29 +49,43 @@ def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Func
 
     def bound(static: Any, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
+        varying = frozenset[Any]().union(*map(_varying, leaves))
+        leaves = [jax.lax.pcast(leaf, tuple(varying - _varying(leaf)), to="varying") for leaf in leaves]
         results = primitive.bind(*leaves, static=static, tree=tree)
         return jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 
-    def flat(*leaves: Any, static: Any, tree: Any) -> list[Any]:
-        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves)))
+    def flat(*leaves: Any, static: Any, tree: Any, **known: Any) -> list[Any]:
+        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **known))
 
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
-        return [jax.core.ShapedArray(result.shape, result.dtype) for result in shapes_of(avals, static, tree)[0]]
+        varying = avals[0].manual_axis_type.varying
+        return [_array_type(result, avals[0], varying) for result in shapes_of(avals, static, tree)[0]]
 
-    primitive.def_impl(jax.jit(flat, static_argnames=("static", "tree")))
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("static", "tree")))
     primitive.def_abstract_eval(abstract)
-    mlir.register_lowering(primitive, mlir.lower_fun(flat, multiple_results=True))
     return primitive, bound, flat
 
 
 def opaque(name: str) -> Callable[[Function], Function]:
-    """Makes a function a primitive that is differentiated by nothing and partially evaluated as a whole."""
+    """Makes a function a primitive that is differentiated by nothing and partially evaluated as a whole.
+
+    The function takes the `platform` that it is lowered for, and is traced again for each; without, it is traced for
+    the shapes of its results. Under vmap it runs for one element after the other: it fills a budget of memory.
+    """
 
     def decorate(function: Function) -> Function:
         primitive, bound, flat = _primitive(name, function)
 
+        def lower(context: mlir.LoweringRuleContext, *leaves: Any, **parameters: Any) -> Any:
+            platform = (context.platforms or context.module_context.platforms)[0]
+            types = [_array_type(aval, aval, frozenset()) for aval in context.avals_in]
+            return mlir.lower_fun(partial(flat, platform=platform))(
+                context.replace(avals_in=types), *leaves, **parameters
+            )
+
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
-            results = jax.vmap(partial(flat, **parameters), in_axes=tuple(axes))(*leaves)
+            one = sequential_vmap(lambda *leaves: primitive.bind(*leaves, **parameters))
+            results = jax.vmap(one, in_axes=tuple(axes))(*leaves)
             return results, [0] * len(results)
 
         def jvp(*_: Any, **__: Any) -> Any:
@@ -63,6 +93,8 @@ def opaque(name: str) -> Callable[[Function], Function]:
 
         ad.primitive_jvps[primitive] = jvp
         batching.primitive_batchers[primitive] = batch
+        mlir.register_lowering(primitive, lower)
+        mlir.register_lowering(primitive, lower, platform="cuda")  # apart from the others, in a program for several
         return bound
 
     return decorate
@@ -92,4 +124,5 @@ def differentiable(name: str, function: Function, batched: Batched) -> Function:
 
     ad.primitive_jvps[primitive] = jvp
     batching.primitive_batchers[primitive] = batch
+    mlir.register_lowering(primitive, mlir.lower_fun(flat))
     return bound
