@@ -12,7 +12,7 @@ from benchmarks.shapes import Mode
 
 LossFn = Callable[[Array, Array, Array], Array]
 
-SCAN_ROWS = 1024
+SCAN_ROWS, GRADIENT_SCAN_ROWS = 1024, 2048
 
 
 def _floor(mode: Mode) -> LossFn:
@@ -96,6 +96,42 @@ def _scan(mode: Mode) -> LossFn:
     return loss
 
 
+def _gradient_scan(mode: Mode) -> LossFn:
+    """Plan A by XLA alone: chunks that compute gradients with their loss, d_weight in the weight's dtype."""
+    if mode.reduction == "none":
+        raise UnavailableError("gradients of a forward pass are those of one scalar")
+
+    def forward(x: Array, w: Array, y: Array, *, gradients: bool) -> tuple[Array, tuple[Array, Array] | None]:
+        rows, valid = math.gcd(len(x), GRADIENT_SCAN_ROWS), y != -100
+        weight = valid / valid.sum()
+
+        def chunk(d_w: Array | None, part: tuple[Array, Array, Array]) -> tuple[Array | None, tuple[Array, ...]]:
+            x, y, weight = part
+            logits = _rounded_logits(x, w)
+            losses = weight * _token_losses(logits, y)
+            if d_w is None:
+                return None, (losses,)
+            p = jax.nn.softmax(logits.astype(jnp.float32), axis=1)
+            hit = jnp.arange(logits.shape[1]) == y[:, None]
+            d_logits = (weight[:, None] * (p - hit)).astype(x.dtype)
+            return d_w + jnp.dot(d_logits.T, x), (losses, jnp.dot(d_logits, w))
+
+        parts = (x.reshape(-1, rows, x.shape[1]), y.reshape(-1, rows), weight.reshape(-1, rows))
+        d_w, (losses, *d_x) = lax.scan(chunk, jnp.zeros_like(w) if gradients else None, parts)
+        return losses.sum(), None if d_w is None else (d_x[0].reshape(x.shape), d_w)
+
+    @jax.custom_vjp
+    def loss(x: Array, w: Array, y: Array) -> Array:
+        return forward(x, w, y, gradients=False)[0]
+
+    def backward(saved: tuple[Array, Array], d_loss: Array) -> tuple[Array, Array, None]:
+        d_x, d_w = ((d_loss * gradient).astype(gradient.dtype) for gradient in saved)
+        return d_x, d_w, None
+
+    loss.defvjp(lambda x, w, y: forward(x, w, y, gradients=True), backward)  # pyright: ignore[reportArgumentType]
+    return loss
+
+
 def _tokamax(mode: Mode) -> LossFn:
     if mode.ignored:
         raise UnavailableError("tokamax's loss has no ignore_index")
@@ -119,6 +155,7 @@ METHODS = by_name(
         Method("bf16-logits", "peer", _materialised(_rounded_logits)),
         Method("float32-logits", "peer", _materialised(_float32_logits)),
         Method("float32-logits-rounded-gradient", "peer", _materialised(_float32_logits_rounded)),
+        Method("gradient-scan", "own-baseline", _gradient_scan),
         Method("checkpointed-scan", "peer", _scan),
         Method("tokamax-chunked_xla", "peer", _tokamax, "tokamax", vocab_axis=1),
     ]

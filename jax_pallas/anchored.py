@@ -3,14 +3,13 @@
 Plan A is three products, whose operands are the exponentials that the logits' own product stores. It serves bfloat16
 without label smoothing. A chunk of rows goes through, in this order,
 
-    target logits, and the anchors that they give         `_anchors`
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `_finish_rows`
+    loss, and the factors of rows; x becomes rho x        `_factors`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-and the targets' terms of d_weight come last, for all rows (`_add_target_rows`). Plan B is the first three, with nothing
-stored but the sums, in 16 bits.
+Before them, for all rows, come the target logits and the anchors that they give (`_anchors`); after them the targets'
+terms of d_weight (`_add_target_rows`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
 
 d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
 replace them: then a chunk takes its exponentials and little else.
@@ -43,17 +42,19 @@ class Carry(NamedTuple):
     d_bias: Array | None  # (K,) float32
 
 
-class Found(NamedTuple):
-    """What is found of rows, (n,) float32 each, 0 where they do not contribute."""
+class Sums(NamedTuple):
+    """What a pass over the logits leaves of rows, (n,) float32 each."""
 
-    loss: Array
-    lse: Array
-    target_logit: Array
+    total: Array  # of exponentials
+    anchor: Array
     top: Array  # the largest logit, inf if not wanted
-    theta: Array
 
 
 class Factors(NamedTuple):
+    """What loss and gradients take of rows, (n,) float32 each, 0 where they do not contribute."""
+
+    loss: Array
+    lse: Array
     rho: Array
     theta: Array
 
@@ -67,38 +68,42 @@ def anchored(
     config = _config(problem, kernels, memory_budget, wanted, statistics=statistics)
     x = problem.input
     whole = Piece(0, problem.tokens, None)
+    target_logit, error, anchor = _anchors(problem)
 
-    def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Found]:
-        if carry.held is None:
-            rows_, start = problem.rows(chunk), 0
-        else:
+    def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
+        if carry.held is not None:
             rows_, start = carry.held, chunk.start
-        target_logit, error, anchor = _anchors(problem, chunk)
-        e, sums, top, anchor = _store_exponentials(
-            problem, kernels, chunk, rows_, start, anchor, stores=any(wanted), statistics=statistics
+        elif any(wanted):
+            rows_, start = problem.rows(chunk), 0
+        else:  # what a row holds reaches no sum but its own
+            rows_, start = x, chunk.start
+        e, sums = _store_exponentials(
+            problem, kernels, chunk, rows_, start, chunk.of(anchor), stores=any(wanted), statistics=statistics
         )
-        # The largest logit comes from other products than the target's: equal ones may differ by their rounding.
-        if statistics:
-            top = jnp.where(jnp.abs(top - target_logit) <= error, target_logit, top)
-        found, factors = _finish_rows(problem, chunk, sums, anchor, target_logit, top)
         if e is None:
-            return carry, found
-        return _add_gradients(problem, kernels, config, chunk, e, rows_, start, factors, carry, first=first), found
+            return carry, sums
+        factors = _factors(problem, chunk, sums, chunk.of(target_logit))
+        return _add_gradients(problem, kernels, config, chunk, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if wanted.d_input else None
     d_bias = jnp.zeros(problem.classes, jnp.float32) if wanted.d_bias else None
     carry = Carry(held, None, d_bias)
     if wanted.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
-    carry, found = over_chunks(body, carry, problem.tokens, config.rows)
+    carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
+    factors = _factors(problem, whole, sums, target_logit)
     d_weight, d_bias = carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
-        d_weight, d_bias = _add_target_rows(problem, kernels, found.theta, d_weight, d_bias)
+        d_weight, d_bias = _add_target_rows(problem, kernels, factors.theta, d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    row_statistics = RowStatistics(found.lse, found.target_logit, found.top, None, None)
-    return found.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
+    # The largest logit comes from other products than the target's: equal ones may differ by their rounding.
+    top = jnp.where(jnp.abs(sums.top - target_logit) <= error, target_logit, sums.top)
+    contributes = problem.row_weight != 0
+    target_logit, top = (jnp.where(contributes, value, 0.0) for value in (target_logit, top))
+    row_statistics = RowStatistics(factors.lse, target_logit, top, None, None)
+    return factors.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
 
 
 def _config(
@@ -119,7 +124,7 @@ def _config(
         classes=problem.classes,
         itemsize=problem.input.dtype.itemsize,
         stores=any(wanted),
-        holds=wanted.d_input,
+        holds=wanted.d_input or not any(wanted),
         statistics=statistics,
         scratch=scratch,
         budget=memory_budget,
@@ -159,11 +164,11 @@ def _column(problem: Problem, target: Array) -> Array:
     return target.clip(0, problem.classes - 1)
 
 
-def _anchors(problem: Problem, chunk: Piece) -> tuple[Array, Array, Array]:
-    """Returns a chunk's target logits (n,), NaN where the target is no class, their error, and the integer anchors that
-    they give, 0 where they give none: (29)."""
-    target = chunk.of(problem.target)
-    logit, error = target_logits(problem, problem.rows(chunk), _column(problem, target))
+def _anchors(problem: Problem) -> tuple[Array, Array, Array]:
+    """Returns the target logits (N,), NaN where the target is no class, their error, and the integer anchors that they
+    give, 0 where they give none: (29)."""
+    target = problem.target
+    logit, error = target_logits(problem, problem.rows(Piece(0, problem.tokens, None)), _column(problem, target))
     is_class = _is_class(problem, target)
     anchor = jnp.where(is_class & jnp.isfinite(logit), jnp.floor(logit * LOG2_E + 0.5), 0.0)
     return jnp.where(is_class, logit, jnp.nan), error, anchor
@@ -179,9 +184,10 @@ def _store_exponentials(
     *,
     stores: bool,
     statistics: bool,
-) -> tuple[Array | None, Array, Array, Array]:
-    """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, the largest logits, inf if not wanted,
-    and the anchors, (n,) each. x holds the chunk's rows from `start` on.
+) -> tuple[Array | None, Sums]:
+    """Returns a chunk's exponentials e (n, padded(K)), if stored, and their sums; x holds its rows from `start` on.
+
+    An implementation that has the gradients' products too may add rows of zeros to e.
 
     Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
     know which: the launches that see to it find nothing to do where none is.
@@ -209,17 +215,15 @@ def _store_exponentials(
     e, new_sums, _ = kernels.exponentials(
         *operands, anchor, start, **shared, stores=stores, largest=False, redo=redo, e=e
     )
-    return e, jnp.where(again, new_sums, sums), jnp.full_like(sums, jnp.inf) if top is None else top, anchor
+    total = jnp.where(again, new_sums, sums)
+    return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top)
 
 
-def _finish_rows(
-    problem: Problem, chunk: Piece, total: Array, anchor: Array, target_logit: Array, top: Array
-) -> tuple[Found, Factors]:
-    """Returns what is found of a chunk's rows: (6), (10), (29), (31); rho and theta times the scale."""
+def _factors(problem: Problem, chunk: Piece, sums: Sums, target_logit: Array) -> Factors:
+    """Returns what a chunk's rows weigh: (6), (10), (29), (31); rho and theta times the scale."""
     spec, target, row_weight = problem.spec, chunk.of(problem.target), chunk.of(problem.row_weight)
-    contributes = row_weight != 0
-    total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
-    lse = (anchor + jnp.log2(total)) * LN_2
+    total = jnp.where(sums.total == jnp.inf, jnp.nan, sums.total)  # an infinite logit: no probability is a number
+    lse = (sums.anchor + jnp.log2(total)) * LN_2
     kept = jnp.where(_is_class(problem, target), row_weight, jnp.nan)  # no class: the whole row is NaN
     if problem.class_weight is not None:
         kept *= problem.class_weight[_column(problem, target)]
@@ -228,10 +232,8 @@ def _finish_rows(
     theta = upstream * jnp.exp2((target_logit - lse) * LOG2_E) - kept
     if spec.softcap is not None:
         theta *= 1.0 - jnp.square(target_logit / spec.softcap)
-    values = loss, lse, target_logit, top, spec.logit_scale * theta, spec.logit_scale * upstream / total
-    *values, rho = (jnp.where(contributes, value, 0.0) for value in values)
-    found = Found(*values)
-    return found, Factors(rho, found.theta)
+    values = loss, lse, spec.logit_scale * upstream / total, spec.logit_scale * theta
+    return Factors(*(jnp.where(row_weight != 0, value, 0.0) for value in values))
 
 
 def _add_gradients(
@@ -253,7 +255,7 @@ def _add_gradients(
     columns = jnp.where(_is_class(problem, target), target, e.shape[1])
     e = e.at[jnp.arange(chunk.size), columns].set(0, mode="drop", unique_indices=True)
     if d_bias is not None:
-        d_bias = d_bias + (e[:, : problem.classes].astype(jnp.float32) * rho).sum(0)
+        d_bias = d_bias + (e[: chunk.size, : problem.classes].astype(jnp.float32) * rho).sum(0)
     if d_weight is not None:
         part = Piece(start, chunk.size, None)
         scaled = jnp.where(rho == 0, 0.0, part.of(x) * rho).astype(x.dtype)
@@ -299,7 +301,7 @@ def _store_d_input(
     factors: Factors,
 ) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
-    w, (rho, theta) = problem.linear_weight, factors
+    w, rho, theta = problem.linear_weight, factors.rho, factors.theta
     if kernels.d_input is not None:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}

@@ -52,7 +52,7 @@ def choose_anchored(
         classes: K.
         itemsize: of the input's dtype.
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
-        holds: d_input's own memory holds the chunk's rows of the input.
+        holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
         statistics: the largest logits are wanted.
         scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
         budget: bytes.
@@ -69,7 +69,7 @@ def choose_anchored(
     def config(rows: int) -> AnchoredConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         sums = 4 * (1 + statistics) * blocks * padded_rows
-        size = fixed + rows * itemsize * (padded(classes) * stores + hidden * (not holds))
+        size = fixed + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = budget // PRODUCT_SHARE
         return AnchoredConfig(rows, most, size + max(sums, scratch(rows, most)))
 

@@ -87,7 +87,7 @@ class Ring(NamedTuple):
     group: int
 
 
-# 196,608 bytes, which leave room for the buffers of what is stored. Stages are a power of two: a stage's number is a mask.
+# 196,608 bytes, which leave room for the buffers of what is stored. A stage's number is a mask: powers of two.
 STORING, READING = Ring(64, 4, 0, 16), Ring(32, 8, 6, 8)
 
 
@@ -128,9 +128,11 @@ class Tiles:
         """What holds a number for each row and block of classes."""
         return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
 
-    def by_row(self, values: Array | None) -> Array | None:
-        """Returns a value for each row of the tiles, of (rows,)."""
-        return None if values is None else jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows))
+    def by_row(self, values: Array | None, other: float = 0) -> Array | None:
+        """Returns a value for each row of the tiles, of (rows,); `other` for those that are none."""
+        if values is None:
+            return None
+        return jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows), constant_values=other)
 
     def by_column(self, values: Array | None, first_class: Array | int) -> Array | None:
         """Returns a float32 value for each column of the tiles, of an array indexed as the head is."""
@@ -228,13 +230,19 @@ def over_tiles(
     lag = ring.lag if steps > stages else 0  # in fewer steps the first warpgroup could be two tiles ahead
     skips = not (isinstance(offsets[2], int) and offsets[2] == 0)
     edges = skips or tiles.classes % BLOCK_V != 0
-    scalars = jnp.stack([jnp.asarray(number, jnp.int32) for number in (*offsets, 0)])
+    traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
+    scalars = jnp.stack(traced or [jnp.int32(0)])
     present = {key: value for key, value in {**operands, "redo": redo}.items() if value is not None}
     count = tiles.row_blocks * tiles.class_blocks
     many = min(count, programs())
 
     def slot_of(number: Any) -> Any:
         return number & (stages - 1)
+
+    def numbers(scalar_ref: Any) -> list[Any]:
+        """Returns the offsets: what was known when the call was traced costs no launch that would write it."""
+        places = iter(range(len(traced)))
+        return [jnp.int32(known) if isinstance(known, int) else scalar_ref[next(places)] for known in offsets]
 
     def body(x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
         refs = dict(zip((*present, *results), rest, strict=False))
@@ -263,8 +271,8 @@ def over_tiles(
         @pl.when(warpgroup == 2)
         def _load() -> None:
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-            first_row, first_class = scalar_ref[0], scalar_ref[1]
-            if tiles.vocab_axis:
+            first_row, first_class, _ = numbers(scalar_ref)
+            if tiles.vocab_axis and not isinstance(offsets[1], int):
                 first_class = pl.multiple_of(first_class, 64)
 
             def tile(before: Array, row_block: Array, class_block: Array, _: tuple[()]) -> tuple[()]:
@@ -289,7 +297,9 @@ def over_tiles(
         @pl.when(warpgroup < 2)
         def _multiply() -> None:
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-            nothing = scalar_ref[3]  # 0: loops of a length that the compiler knows it unrolls, and spills registers
+            nothing = (
+                scalar_ref[0] >> 31
+            )  # 0: loops of a length that the compiler knows it unrolls, and spills registers
             for slot in range(stages):
                 plgpu.barrier_arrive(empty.at[slot])
 
@@ -342,7 +352,7 @@ def over_tiles(
                 raw = pl.run_scoped(lambda acc: multiply(acc, before, done), accumulator)
                 pieces = [raw[:, i * PIECE : (i + 1) * PIECE] for i in range(PIECES)]
                 row, column = row_block * BLOCK_N + warpgroup * HALF, class_block * BLOCK_V
-                left_out = scalar_ref[2] if skips else jnp.int32(0)
+                left_out = numbers(scalar_ref)[2]
 
                 def finish(first: Array | None) -> list[Array]:
                     half = Half(refs, row, column, class_block, first, tiles.classes)

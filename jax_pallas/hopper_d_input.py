@@ -181,7 +181,7 @@ def d_input(
     are then added in order.
 
     Args:
-        e: (n, padded(classes)) bfloat16, zeros past the classes.
+        e: (n or more, padded(classes)) bfloat16, zeros past the classes.
         w: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
         held: (N, D) bfloat16; rows start : start + n of it hold the targets' rows of w.
         rho, theta: (n,) float32. Where one is 0 its term is left out, whatever it would be a multiple of.
@@ -192,7 +192,7 @@ def d_input(
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
         shares: how to cut, if not as `choose_shares` says.
     """
-    (n, columns), hidden = e.shape, held.shape[1]
+    (_, columns), n, hidden = e.shape, len(rho), held.shape[1]
     if columns != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {columns}")
     shares = shares or choose_shares(n, hidden, classes, most)

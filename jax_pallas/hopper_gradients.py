@@ -7,8 +7,6 @@ of real models has multiples of 128 where it has none of 256. As in `hopper_logi
 multiply, 64 columns of D each.
 """
 
-import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,7 +127,7 @@ def d_weight(
     and the finished one waits there, packed, to be stored under those of the next.
 
     Args:
-        e: (n, padded(classes)) bfloat16, zeros past the classes.
+        e: (n, padded(classes)) bfloat16, zeros past the classes; n is a multiple of 8.
         x: (N, D) bfloat16, already times rho. Rows past N count as zeros; those from start + n up to the next multiple
             of 64 are multiplied by zeros, so they must be numbers.
         start: () int32.
@@ -147,23 +145,20 @@ def d_weight(
     many = min(tiles, programs())
     fetches = [adds and part in FETCHES for part in range(PARTS)]
     uses = steps + sum(fetches)  # of stages, for a tile
-    # TMA refuses to cut an array into tiles of 8 x 64 where 8 does not divide its rows: then e's come one by one.
-    cuts = (STEP // 8, CLASS_BLOCK // 64) if n % 8 and not interpret else ()
-    copies = 2 + math.prod(cuts)  # of a stage
+    copies = 3  # of a stage
     e_types: dict[str, Any] = {"e": plgpu.SMEM((STAGES, STEP, CLASS_BLOCK), e.dtype, transforms=transforms(STEP))}
-    if cuts:
-        e_types["cuts"] = plgpu.SMEM((STAGES, *cuts, 8, 64), e.dtype, transforms=transforms(64)[1:])
     if adds and vocab_axis == 0:
         found = two_views((STAGES, 2, 2 * HALF, 64), e.dtype, interpret=interpret)
         e_types |= {"old": found} if interpret else dict(zip(("moved", "old"), found.refs, strict=True))
     elif adds:
         e_types["old"] = plgpu.SMEM((STAGES, 2, HALF, 2 * HALF), e.dtype, transforms=transforms(64))
 
-    def body(numbers_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
+    def body(start_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
         x_all, e_all, buffers, full, empty = scratch
         (x_moved, x_ring), (moved, buffer) = (views(ref, interpret=interpret) for ref in (x_all, buffers))
         e_views = dict(zip(e_types, e_all if len(e_types) > 1 else [e_all], strict=True))
-        start, share = numbers_ref[0], numbers_ref[1]
+        start = start_ref[0]
+        share = steps // PARTS + (start >> 31)  # + 0: loops whose length is known it unrolls, and spills registers
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         mine = lax.div(tiles - program + many - 1, many)
 
@@ -176,7 +171,6 @@ def d_weight(
             return in_order(pl.ds(v, count), pl.ds(d, HALF), vocab_axis)
 
         def end_of(part: int) -> Any:
-            # Not a constant: loops of few steps would be unrolled, and spill.
             return steps if part == PARTS - 1 else (part + 1) * share
 
         def load() -> None:
@@ -193,12 +187,8 @@ def d_weight(
                         for i in range(2):
                             source = x_ref.at[pl.ds(start + step * STEP, STEP), pl.ds(d + i * HALF, HALF)]
                             plgpu.copy_gmem_to_smem(source, x_moved.at[slot, i], full.at[slot])
-                        for i, j in itertools.product(*map(range, cuts)) if cuts else ():
-                            source = e_ref.at[pl.ds(step * STEP + i * 8, 8), pl.ds(v + j * 64, 64)]
-                            plgpu.copy_gmem_to_smem(source, e_views["cuts"].at[slot, i, j], full.at[slot])
-                        if not cuts:
-                            source = e_ref.at[pl.ds(step * STEP, STEP), pl.ds(v, CLASS_BLOCK)]
-                            plgpu.copy_gmem_to_smem(source, e_views["e"].at[slot], full.at[slot])
+                        source = e_ref.at[pl.ds(step * STEP, STEP), pl.ds(v, CLASS_BLOCK)]
+                        plgpu.copy_gmem_to_smem(source, e_views["e"].at[slot], full.at[slot])
 
                     if fetches[part]:
                         slot = slot_of(count + end_of(part))
@@ -207,8 +197,7 @@ def d_weight(
                         for i in range(2):
                             source = d_weight_ref.at[at(d + i * HALF, v + (part - 1) * HALF, 2 * HALF)]
                             plgpu.copy_gmem_to_smem(source, old.at[slot, i], full.at[slot])
-                        for _ in range(copies - 2):
-                            plgpu.barrier_arrive(full.at[slot])
+                        plgpu.barrier_arrive(full.at[slot])  # for the third copy
                         count += 1
 
         def multiply() -> None:
@@ -270,7 +259,7 @@ def d_weight(
 
         as_roles(empty, load, multiply)
 
-    numbers = jnp.stack([jnp.asarray(start, jnp.int32), jnp.int32(steps // PARTS)])
+    first_row = jnp.asarray(start, jnp.int32)[None]
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
         plgpu.RefUnion(*e_types.values()) if len(e_types) > 1 else e_types["e"],
@@ -279,7 +268,7 @@ def d_weight(
     ]
     if old is None:
         result = jax.ShapeDtypeStruct(in_order(vocab, hidden, vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (numbers, e, x), [result], scratch, (many,), interpret)[0]
+        return run_kernel(body, "d_weight", (first_row, e, x), [result], scratch, (many,), interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (numbers, e, x, ref), [], scratch, (many,), interpret)
+    run_kernel(body, "d_weight", (first_row, e, x, ref), [], scratch, (many,), interpret)
     return jax.freeze(ref)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.hopper import Half, Tiles, over_tiles, padded
+from jax_pallas.hopper import Half, Tiles, cdiv, over_tiles, padded
 
 LOG2_E = 1.4426950408889634
 
@@ -89,12 +89,12 @@ def exponentials(
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
 
     Returns:
-        e (rows, padded) bfloat16, times the cap's slope, 0 past the last class, or None.
+        e (rows or up to 7 more, padded) bfloat16, times the cap's slope, 0 past the last row and class, or None.
         sums (rows,) float32 of the exponentials before they are rounded; with `redo`, of the flagged rows only.
         tops (rows,) float32, likewise, or None.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    operands = {"bias": tiles.by_column(bias, 0), "anchor": tiles.by_row(anchor)}
+    operands = {"bias": tiles.by_column(bias, 0), "anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
     results = {"sums": tiles.by_block}
     if largest:
         results["tops"] = tiles.by_block
@@ -102,7 +102,7 @@ def exponentials(
     if updates:
         operands["out"] = e
     elif stores:
-        results["out"] = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16)
+        results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
 
     def epilogue(half: Half, raw: list[Array]) -> list[Array]:
         anchors = half.of_rows("anchor")
