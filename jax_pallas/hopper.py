@@ -314,35 +314,43 @@ def over_tiles(
             def multiply(acc: Any, before: Array, done: tuple[Array, ...]) -> Array:
                 """Returns the half tile's raw products, (HALF, BLOCK_V) float32; stores what is `done` meanwhile."""
 
-                def step(s: Array | int) -> None:
+                def step(s: Array | int, *, releases: bool = True, awaits: bool = True) -> None:
+                    """Takes a step. What it waits for and releases is that of others, so that between the end of the
+                    step before and the start of the next there is nothing to do."""
                     number = before + s
                     slot = slot_of(number)
-                    plgpu.barrier_wait(full.at[slot])
                     right = w_ring.at[slot]
                     if not tiles.vocab_axis:
                         right = right.transpose((1, 0))
                     plgpu.wgmma(acc, x_ring.at[slot, pl.ds(warpgroup * HALF, HALF)], right)
+                    if releases:
+                        plgpu.barrier_arrive(empty.at[slot_of(number - 2)])
+                    if awaits:
+                        plgpu.barrier_wait(full.at[slot_of(number + 1)])
                     plgpu.wgmma_wait(1)  # this product stays in flight; the one before is done with its stage
-                    if not isinstance(s, int):
-                        plgpu.barrier_arrive(empty.at[slot_of(number - 1)])
 
                 def take(begin: int, end: int) -> None:
                     pl.loop(begin, end + nothing)(step)
 
-                step(0)
-                begin = 1
+                plgpu.barrier_wait(full.at[slot_of(before)])
+                for s in range(min(steps, 2)):
+                    step(s, releases=False, awaits=s + 1 < steps)
+                begin, last = 2, max(steps - 1, 2)
                 if lag:
-                    take(1, lag)
+                    take(begin, lag)
                     pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(turn))
                     begin = lag
                 for piece, values in enumerate(done[2:]):
                     store(values, done[0], done[1], piece)
-                    end = begin + (steps - begin) // (PIECES + 1 - piece)
+                    end = begin + (last - begin) // (PIECES + 1 - piece)
                     take(begin, end)
                     begin = end
-                take(begin, steps)
+                take(begin, last)
+                if steps > 2:
+                    step(steps - 1, awaits=False)
                 plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(empty.at[slot_of(before + steps - 1)])
+                for s in range(max(steps - 2, 0), steps):
+                    plgpu.barrier_arrive(empty.at[slot_of(before + s)])
                 return acc[...]
 
             def tile(before: Array, row_block: Array, class_block: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
