@@ -1,0 +1,118 @@
+"""Plans A and B with anchored exponentials by the Hopper kernels, in Mosaic's interpreter on the CPU.
+
+Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
+stand, their chunks in a Python loop.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_pallas import anchored, chunked, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
+from jax_pallas.chunked import Problem
+from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas.pieces import Piece
+from jax_pallas.sums import NOTHING, Wanted
+from parity.spec import LossSpec
+
+EVERYTHING = Wanted(d_input=True, d_weight=True, d_bias=True)
+OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
+
+# N, D, V, classes, vocab_axis, rows of a chunk, options: tokens that 8 does not divide, a hidden size of one column of
+# tiles, a single row, a vocabulary that no TMA tile divides.
+CASES = [
+    pytest.param(21, 64, 128, 120, 0, 16, {}, id="two chunks"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow, id=str(case[:6]))
+        for case in (
+            (40, 64, 320, 320, 0, 16, {}),
+            (141, 64, 320, 310, 0, 64, {}),
+            (141, 192, 330, 330, 0, 128, OPTIONS),
+            (131, 128, 640, 600, 1, 64, {}),
+            (5, 64, 50, 50, 0, 5, OPTIONS),
+            (1, 64, 128, 128, 1, 1, {}),
+            (77, 64, 50, 50, 0, 32, {}),
+        )
+    ),
+]
+
+
+def interpreted(_: str) -> launch.Kernels:
+    kernels = load("mosaic")
+    names = ("exponentials", "statistics", "d_logits", "d_weight", "d_input")
+    switched = {name: partial(getattr(kernels, name), interpret=True) for name in names}
+    return kernels._replace(add_target_rows=add_target_rows, **switched)
+
+
+load = launch.load
+
+
+def add_target_rows(*arrays: Array, **options: Any) -> Array:
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        return target_kernels.add_target_rows(*arrays, **options)
+
+
+def over_chunks(body: Any, carry: Any, length: int, size: int) -> Any:
+    full = (length - 1) // size * size
+    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    found = []
+    for start in range(0, full, size):
+        carry, one = body(carry, Piece(jnp.int32(start), size, None), first=False)
+        found.append(one)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
+
+
+def problem(n: int, d: int, v: int, classes: int, vocab_axis: int, options: dict[str, Any]) -> Problem:
+    random = np.random.default_rng(0)
+    w = random.standard_normal((v, d)) * 0.3
+    target = random.integers(0, classes, n)
+    return Problem(
+        input=jnp.asarray(random.standard_normal((n, d)), jnp.bfloat16),
+        linear_weight=jnp.asarray(w if vocab_axis == 0 else w.T, jnp.bfloat16),
+        target=jnp.asarray(target, jnp.int32),
+        row_weight=jnp.where(jnp.arange(n) % 5 == 2, 0.0, 1 / n),
+        linear_bias=jnp.asarray(random.standard_normal(v) * 0.1, jnp.bfloat16),
+        class_weight=None,
+        spec=LossSpec("sum", vocab_size=classes, **options),
+        classes=classes,
+        vocab_axis=vocab_axis,
+        implementation="mosaic",
+    )
+
+
+@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "options"), CASES)
+def test_anchored(
+    n: int,
+    d: int,
+    v: int,
+    classes: int,
+    vocab_axis: int,
+    rows: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (hopper, hopper_gradients, hopper_d_input):
+        monkeypatch.setattr(module, "programs", lambda: 2)
+    monkeypatch.setattr(launch, "load", interpreted)
+    monkeypatch.setattr(anchored, "over_chunks", over_chunks)
+    monkeypatch.setattr(anchored, "_config", lambda *_, **__: AnchoredConfig(rows, 2**20, 0))
+    ours = problem(n, d, v, classes, vocab_axis, options)
+    loss, statistics, gradients = anchored.anchored(ours, 0, EVERYTHING, statistics=True)
+    evaluated, _, _ = anchored.anchored(ours, 0, NOTHING, statistics=False)
+
+    floats = {name: getattr(ours, name).astype(jnp.float32) for name in ("input", "linear_weight", "linear_bias")}
+    exact = chunked.Problem(**{**vars(ours), **floats, "implementation": "chunked"})
+    want, found, exact_gradients = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None, statistics=True)
+    pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
+    for got, value in pairs:
+        np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
+    for got, value in zip(gradients, exact_gradients, strict=True):
+        assert got is not None
+        assert value is not None
+        assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= 3e-3 * jnp.linalg.norm(value)
