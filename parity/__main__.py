@@ -1,11 +1,12 @@
 """`python -m parity`: runs the cases on every backend of this machine and prints what share of its budget each uses.
 
-Each framework runs in a process of its own (`parity.backends`); outputs come back as .npz files. A framework whose
+Each framework runs in processes of its own (`parity.backends`); outputs come back as .npz files. A framework whose
 default runs `chunked` gives one backend, not two. Exits with status 1 if a budget is exceeded, a case fails to run, or
 a default ran something else than it should on this machine.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = _available(options.backend)
     if not names:
         print("nothing to run: neither PyTorch nor JAX is installed", file=sys.stderr)
+        return 1
+    if options.jobs < 1:
+        print(f"--jobs must be at least 1, got {options.jobs}", file=sys.stderr)
         return 1
     if not any(True for _ in select(options.only, options.exhaustive)):
         print(f"--only must be part of a case's name, got {options.only!r}", file=sys.stderr)
@@ -59,7 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not failures:
         print("all within budget")
     if options.json:
-        document = {"backends": [report.as_json(row) for row in rows], "pairs": [report.as_json(row) for row in pairs]}
+        packages = {"torch", "triton", "jax", "jaxlib", "numpy"} & {found.name for found in distributions()}
+        document = {
+            "commit": options.commit,
+            "devices": sorted({row.device for row in rows if row.device}),
+            "versions": {name: version(name) for name in sorted(packages)},
+            "backends": [report.as_json(row) for row in rows],
+            "pairs": [report.as_json(row) for row in pairs],
+        }
         options.json.write_text(json.dumps(document, indent=1) + "\n")
     return 1 if failures else 0
 
@@ -74,7 +86,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this text")
     parser.add_argument("--exhaustive", action="store_true", help="the full product of the options: takes hours in JAX")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of each framework")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors and budgets there")
+    parser.add_argument("--commit", metavar="NAME", help="of the code that is compared, for that file")
     return parser.parse_args(arguments)
 
 
@@ -100,26 +114,29 @@ def _compare(names: list[str], options: argparse.Namespace) -> Iterator[tuple[li
         by_framework = {
             framework: [name for name in names if BACKENDS[name].framework == framework] for framework in FRAMEWORKS
         }
-        workers = [_Worker(mine, Path(folder), options) for mine in by_framework.values() if mine]
+        crews = [
+            [_Worker(mine, Path(folder), job, options) for mine in by_framework.values() if mine]
+            for job in range(options.jobs)
+        ]
         try:
-            for case in select(options.only, options.exhaustive):
+            for case, workers in zip(select(options.only, options.exhaustive), itertools.cycle(crews), strict=False):
                 want = expected(case, make_arrays(case))
                 outcomes = {name: worker.outcome(case, name) for worker in workers for name in worker.names}
                 outcomes = {name: outcome for name, outcome in outcomes.items() if "same_as" not in outcome}
                 single = [_row(case, name, want, outcome) for name, outcome in outcomes.items()]
                 yield single, _pairs(case, want, outcomes)
         finally:
-            for worker in workers:
+            for worker in itertools.chain.from_iterable(crews):
                 worker.stop()
 
 
 class _Worker:
-    """The process of one framework."""
+    """A process of one framework, which runs the cases `job`, `job` + jobs, ..."""
 
-    def __init__(self, names: list[str], folder: Path, options: argparse.Namespace) -> None:
+    def __init__(self, names: list[str], folder: Path, job: int, options: argparse.Namespace) -> None:
         self.names, self._folder = names, folder
         command = [sys.executable, "-m", "parity.backends", *names, "--folder", str(folder), "--only", options.only]
-        command += ["--exhaustive"] * options.exhaustive
+        command += ["--first", str(job), "--step", str(options.jobs), *["--exhaustive"] * options.exhaustive]
         # Where the default is chunked, chunked by name is the same code: it runs twice only if asked for.
         command += ["--distinct"] * (options.backend is None)
         # Both frameworks may share one GPU: JAX must not take its memory ahead of need.
@@ -155,7 +172,7 @@ def _row(case: Case, name: str, want: dict[str, Expected], outcome: dict[str, An
         return report.Row(case, name, "-", {}, outcome["failure"])
     ran, failure = outcome["implementation"], ""
     backend = BACKENDS[name]
-    should = expected_default(backend.framework, outcome["platform"])
+    should = expected_default(backend.framework, outcome["platform"], case.dtype)
     if backend.implementation is None and ran not in should:
         failure = f"the default ran {ran!r} on {outcome['platform']}, where {' or '.join(map(repr, should))} should run"
     elif backend.implementation not in (None, ran):
@@ -164,7 +181,7 @@ def _row(case: Case, name: str, want: dict[str, Expected], outcome: dict[str, An
         judged = judge(case, want, outcome["outputs"])
     except ValueError as wrong:
         return report.Row(case, name, ran, {}, str(wrong))
-    return report.Row(case, name, ran, judged, failure)
+    return report.Row(case, name, ran, judged, failure, outcome.get("device", ""))
 
 
 def _pairs(case: Case, want: dict[str, Expected], outcomes: dict[str, dict[str, Any]]) -> list[report.Row]:

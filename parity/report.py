@@ -19,6 +19,7 @@ class Row(NamedTuple):
     implementation: str
     outputs: Mapping[str, Judgement]
     failure: str = ""  # why there are no outputs, or why they do not count
+    device: str = ""  # its name, where there are outputs of one
 
     @property
     def failures(self) -> list[str]:

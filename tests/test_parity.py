@@ -219,8 +219,9 @@ def test_a_default_without_its_kernel_fails_on_a_gpu() -> None:
     assert not command._row(case, "torch-default", want, outcome | {"implementation": "triton"}).failures
     assert not command._row(case, "torch-chunked", want, outcome).failures
     assert command._row(case, "torch-chunked", want, outcome | {"implementation": "triton"}).failures
-    assert expected_default("jax", "gpu") == ("mosaic", "pallas_triton")
-    assert expected_default("jax", "cpu") == ("chunked",)
+    assert expected_default("jax", "gpu", "bfloat16") == ("mosaic", "pallas_triton")
+    assert expected_default("jax", "gpu", "float32") == ("chunked",)
+    assert expected_default("jax", "cpu", "bfloat16") == ("chunked",)
 
 
 # The command.
@@ -235,7 +236,7 @@ def run_command(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedPro
 
 def test_the_command_compares_both_frameworks(tmp_path: Path) -> None:
     document = tmp_path / "parity.json"
-    done = run_command("--only", "one_token", "--json", str(document))
+    done = run_command("--only", "one_token", "--jobs", "2", "--json", str(document))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all within budget" in done.stdout
     assert "PyTorch against JAX" in done.stdout
