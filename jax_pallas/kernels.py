@@ -73,7 +73,8 @@ class _Launch(NamedTuple):
     def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
         known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
         kernel, name = partial(self.kernel, self.options), self.kernel.__name__
-        call = pl.pallas_call(kernel, self.results, interpret=interpret, name=name, **known)
+        results = jax.tree.map(lambda result: ShapedArray(result.shape, result.dtype), self.results)  # jax.shard_map
+        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **known)
         return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
 
 
@@ -323,7 +324,6 @@ def statistics(
     Returns:
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max).
     """
-    # No slope is kept here, but as many numbers beside a capped logit.
     product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
     by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
     operands = (x, w, bias, class_weight if weighted else None)

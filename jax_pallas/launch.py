@@ -83,7 +83,7 @@ def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis:
 
 
 def device_limits(implementation: str, platform: str, capability: Capability | None) -> str | None:
-    """Returns what keeps an implementation from a device, or None; a capability that is not known keeps it from none."""
+    """Returns what keeps an implementation from a device, or None; a capability of None, not known, does not."""
     if implementation == "mosaic":
         if platform != "cuda":
             return f"the Hopper kernels need an NVIDIA GPU, not a {platform} device"

@@ -23,6 +23,7 @@ from jax_pallas import launch, ops, rows
 from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
+ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
 
 
 class LossStats(NamedTuple):
@@ -83,6 +84,12 @@ def linear_cross_entropy(
     where nothing is counted (no valid target, an empty batch, a zero denominator) the loss is 0 with zero gradients,
     not NaN.
 
+    Sharded arrays: call it within `jax.shard_map`, on each device's own tokens. Under plain jit the compiler gathers
+    them where it cannot cut the loops and kernels, and each device then computes the whole loss; a trace of automatic
+    axes cannot see that. In a `jax.lax.scan` over micro-batches differentiate within its body, or under
+    `jax.checkpoint`: else each one's gradient of the head is saved. `jax.export` of "pallas_triton" needs
+    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; the other implementations need nothing.
+
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
         linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype, or float32 (then rounded to input's
@@ -104,17 +111,17 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary; 1 is Flax's own kernel layout, never copied
             transposed.
         memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "chunked" (any device), or None for the best on this device (`explain` tells which). On
-            trial, by name only: "mosaic" (NVIDIA Hopper) and "pallas_triton" (compute capability 8.0 and later; on
-            a CPU in Pallas' interpreter). A named one never falls back.
+        implementation: "chunked" (any device), or None for the best on each platform that the call is lowered for
+            (`explain` tells which). On trial, by name only: "mosaic" (NVIDIA Hopper) and "pallas_triton" (compute
+            capability 8.0 and later; on a CPU in Pallas' interpreter). A named one never falls back.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
 
     Raises:
         TypeError: an argument is no array, or has a dtype that is not admitted.
-        ValueError: a shape, option, or a memory_budget that cannot hold the smallest piece; the message names
-            the argument.
+        ValueError: a shape, option, a memory_budget that cannot hold the smallest piece, or an array sharded over
+            explicit axes; the message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -130,20 +137,8 @@ def linear_cross_entropy(
         "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec,
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        token_weight,
-        normalizer,
-        vocab_axis,
-        memory_budget,
-        implementation,
-        statistics=False,
-    )
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     loss = _loss(call)[0]
     return loss.reshape(call.leading) if spec.reduction == "none" else loss
 
@@ -187,20 +182,8 @@ def linear_cross_entropy_with_stats(
         6
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec,
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        weight,
-        token_weight,
-        normalizer,
-        vocab_axis,
-        memory_budget,
-        implementation,
-        statistics=True,
-    )
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
     loss, lse, target_logit, top = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -256,20 +239,8 @@ def linear_log_probs(
         parity/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    call = _prepare(
-        spec,
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        None,
-        None,
-        None,
-        vocab_axis,
-        memory_budget,
-        implementation,
-        statistics=False,
-    )
+    arrays = (input, linear_weight, target, linear_bias, None, None, None)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
@@ -309,6 +280,9 @@ def explain(
 ) -> Implementation:
     """Returns which implementation a call with these arrays runs, and why.
 
+    Without a name that depends on the device, which under jit is known only when the call is lowered: of arrays that
+    are traced or have no device, it tells what runs on the mesh's or the default device.
+
     Args:
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
@@ -331,7 +305,8 @@ def explain(
         if obstacle is not None:
             raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
         return Implementation(implementation, "asked for by name")
-    return Implementation(*launch.choose())
+    platform = launch.traced_platform(input)
+    return Implementation(*launch.choose(platform, launch.known_capability(platform), *shape))
 
 
 class _Call(NamedTuple):
@@ -350,28 +325,19 @@ class _Call(NamedTuple):
 
 def _prepare(
     spec: LossSpec,
-    input: Array,
-    linear_weight: Array,
-    target: Array,
-    linear_bias: Array | None,
-    weight: Array | None,
-    token_weight: Array | None,
-    normalizer: ArrayLike | None,
+    arrays: tuple[Any, ...],
     vocab_axis: int,
     memory_budget: int | None,
     implementation: str | None,
     *,
     statistics: bool,
 ) -> _Call:
-    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
-    named: dict[str, Any] = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "token_weight": token_weight,
-    }
+    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
+
+    The arrays are those of ARRAYS and a normalizer.
+    """
+    *present, normalizer = arrays
+    named: dict[str, Any] = dict(zip(ARRAYS, present, strict=True))
     for name, array in named.items():
         optional = name not in ("input", "linear_weight", "target")
         if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
@@ -383,14 +349,17 @@ def _prepare(
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     named = {name: None if array is None else jnp.asarray(array) for name, array in named.items()}
+    for name in ARRAYS:
+        _check_unsharded(name, named[name])
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
-    chosen = explain(named["input"], named["linear_weight"], vocab_axis=vocab_axis, implementation=implementation)
+    if implementation is not None:
+        explain(named["input"], named["linear_weight"], vocab_axis=vocab_axis, implementation=implementation)
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = _signed(named["target"].reshape(-1))
-    class_weight = None if weight is None else named["weight"][:classes].astype(jnp.float32)
-    flat_token_weight = None if token_weight is None else named["token_weight"].reshape(-1)
+    class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
+    flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = rows.row_weights(
         spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
     )
@@ -399,20 +368,32 @@ def _prepare(
         classes=classes,
         vocab_axis=vocab_axis,
         memory_budget=check_memory_budget(memory_budget),
-        implementation=chosen.name,
-        has_bias=linear_bias is not None,
-        has_class_weight=weight is not None,
+        implementation=implementation,
+        has_bias=named["linear_bias"] is not None,
+        has_class_weight=class_weight is not None,
         statistics=statistics,
     )
-    arrays = options.arrays(
-        input=named["input"].reshape(-1, input.shape[-1]),
+    flat_arrays = options.arrays(
+        input=named["input"].reshape(-1, named["input"].shape[-1]),
         linear_weight=named["linear_weight"],
         target=flat_target,
         row_weight=row_weight,
         linear_bias=named["linear_bias"],
         class_weight=class_weight,
     )
-    return _Call(options, arrays, row_weight, n_valid, tuple(target.shape))
+    return _Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape))
+
+
+def _check_unsharded(name: str, array: Array | None) -> None:
+    """Raises where an array's type says that devices hold parts of it."""
+    if array is None:
+        return
+    spec = jax.typeof(array).sharding.spec
+    if any(axes is not None for axes in spec):
+        raise ValueError(
+            f"{name} must not be sharded over explicit axes of a mesh, got {spec}: "
+            "call the function on the devices' own rows, within jax.shard_map, and sum there"
+        )
 
 
 def _signed(target: Array) -> Array:

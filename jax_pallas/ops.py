@@ -98,11 +98,6 @@ class Options:
         )
 
 
-def _plans(problem: Problem) -> Any:
-    """Returns the module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`, `check_budget`."""
-    return chunked if problem.implementation == "chunked" else fused
-
-
 def _rule(function: Callable[..., Arrays]) -> Any:
     """Makes `function(options, *arrays)` a custom_vjp function of the arrays."""
     return jax.custom_vjp(function, nondiff_argnums=(0,))
@@ -144,7 +139,8 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
     problem = options.problem(arrays)
-    _plans(problem).check_budget(problem, options.memory_budget, wanted)  # of the backward pass: refused here already
+    # Of the backward pass: refused here already.
+    _plans(problem.implementation).check_budget(problem, options.memory_budget, wanted)
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
 
@@ -178,7 +174,7 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
     problem = options.problem(arrays)
-    _plans(problem).check_budget(problem, options.memory_budget, wanted, entropy=True)
+    _plans(problem.implementation).check_budget(problem, options.memory_budget, wanted, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), wanted)
 
@@ -194,19 +190,17 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
 @opaque("linear_ce_losses")
-def _losses(
-    options: Options, *arrays: Array, platform: str | None = None
-) -> tuple[Array, rows.RowStatistics]:
+def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, rows.RowStatistics]:
     """Plan B."""
     problem = options.problem(arrays, platform)
-    return _plans(problem).losses(problem, options.memory_budget, statistics=options.statistics)
+    return _plans(problem.implementation).losses(problem, options.memory_budget, statistics=options.statistics)
 
 
 @opaque("linear_ce_statistics")
 def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
     """Plan B, with the entropy."""
     problem = options.problem(arrays, platform)
-    return _plans(problem).statistics(problem, options.memory_budget, entropy=True)
+    return _plans(problem.implementation).statistics(problem, options.memory_budget, entropy=True)
 
 
 @opaque("linear_ce_plan_a")
@@ -217,7 +211,7 @@ def _plan_a(
     options, wanted = static
     problem = options.problem(arrays, platform)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
-    losses, statistics, gradients = _plans(problem).loss_and_gradients(
+    losses, statistics, gradients = _plans(problem.implementation).loss_and_gradients(
         problem, options.memory_budget, wanted, scales, statistics=options.statistics
     )
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
@@ -234,7 +228,7 @@ def _gradients(
     """Plan C's backward pass."""
     options, wanted = static
     problem = options.problem(arrays, platform)
-    return _plans(problem).gradients(problem, options.memory_budget, lse, coefficients, wanted)
+    return _plans(problem.implementation).gradients(problem, options.memory_budget, lse, coefficients, wanted)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
@@ -251,6 +245,11 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
         scaled(gradients.d_weight, head_factor, head_scale),
         scaled(gradients.d_bias, head_factor, head_scale),
     )
+
+
+def _plans(implementation: str) -> Any:
+    """Returns the module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`."""
+    return chunked if implementation == "chunked" else fused
 
 
 def _named(array: Array) -> Array:

@@ -3,7 +3,7 @@
 Both take `function(static, *arguments)`, the first argument hashable, the others pytrees of arrays.
 
 Under `jax.shard_map` a primitive's arguments are made to vary over the same axes of the mesh, as JAX's own are, so that
-what was the same on all devices gets the sum of their gradients. Within its own program nothing varies.
+what was the same on all devices gets the sum of their gradients. An opaque one's own program knows of no mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import jax.core
 from jax.custom_batching import sequential_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, get_abstract_mesh, use_abstract_mesh
 
 Function = Callable[..., Any]
 Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, size, arrays, axes) -> results or None
@@ -25,14 +25,13 @@ Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, si
 def _result_shapes(function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]) -> tuple[list[Any], Any]:
     """Returns the results of a call as flat shapes and their tree."""
     arguments = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
-    return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
+    with _one_device():
+        return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
 
 
-def _array_type(array: Any, like: Any, varying: frozenset[Any]) -> jax.core.ShapedArray:
-    """Returns the type of an array that is whole on each device of the mesh of `like`, and varies over these axes."""
-    sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*[None] * len(array.shape)))
-    axes = ManualAxisType(varying=varying)
-    return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=axes)
+def _one_device() -> Any:
+    """Returns a context without a mesh, but for what it says of its devices."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=get_abstract_mesh().abstract_device))
 
 
 def _varying(leaf: Any) -> frozenset[Any]:
@@ -50,7 +49,8 @@ def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Func
     def bound(static: Any, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
         varying = frozenset[Any]().union(*map(_varying, leaves))
-        leaves = [jax.lax.pcast(leaf, tuple(varying - _varying(leaf)), to="varying") for leaf in leaves]
+        if varying:
+            leaves = [jax.lax.pcast(leaf, tuple(varying - _varying(leaf)), to="varying") for leaf in leaves]
         results = primitive.bind(*leaves, static=static, tree=tree)
         return jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 
@@ -58,8 +58,13 @@ def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Func
         return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **known))
 
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
-        varying = avals[0].manual_axis_type.varying
-        return [_array_type(result, avals[0], varying) for result in shapes_of(avals, static, tree)[0]]
+        mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
+
+        def typed(array: Any) -> jax.core.ShapedArray:
+            sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(array.shape)))
+            return jax.core.ShapedArray(array.shape, array.dtype, sharding=sharding, manual_axis_type=axes)
+
+        return [typed(result) for result in shapes_of(avals, static, tree)[0]]
 
     primitive.def_impl(jax.jit(primitive.bind, static_argnames=("static", "tree")))
     primitive.def_abstract_eval(abstract)
@@ -69,8 +74,9 @@ def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Func
 def opaque(name: str) -> Callable[[Function], Function]:
     """Makes a function a primitive that is differentiated by nothing and partially evaluated as a whole.
 
-    The function takes the `platform` that it is lowered for, and is traced again for each; without, it is traced for
-    the shapes of its results. Under vmap it runs for one element after the other: it fills a budget of memory.
+    The function takes the `platform` that it is lowered for; without, it is traced for the shapes of its results. It is
+    traced again where it is lowered, and there for that platform alone, which `jax.lax.platform_dependent` would not
+    do. Under vmap it runs for one element after the other: each fills the budget of memory.
     """
 
     def decorate(function: Function) -> Function:
@@ -78,10 +84,10 @@ def opaque(name: str) -> Callable[[Function], Function]:
 
         def lower(context: mlir.LoweringRuleContext, *leaves: Any, **parameters: Any) -> Any:
             platform = (context.platforms or context.module_context.platforms)[0]
-            types = [_array_type(aval, aval, frozenset()) for aval in context.avals_in]
-            return mlir.lower_fun(partial(flat, platform=platform))(
-                context.replace(avals_in=types), *leaves, **parameters
-            )
+            types: Sequence[Any] = context.avals_in
+            context = context.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in types])
+            with _one_device():
+                return mlir.lower_fun(partial(flat, platform=platform))(context, *leaves, **parameters)
 
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:
             one = sequential_vmap(lambda *leaves: primitive.bind(*leaves, **parameters))

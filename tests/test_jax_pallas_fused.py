@@ -1,11 +1,15 @@
 """jax_pallas.fused through its public functions: what chunks, options and gradients make of the kernels, which run in
 Pallas' interpreter, and where a call goes."""
 
+import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import problem
 from judged import check
 
@@ -89,6 +93,87 @@ def test_kernels_are_asked_for_by_name() -> None:
     arrays = problem(dtype=jnp.bfloat16)
     assert explain(arrays["input"], arrays["linear_weight"]).name == "chunked"
     assert explain(arrays["input"], arrays["linear_weight"], implementation="pallas_triton").name == "pallas_triton"
+
+
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+CAPABILITIES = (None, (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+DTYPES = ("float16", "bfloat16", "float32")
+HIDDEN = (1, 8, 60, 64, 100, 4096)
+VOCAB = (1, 50, 64, 50257, 128256)
+
+
+def names_of(capability: Any, dtype: str, hidden: int, vocab: int, vocab_axis: int) -> str:
+    """The implementation for an NVIDIA GPU, by the table that the documentation gives."""
+    if capability is None or capability < (8, 0) or dtype == "float32":
+        return "chunked"
+    aligned = hidden % 8 == 0 and (vocab_axis == 0 or vocab % 64 == 0)
+    return "mosaic" if capability == (9, 0) and aligned else "pallas_triton"
+
+
+@pytest.mark.parametrize("on_trial", [True, False])
+def test_choice_without_a_name(on_trial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_TRIAL", on_trial)
+    names = set()
+    every: Any = itertools.product(PLATFORMS, CAPABILITIES, DTYPES, HIDDEN, VOCAB, (0, 1))
+    for platform, *shape in every:
+        name, reason = launch.choose(platform, *shape)
+        names.add(name)
+        assert name == ("chunked" if on_trial or platform != "cuda" else names_of(*shape)), (platform, *shape)
+        assert reason
+        if name != "chunked":  # what is chosen is also what may be asked for
+            assert launch.limits(name, *shape[1:]) is None
+            assert launch.resolve(name, None, *shape[1:]) == name
+            assert launch.device_limits(name, platform, shape[0]) is None
+    assert names == ({"chunked"} if on_trial else {"chunked", *launch.NAMES})
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "reason"),
+    [
+        (("tpu", None), ("bfloat16", 64, 128, 0), "no kernel for tpu devices"),
+        (("cuda", None), ("bfloat16", 64, 128, 0), "compute capability is not known .* name an implementation"),
+        (("cuda", (9, 0)), ("bfloat16", 64, 128, 0), r"its kernels serve compute capability 9\.0"),
+        (("cuda", (9, 0)), ("float32", 64, 128, 0), "XLA's products of float32 are faster"),
+        (("cuda", (9, 0)), ("float16", 60, 128, 0), "the Hopper kernels need a hidden size .* got 60"),
+        (("cuda", (8, 0)), ("float16", 64, 128, 0), r"the Hopper kernels need compute capability 9\.0, .* has 8\.0"),
+        (("cuda", (7, 5)), ("float16", 64, 128, 0), r"pallas_triton needs compute capability 8\.0, .* has 7\.5"),
+    ],
+)
+def test_choice_says_why(device: Any, shape: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_TRIAL", False)
+    assert re.search(reason, launch.choose(*device, *shape)[1])
+
+
+def test_trial_is_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_TRIAL", True)
+    assert launch.choose("cuda", (9, 0), "bfloat16", 64, 128, 0)[1] == "the kernels are on trial: name them"
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_named_implementation_that_the_device_lacks_says_so(reduction: Any) -> None:
+    arrays = problem(40, 64, 128, dtype=jnp.bfloat16)
+
+    def loss(arrays: dict[str, Any]) -> Any:
+        return linear_cross_entropy(**arrays, reduction=reduction, implementation="mosaic")
+
+    message = "implementation 'mosaic' cannot serve this call: the Hopper kernels need an NVIDIA GPU, not a cpu device"
+    with pytest.raises(ValueError, match=message):
+        loss(arrays)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(loss).lower(arrays)
+    assert jax.eval_shape(loss, arrays).dtype == jnp.float32  # as long as it is only traced it may run elsewhere
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
+def test_a_named_implementation_that_the_gpu_lacks_says_so(kind: str) -> None:
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
+    arrays = problem(40, 64, 128, dtype=jnp.bfloat16)
+    call = jax.jit(lambda arrays: linear_cross_entropy(**arrays, implementation="mosaic"))
+    with (
+        use_abstract_mesh(AbstractMesh((), (), abstract_device=device)),
+        pytest.raises(ValueError, match=r"the Hopper kernels need compute capability 9\.0, the device has (8|10)\.0"),
+    ):
+        call.trace(arrays).lower(lowering_platforms=("cuda",))
 
 
 def test_a_named_implementation_that_cannot_serve_says_why() -> None:

@@ -1,18 +1,34 @@
 """The Hopper kernels of tiles of logits against float64, in Pallas' interpreter on the CPU."""
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
 
-from jax_pallas import hopper_logits
-from jax_pallas.hopper import padded
+from jax_pallas import hopper, hopper_logits
+from jax_pallas.hopper import cdiv, padded
 
 FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_haste() -> Iterator[None]:
+    """Has XLA not optimise what the interpreter compiles, which it runs a few times only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a program take several tiles, and store each under the products of the next."""
+    monkeypatch.setattr(hopper, "programs", lambda: 3)
 
 
 # The interpreter multiplies with NumPy.
@@ -86,7 +102,7 @@ class Call:
 
 
 # Rows and classes that no block divides, and an axis of 72, which no step divides; one axis at a time otherwise.
-ODD = Call(131, 72, 601, 130, 0, 601)
+ODD = Call(141, 72, 601, rows=130, start=9, classes=599)
 CALLS = {
     "plain": Call(),
     "odd": ODD,
@@ -97,10 +113,17 @@ CALLS = {
     "one": Call(1, 8, 1, 1, 0, 1),
     "few": Call(5, 16, 50, 5, 0, 50, bias=True, class_weight=True),
 }
+# Longer than a ring: stages are used again, and where nothing is stored the first warpgroup runs ahead.
+CALLS["deep"] = Call(hidden=328, classes=300, bias=True)
 STRETCHES = {
     "stretch": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
-    "transposed stretch": Call(300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True),
+    "transposed stretch": Call(300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True, dtype=jnp.float16),
 }
+
+
+def cases(names: Iterable[str], every_day: Collection[str]) -> list[Any]:
+    """Returns parameters of which those that are not for every day are slow: each is compiled anew."""
+    return [pytest.param(name, marks=() if name in every_day else pytest.mark.slow) for name in names]
 
 
 def float64(array: Array) -> np.ndarray:
@@ -123,7 +146,7 @@ def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tup
     )
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", cases(CALLS, ("options", "transposed", "deep")))
 def test_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()
@@ -134,14 +157,16 @@ def test_exponentials(name: str) -> None:
     exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["anchor"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
     close(tops, logits.max(1), FLOAT32)
-    assert e.shape == (call.rows, padded(call.classes))
+    assert e.shape == (cdiv(call.rows, 8) * 8, padded(call.classes))
     assert e.dtype == jnp.bfloat16
-    close(e[:, : call.classes], exponentials * call.slope(logits), 2.0**-8)
+    close(e[: call.rows, : call.classes], exponentials * call.slope(logits), 2.0**-8)
     assert not e[:, call.classes :].any()
+    assert not e[call.rows :].any()
 
 
-def test_sums_alone() -> None:
-    call = CALLS["odd"]
+@pytest.mark.parametrize("name", cases(("odd", "deep"), ("deep",)))
+def test_sums_alone(name: str) -> None:
+    call = CALLS[name]
     drawn = call.drawn()
     e, sums, tops = run_exponentials(call, drawn, stores=False, largest=False)
     assert e is None
@@ -150,28 +175,29 @@ def test_sums_alone() -> None:
     close(sums, exponentials.sum(1), FLOAT32)
 
 
-@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("stores", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_only_flagged_blocks_are_done_again(stores: bool) -> None:
     call = Call(400, rows=390, start=10, classes=300)
     drawn = call.drawn()
-    before = jnp.full((call.rows, padded(call.classes)), 7, jnp.bfloat16)
-    redo = jnp.array([1, 1, 0, 0, 1], jnp.int32)  # of rows 0 to 128, and from 384 on
-    e, sums, _ = run_exponentials(call, drawn, stores=stores, largest=False, redo=redo, e=before if stores else None)
+    before = jnp.full((392, padded(call.classes)), 7, jnp.bfloat16)
+
+    @jax.jit
+    def run(redo: Array) -> Any:
+        return run_exponentials(call, drawn, stores=stores, largest=False, redo=redo, e=before if stores else None)
+
+    e, sums, _ = run(jnp.array([1, 1, 0, 0, 1], jnp.int32))  # of rows 0 to 128, and from 384 on
     flagged = np.repeat([True, False, False, True], 128)[: call.rows]
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
     close(sums[flagged], exponentials.sum(1)[flagged], FLOAT32)
     if stores:
         assert e is not None
-        close(e[flagged, : call.classes], exponentials[flagged], 2.0**-8)
-        assert (e[~flagged] == 7).all()
-
-
-def test_nothing_is_done_again_unless_flagged() -> None:
-    call = CALLS["plain"]
-    before = jnp.full((call.rows, padded(call.classes)), 7, jnp.bfloat16)
-    e, _, _ = run_exponentials(call, call.drawn(), redo=jnp.array([0, 1, 1], jnp.int32), e=before)
-    assert e is not None
-    assert (e == 7).all()
+        done, others = np.flatnonzero(flagged), np.flatnonzero(~flagged)
+        close(e[done, : call.classes], exponentials[flagged], 2.0**-8)
+        assert not e[call.rows :].any()
+        assert (e[others] == 7).all()
+        e, _, _ = run(jnp.array([0, 1, 1, 1, 1], jnp.int32))
+        assert e is not None
+        assert (e == 7).all(), "the first flag is that of all"
 
 
 @NAN
@@ -206,7 +232,7 @@ def run_statistics(call: Call, drawn: dict[str, Array], *, weighted: bool, entro
     )
 
 
-@pytest.mark.parametrize("name", [*CALLS, *STRETCHES])
+@pytest.mark.parametrize("name", cases([*CALLS, *STRETCHES], ("options", *STRETCHES)))
 def test_statistics(name: str) -> None:
     call = {**CALLS, **STRETCHES}[name]
     drawn = call.drawn()
@@ -280,8 +306,15 @@ def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bo
     assert not found[:, call.classes :].any()
 
 
-@pytest.mark.parametrize("name", [*CALLS, *STRETCHES])
-@pytest.mark.parametrize("full", [False, True])
+EVERY_DAY = {("options", True), ("stretch", True), ("transposed stretch", False)}
+D_LOGITS = [
+    pytest.param(name, full, marks=() if (name, full) in EVERY_DAY else pytest.mark.slow)
+    for name in [*CALLS, *STRETCHES]
+    for full in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "full"), D_LOGITS)
 def test_d_logits(name: str, full: bool) -> None:
     call = {**CALLS, **STRETCHES}[name]
     check_d_logits(call, call.drawn(), beta=full, sigma=full)
@@ -291,14 +324,14 @@ def test_d_logits(name: str, full: bool) -> None:
 def test_rows_that_do_not_contribute_may_hold_nan() -> None:
     call = CALLS["plain"]
     drawn = call.drawn()
-    clean = call.drawn()
-    drawn["x"] = jnp.where(drawn["contributes"][:, None], drawn["x"], jnp.nan)
-    clean["x"] = jnp.where(drawn["contributes"][:, None], drawn["x"], 0)
-    arguments = (None, None, drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None)
-    one, other = (
-        hopper_logits.d_logits(which["x"], which["w"], *arguments, which["contributes"], 0, 0, 0, **call.options)
-        for which in (drawn, clean)
-    )
+    contributes, w = drawn["contributes"], drawn["w"]
+
+    @jax.jit
+    def run(x: Array) -> Array:
+        rows = (drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None, contributes)
+        return hopper_logits.d_logits(x, w, None, None, *rows, 0, 0, 0, **call.options)
+
+    one, other = (run(jnp.where(contributes[:, None], drawn["x"], value)) for value in (jnp.nan, 0))
     assert jnp.array_equal(one, other)
 
 

@@ -18,8 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_pallas import kernels
 
-pytestmark = pytest.mark.slow  # Pallas' interpreter compiles each option anew
-
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`
 
@@ -28,6 +26,7 @@ EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
 FLOAT32 = 1e-5  # of sums of a few hundred float32 terms
 START, ROWS = 23, 150  # two blocks of rows, the second not full
 LOG2_E = np.log2(np.e)
+SLOW = pytest.mark.slow
 
 
 class Case(NamedTuple):
@@ -58,6 +57,11 @@ CASES = [
     Case("float32", 0, hidden=33, **FULL),
     Case("float32", 1, bias=True),
 ]
+
+
+def cases(*every_day: int) -> list[Any]:
+    """Returns CASES as parameters, slow but for those of these places: the interpreter compiles each anew."""
+    return [pytest.param(case, marks=() if i in every_day else SLOW, id=str(case)) for i, case in enumerate(CASES)]
 
 
 class Problem:
@@ -96,7 +100,7 @@ def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None
     assert error <= tolerance, f"{name}: error {error:.1e} is {error / tolerance:.0%} of its budget"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases(1, 4))
 def test_exponentials(case: Case) -> None:
     problem = Problem(case)
 
@@ -117,6 +121,7 @@ def test_exponentials(case: Case) -> None:
     assert (error <= 2.0**-8 * expected + 1e-5).all(), "each of e is rounded once"
 
 
+@SLOW
 def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
@@ -167,8 +172,8 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("class_weights", [True, False])
+@pytest.mark.parametrize("case", cases(1, 4))
+@pytest.mark.parametrize("class_weights", [True, pytest.param(False, marks=SLOW)])
 def test_statistics(case: Case, class_weights: bool) -> None:
     problem = Problem(case)
     width = 270
@@ -196,7 +201,7 @@ def test_statistics(case: Case, class_weights: bool) -> None:
         judge("sum_exp_log", found[3], (terms * (logits - top)).sum(1), FLOAT32)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", cases(1, 2, 4))
 @pytest.mark.parametrize("form", ["loss", "smoothed", "log_probs"])
 def test_d_logits(case: Case, form: str) -> None:
     problem, width = Problem(case), 270
@@ -234,7 +239,7 @@ def test_d_logits(case: Case, form: str) -> None:
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", *(pytest.param(dtype, marks=SLOW) for dtype in ("float16", "float32"))])
 def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     rng, classes, hidden, rows = np.random.default_rng(0), 40, 70, 50
     x = rng.standard_normal((rows, hidden))
@@ -313,15 +318,19 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: more than sums of tiles"
 
 
-def test_kernels_compile_and_fit() -> None:
-    plain = [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]
+@pytest.mark.parametrize("target", ["h200", "a100"])
+def test_kernels_compile_and_fit(target: str) -> None:
+    check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]))
+
+
+@SLOW
+def test_kernels_with_options_compile_and_fit() -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
-    check(compile_all("a100", [*plain, {**capped, "functions": ["redo", "d_logits"]}, exact]))
-    check(compile_all("h200", plain))
+    check(compile_all("a100", [{**capped, "functions": ["redo", "d_logits"]}, exact]))
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("target", ["h200", "a100"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None:

@@ -165,9 +165,11 @@ def test_vmap_over_the_head() -> None:
     def loss(w: Any) -> Array:
         return linear_cross_entropy(**arrays | {"linear_weight": w})
 
-    for head, got in zip(heads, jax.vmap(jax.grad(loss))(heads), strict=True):
+    of_each_head = jax.jit(jax.vmap(jax.grad(loss)))
+    for head, got in zip(heads, of_each_head(heads), strict=True):
         want = expected_gradients("mean", arrays | {"linear_weight": head}, ("linear_weight",))["linear_weight"]
         assert_close(got, want)
+    assert "tensor<2x12x50xf32>" not in of_each_head.lower(heads).as_text()  # a budget holds the logits of one
 
 
 def test_vmap_over_targets_alone() -> None:
@@ -208,6 +210,110 @@ def test_checkpoint(function: str, saved: bool) -> None:
     # What the forward pass saves under a name is not computed again; otherwise one more pass is the price.
     count = products_of(jax.value_and_grad(value), chosen)
     assert count == PRODUCTS[function][True, True] if saved else count > PRODUCTS[function][True, True]
+
+
+MICRO_BATCHES = 4
+
+
+def in_micro_batches(loss: Any, arrays: dict[str, Any], shared: dict[str, Any]) -> Array:
+    """The sum of the losses of micro-batches, by a scan over them."""
+    rows = {name: arrays[name].reshape(MICRO_BATCHES, -1, *arrays[name].shape[1:]) for name in ("input", "target")}
+
+    def body(sum_: Array, rows: dict[str, Any]) -> tuple[Array, None]:
+        return sum_ + loss(shared, rows), None
+
+    return jax.lax.scan(body, jnp.zeros(()), rows)[0]
+
+
+@pytest.mark.parametrize("function", ["mean", "none"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_scan_over_micro_batches(function: str, checkpointed: bool) -> None:
+    arrays = problem(12 * MICRO_BATCHES)
+    shared = {name: arrays[name] for name in ("linear_weight", "linear_bias")}
+
+    def loss(shared: dict[str, Any], rows: dict[str, Any]) -> Array:
+        return total(function, {**shared, **rows})
+
+    def expected_loss(shared: dict[str, Any], rows: dict[str, Any]) -> Array:
+        return expected(function, {**shared, **rows})
+
+    body = jax.checkpoint(loss) if checkpointed else loss
+    summed = jax.jit(jax.value_and_grad(lambda shared: in_micro_batches(body, arrays, shared)))
+    assert_close(summed(shared), jax.value_and_grad(lambda s: in_micro_batches(expected_loss, arrays, s))(shared))
+    # Saved, the forward pass's gradients are one head for each micro-batch.
+    heads = "tensor<4x50x8xf32>" in summed.lower(shared).as_text()
+    assert heads == (function == "mean" and not checkpointed)
+
+
+def test_gradients_within_a_scan_keep_one_head() -> None:
+    arrays = problem(12 * MICRO_BATCHES)
+    w = arrays.pop("linear_weight")
+    rows = {name: arrays[name].reshape(MICRO_BATCHES, 12, *arrays[name].shape[1:]) for name in ("input", "target")}
+
+    def body(carry: Any, rows: dict[str, Any]) -> tuple[Any, None]:
+        def loss(w: Array) -> Array:
+            bias, counted = arrays["linear_bias"], 12 * MICRO_BATCHES
+            return linear_cross_entropy(rows["input"], w, rows["target"], linear_bias=bias, normalizer=counted)
+
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss)(w)), None
+
+    run = jax.jit(lambda w: jax.lax.scan(body, (jnp.zeros(()), jnp.zeros_like(w)), rows)[0])
+    everything = arrays | {"linear_weight": w}
+    want = expected_gradients("mean", everything, ("linear_weight",))["linear_weight"]
+    assert_close(run(w), (expected("mean", everything), want))
+    assert "tensor<4x50x8xf32>" not in run.lower(w).as_text()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_donated_arrays_become_their_gradients(dtype: str) -> None:
+    arrays = problem(dtype=dtype)
+    target = arrays["target"]
+
+    def loss(x: Array, w: Array) -> Array:
+        return linear_cross_entropy(x, w, target)
+
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    want = jax.jit(step)(arrays["input"], arrays["linear_weight"])
+    donated = arrays["input"], arrays["linear_weight"]
+    got = jax.jit(step, donate_argnums=(0, 1))(*donated)  # a donation that is of no use warns, and so fails
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert all(array.is_deleted() for array in donated)
+
+
+def test_compiled_ahead_of_time() -> None:
+    arrays = problem()
+    shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), arrays)
+    run = jax.jit(lambda arrays: gradients("mean", arrays)).lower(shapes).compile()
+    assert_close(run(arrays), expected_gradients("mean", arrays, ARGUMENTS))
+
+
+def by_transformations(arrays: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Returns the gradients by input and linear_weight of the same loss under jit and each of three more."""
+    x, w, y = (arrays[name] for name in ("input", "linear_weight", "target"))
+
+    def loss(x: Array, w: Array, y: Array = y) -> Array:
+        return linear_cross_entropy(x, w, y, **options)
+
+    def batched(x: Array, w: Array) -> Array:
+        return jax.vmap(lambda x, y: loss(x, w, y))(x.reshape(2, -1, x.shape[1]), y.reshape(2, -1)).mean()
+
+    def scanned(x: Array, w: Array) -> Array:
+        rows = x.reshape(2, -1, x.shape[1]), y.reshape(2, -1)
+        return jax.lax.scan(lambda sum_, rows: (sum_ + loss(rows[0], w, rows[1]), None), jnp.zeros(()), rows)[0] / 2
+
+    saving = jax.checkpoint_policies.save_only_these_names(RESIDUAL)
+    functions = {"vmap": batched, "checkpoint": jax.checkpoint(loss, policy=saving), "scan": scanned}
+    return {name: jax.jit(jax.grad(f, argnums=(0, 1)))(x, w) for name, f in functions.items()}
+
+
+def test_kernels_under_transformations() -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16", bias=False)
+    exact = {name: array.astype(jnp.float32) if name != "target" else array for name, array in arrays.items()}
+    want = expected_gradients("mean", exact, ("input", "linear_weight"))
+    for name, found in by_transformations(arrays, implementation="pallas_triton").items():
+        for gradient, reference in zip(found, want.values(), strict=True):
+            error = jnp.linalg.norm(gradient.astype(jnp.float32) - reference) / jnp.linalg.norm(reference)
+            assert error < 2**-7, f"{name}: {error:.2g}"
 
 
 def test_statistics_carry_no_gradient() -> None:

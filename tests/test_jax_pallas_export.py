@@ -1,0 +1,132 @@
+"""jax_pallas lowered for devices that are not there: jax.export for a CPU and a GPU, and the kernels of each program.
+
+Mosaic and Triton kernels are lowered without a driver; none of them runs here.
+"""
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, export
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax_problem import FUNCTIONS, gradients, problem
+
+from jax_pallas import launch
+from jax_pallas.linear_ce import explain, linear_cross_entropy
+
+TRITON = "__gpu$xla.gpu.triton"
+KERNELS = {"mosaic": {"mosaic_gpu_v2"}, "pallas_triton": {TRITON}, "chunked": set()}
+GPUS = {
+    "NVIDIA H200": "mosaic",
+    "NVIDIA A100-SXM4-80GB": "pallas_triton",
+    "NVIDIA B200": "pallas_triton",
+    "Tesla T4": "chunked",
+}
+
+
+@contextlib.contextmanager
+def traced_for(kind: str) -> Iterator[None]:
+    """Has what is traced and lowered know of a GPU that is not there."""
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "gpu"))):
+        yield
+
+
+@pytest.fixture
+def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_TRIAL", False)
+
+
+def gradients_of(function: str = "mean", implementation: str | None = None) -> Any:
+    return jax.jit(lambda arrays: gradients(function, arrays, implementation=implementation))
+
+
+def exported(function: Any, arrays: dict[str, Any], *platforms: str) -> export.Exported:
+    unstable = [export.DisabledSafetyCheck.custom_call(TRITON)]
+    return export.export(function, platforms=platforms, disabled_checks=unstable)(arrays)
+
+
+def kernels_in(program: str) -> Counter[str]:
+    return Counter(name for name in re.findall(r"stablehlo.custom_call @([^\s(]+)\(", program))
+
+
+def assert_close(got: Any, want: Any) -> None:
+    def close(a: Array, b: Array) -> None:
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2e-2, atol=1e-4)
+
+    jax.tree.map(close, got, want)
+
+
+@pytest.mark.parametrize("function", ["mean", "log_probs"])
+def test_one_program_for_a_cpu_and_a_gpu(function: str, kernels_by_default: None) -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16")
+    with traced_for("NVIDIA A100-SXM4-80GB"):
+        for_gpu = kernels_in(exported(gradients_of(function), arrays, "cuda").mlir_module())
+        both = exported(gradients_of(function), arrays, "cpu", "cuda")
+    assert kernels_in(both.mlir_module()) == for_gpu
+    assert set(for_gpu) == KERNELS["pallas_triton"]
+    assert_close(both.call(arrays), gradients_of(function, "chunked")(arrays))  # here it runs without kernels
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_gpu_gets_its_kernels(kind: str, kernels_by_default: None) -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16")
+    with traced_for(kind):
+        assert explain(jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), arrays["linear_weight"]).name == GPUS[kind]  # pyright: ignore[reportArgumentType]
+        assert set(kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())) == KERNELS[GPUS[kind]]
+        assert not kernels_in(exported(gradients_of(), arrays, "cpu").mlir_module())
+
+
+def test_no_gpu_to_ask_means_no_kernel(kernels_by_default: None) -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16")
+    assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
+
+
+def test_no_kernel_while_they_are_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ON_TRIAL", True)
+    arrays = problem(40, 64, 128, dtype="bfloat16")
+    with traced_for("NVIDIA H200"):
+        assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_program_for_one_platform_has_no_branch_for_another(function: str) -> None:
+    arrays = problem()
+    program = gradients_of(function).lower(arrays).as_text()
+    assert "stablehlo.case" not in program
+    assert not kernels_in(program)
+    assert program == gradients_of(function, "chunked").lower(arrays).as_text()
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_a_named_implementation_is_lowered_for_a_gpu(implementation: str) -> None:
+    arrays = problem(40, 64, 128, dtype="bfloat16")
+    function = jax.jit(lambda arrays: linear_cross_entropy(**arrays, implementation=implementation))
+    with traced_for("NVIDIA H200"):
+        if implementation == "pallas_triton":
+            with pytest.raises(ValueError, match="custom calls whose targets have no compatibility guarantees"):
+                export.export(function, platforms=["cuda"])(arrays)
+            program = exported(function, arrays, "cuda")
+        else:
+            program = export.export(function, platforms=["cuda"])(arrays)
+    assert set(kernels_in(program.mlir_module())) == KERNELS[implementation]
+
+
+def test_an_exported_loss_is_differentiable_after_serialization() -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    arrays = problem()
+    x, w, rest = arrays.pop("input"), arrays.pop("linear_weight"), arrays
+
+    @jax.jit
+    def loss(x: Array, w: Array) -> Array:
+        return linear_cross_entropy(x, w, **rest)
+
+    written = export.export(loss, platforms=["cpu", "cuda"])(x, w).serialize(vjp_order=1)
+    again = export.deserialize(written)
+    got = jax.value_and_grad(again.call, argnums=(0, 1))(x, w)
+    assert_close(got, jax.value_and_grad(loss, argnums=(0, 1))(x, w))

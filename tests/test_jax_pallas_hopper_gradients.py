@@ -1,0 +1,328 @@
+"""The Hopper kernels of gradients against float64, in Pallas' interpreter on the CPU, and how they share their work."""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_pallas import hopper_d_input, hopper_gradients, target_kernels
+from jax_pallas.hopper import MULTIPROCESSORS, cdiv, padded
+from jax_pallas.hopper_d_input import Shares, choose_shares, cut, d_input, d_input_scratch
+from jax_pallas.hopper_gradients import D_BLOCK, STEP, d_weight
+
+ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_haste() -> Iterator[None]:
+    """Has XLA not optimise what the interpreter compiles, which it runs a few times only."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def use_programs(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    for module in (hopper_gradients, hopper_d_input):
+        monkeypatch.setattr(module, "programs", lambda: many)
+
+
+def float64(array: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
+
+
+def close(found: Array, wanted: np.ndarray, tolerance: float = ROUNDED) -> None:
+    """Compares elementwise, relative to the largest value wanted."""
+    assert found.shape == wanted.shape
+    error = np.abs(float64(found) - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
+
+
+class Sizes(NamedTuple):
+    """n rows of N from `start` on, `classes` of V."""
+
+    rows: int
+    tokens: int
+    start: int
+    hidden: int
+    classes: int
+    vocab: int
+    vocab_axis: int = 0
+
+    def bfloat16(self, *shape: int, seed: int = 0) -> Array:
+        return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+    def e(self) -> Array:
+        """Returns what stands for exponentials, (n rounded up to 8, padded), zeros past the rows and classes."""
+        e = self.bfloat16(self.rows, self.classes, seed=1)
+        return jnp.pad(e, ((0, -self.rows % 8), (0, padded(self.classes) - self.classes)))
+
+    def head(self, array: Array) -> Array:
+        """Returns (V, D) as an array with this vocab_axis has it, or the other way round."""
+        return array if self.vocab_axis == 0 else array.T
+
+
+SLOW = pytest.mark.slow
+
+
+# d_weight.
+
+# Two tiles a program or more; fewer steps than parts and more, the last of them not full.
+HEADS = {
+    "few steps": Sizes(150, 170, 3, 192, 523, 600),
+    "many steps": Sizes(333, 340, 0, 64, 523, 800),
+    "transposed": Sizes(333, 700, 40, 192, 571, 640, 1),
+    "whole": Sizes(320, 320, 0, 128, 512, 512),
+    "transposed, few steps": Sizes(20, 20, 0, 64, 64, 64, 1),
+    "one": Sizes(1, 1, 0, 64, 1, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "adds"),
+    [
+        pytest.param(name, adds, marks=() if (name, adds) in every_day else SLOW)
+        for every_day in [{("few steps", True), ("many steps", False), ("transposed", True)}]
+        for name in HEADS
+        for adds in (False, True)
+    ],
+)
+def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = HEADS[name]
+    e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
+    read = np.arange(sizes.tokens) - sizes.start  # of x: whole steps
+    x = jnp.where(((read >= 0) & (read < cdiv(sizes.rows, STEP) * STEP))[:, None], x, jnp.nan)
+    old = sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2) if adds else None
+    found = d_weight(
+        e,
+        x,
+        jnp.int32(sizes.start),
+        vocab=sizes.vocab,
+        classes=sizes.classes,
+        vocab_axis=sizes.vocab_axis,
+        old=None if old is None else sizes.head(old),
+        interpret=True,
+    )
+    assert found.dtype == jnp.bfloat16
+    found = sizes.head(found)
+    wanted = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    wanted = wanted[: sizes.classes] + (0.0 if old is None else float64(old)[: sizes.classes])
+    close(found[: sizes.classes], wanted)
+    after = jnp.zeros_like(found) if old is None else old
+    assert (found[sizes.classes :] == after[sizes.classes :]).all()
+
+
+# d_input.
+
+SMALL = Sizes(150, 170, 13, 192, 571, 600)
+
+
+class Way(NamedTuple):
+    """Sizes of a call, and how so many programs share it."""
+
+    sizes: Sizes
+    programs: int
+    shares: Shares
+
+
+WAYS = {
+    # Two tiles each, the last of either axis not full.
+    "whole": Way(SMALL, 2, Shares(128, 2, 0, 0, 9, 9, 0)),
+    # Each program takes one whole tile, and a third of the fourth.
+    "cut": Way(SMALL, 3, Shares(128, 1, 1, 3, 9, 9, 0)),
+    # Two programs on the heads of each of four tiles, three on their tails, which begin and end within tiles.
+    "spare": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, Shares(128, 0, 4, 2, 6, 9, 3)),
+    # Whole heads of one program each, tails of another; narrow tiles.
+    "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, Shares(136, 0, 1, 1, 3, 5, 1)),
+    "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, Shares(248, 1, 1, 2, 3, 3, 0)),
+    "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, Shares(128, 0, 1, 1, 1, 1, 0)),
+    "transposed, cut": Way(Sizes(100, 100, 0, 192, 600, 640, 1), 5, Shares(128, 0, 2, 2, 10, 10, 0)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("whole", "cut", "spare") else SLOW) for name in WAYS]
+)
+def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, many, shares = WAYS[name]
+    use_programs(monkeypatch, many)
+    tiles = cdiv(sizes.rows, shares.tile_rows) * cdiv(sizes.hidden, D_BLOCK)
+    assert tiles == shares.rounds * many + shares.rest
+    rng = np.random.default_rng(3)
+    rho, theta = (rng.standard_normal(sizes.rows).astype(np.float32) for _ in range(2))
+    rho[::5], theta[::7] = 0, 0
+    w, held, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.e()
+    own = np.arange(sizes.start, sizes.start + sizes.rows)
+    wanted = np.where(rho == 0, 0, rho)[:, None] * (
+        float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
+    )
+    wanted += theta[:, None] * float64(held)[own]
+    w = w.at[sizes.classes :].set(jnp.nan)
+    e = e.at[: sizes.rows : 5].set(jnp.nan)
+    held = held.at[own[::7]].set(jnp.nan)
+    found = d_input(
+        e,
+        sizes.head(w),
+        held,
+        jnp.asarray(rho),
+        jnp.asarray(theta),
+        jnp.int32(sizes.start),
+        classes=sizes.classes,
+        vocab_axis=sizes.vocab_axis,
+        interpret=True,
+        shares=shares,
+    )
+    assert found.dtype == jnp.bfloat16
+    close(found[own], wanted)
+    others = np.setdiff1d(np.arange(sizes.tokens), own)
+    assert (found[others] == held[others]).all()
+    assert not float64(found)[own][(rho == 0) & (theta == 0)].any()
+
+
+# How programs share d_input's tiles.
+
+
+def truncated(a: Any, b: Any) -> Any:
+    return np.sign(a) * (np.abs(a) // b)  # what lax.div makes of a positive b
+
+
+@pytest.fixture
+def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `share_of` and `items_of` count in NumPy, for all programs of a card at once."""
+    use_programs(monkeypatch, MULTIPROCESSORS)
+    numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
+    monkeypatch.setattr(hopper_d_input, "lax", SimpleNamespace(**numbers))
+    monkeypatch.setattr(hopper_d_input, "jnp", np)
+
+
+def taken(shares: Shares, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Returns (first step, end, slot) of the items of each tile; fails where one is none or has a slot of another."""
+    of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
+    items = np.broadcast_to(hopper_d_input.items_of(shares), MULTIPROCESSORS)
+    slots = []
+    for item in range(items.max(initial=0)):
+        found = hopper_d_input.share_of(item, shares)
+        parts = np.stack([np.broadcast_to(part, MULTIPROCESSORS) for part in found], 1)[item < items]
+        for tile, first, length, slot in parts.tolist():
+            assert length > 0
+            assert 0 <= first <= first + length <= shares.steps
+            assert slot < shares.slots
+            assert slot >= 0 or length == shares.steps, "a part needs a slot"
+            of_tile[tile].append((first, first + length, slot))
+            slots += [slot] if slot >= 0 else []
+    assert len(set(slots)) == len(slots)
+    return of_tile
+
+
+def summed(shares: Shares, index: int) -> list[int]:
+    """Returns the slots that the summing kernel adds up for the index-th cut tile: `sum_body` of d_input."""
+    slots = [index + k * shares.rest for k in range(shares.cuts)]
+    if shares.spare:
+        tail, at = shares.steps - shares.head, shares.spare * index
+        low, high = max(at // shares.rest - 1, 0), min((at + shares.spare) // shares.rest + 2, shares.spare)
+        for turn in range(low, high):
+            begin, end = (int(hopper_d_input.tails(edge, shares)) for edge in (turn, turn + 1))
+            if begin < (index + 1) * tail and end > index * tail:
+                slots.append(shares.cuts * shares.rest + turn + index)
+    return slots
+
+
+def drawn_sizes() -> Iterator[tuple[int, int, int, int | None]]:
+    """Returns rows, hidden, classes, most."""
+    drawn = random.Random(0)
+    for rows, hidden, classes in ((1000, 64, 50257), (2048, 4096, 128256), (1664, 896, 151936), (1, 64, 1)):
+        yield rows, hidden, classes, None
+    for _ in range(300):
+        rows = drawn.choice([8, 64, 1000, 2048, drawn.randint(1, 9000)])
+        classes = drawn.choice([320, 50257, 128256, drawn.randint(1, 60000)])
+        for most in (None, drawn.randint(0, 10**8)):
+            yield rows, 64 * drawn.randint(1, 70), classes, most
+
+
+@pytest.mark.usefixtures("every_program")
+def test_shares_cover_each_step_once() -> None:
+    for rows, hidden, classes, most in drawn_sizes():
+        chosen = choose_shares(rows, hidden, classes, most)
+        assert most is None or chosen.bytes <= most
+        for shares in {chosen, cut(rows, hidden, classes, 128, True)}:
+            whole = shares.rounds * MULTIPROCESSORS
+            for tile, parts in taken(shares, cdiv(rows, shares.tile_rows) * cdiv(hidden, D_BLOCK)).items():
+                edges = [0, *(edge for first, end, _ in sorted(parts) for edge in (first, end)), shares.steps]
+                assert edges[::2] == edges[1::2], f"{shares}: tile {tile} takes {sorted(parts)}"
+                slots = [slot for _, _, slot in parts if slot >= 0]
+                if tile < whole or not shares.slots:
+                    assert not slots
+                else:
+                    assert sorted(slots) == sorted(summed(shares, tile - whole)), f"{shares}: tile {tile}"
+
+
+def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+
+    def run_kernel(_: Any, name: str, __: Any, results: Any, *___: Any, **____: Any) -> Any:
+        allocated.extend(result.size * result.dtype.itemsize for result in results)
+        return [jnp.zeros(result.shape, result.dtype) for result in results]
+
+    use_programs(monkeypatch, MULTIPROCESSORS)
+    monkeypatch.setattr(hopper_d_input, "run_kernel", run_kernel)
+    for rows, hidden, classes, most in [
+        (1000, 64, 50257, None),
+        (2048, 4096, 128256, None),
+        (1664, 896, 151936, 10**7),
+    ]:
+        shapes = [(rows, padded(classes)), (classes, hidden), (rows, hidden)]
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        factor = jax.ShapeDtypeStruct((rows,), jnp.float32)
+        call = partial(d_input, classes=classes, vocab_axis=0, most=most)
+        jax.eval_shape(lambda *arrays, call=call: call(*arrays, 0), *arrays, factor, factor)
+        assert sum(allocated) == d_input_scratch(rows, hidden, classes, most)
+        allocated.clear()
+
+
+# The targets' terms of d_weight.
+
+
+@pytest.mark.parametrize(
+    ("hidden", "vocab_axis"), [(192, 0), (64, 1), *(pytest.param(*more, marks=SLOW) for more in [(128, 0), (192, 1)])]
+)
+def test_add_target_rows(hidden: int, vocab_axis: int) -> None:
+    rng, vocab, classes, rows = np.random.default_rng(0), 48, 40, 50
+    x = rng.standard_normal((rows, hidden))
+    x[7] = np.nan
+    # Runs within a window of 32 places, of whole windows and more, and targets past the last class.
+    runs = [np.full(90, 2), np.full(35, 3), np.full(32, 4), np.full(3, 6), np.arange(7, 40), [40, 99]]
+    target = np.concatenate(runs).astype(np.int32)
+    row = rng.integers(0, rows, target.size).astype(np.int32)
+    theta = np.where(row == 7, 0.0, rng.standard_normal(target.size)).astype(np.float32)
+    before = jnp.asarray(rng.standard_normal((vocab, hidden)), jnp.bfloat16)
+    x = jnp.asarray(x, jnp.bfloat16)
+    arrays = (before if vocab_axis == 0 else before.T, x, *map(jnp.asarray, (target, row, theta)))
+    with plgpu.force_gpu_interpret_mode():
+        found = target_kernels.add_target_rows(*arrays, vocab_axis=vocab_axis, classes=classes)
+    found = found if vocab_axis == 0 else found.T
+    wanted = float64(before)
+    for y, i, t in zip(target, row, theta, strict=True):
+        if 0 <= y < classes and t:
+            wanted[y] += t * float64(x[i])
+    close(found, wanted)
+    untouched = [0, 1, 5, *range(classes, vocab)]
+    assert (np.asarray(found)[untouched] == np.asarray(before)[untouched]).all()
+
+
+def test_limits() -> None:
+    assert hopper_gradients.limits(jnp.bfloat16, 192, 50257, 0) is None
+    assert "float16" in (hopper_gradients.limits(jnp.float16, 192, 50257, 0) or "")
+    assert "72" in (hopper_gradients.limits(jnp.bfloat16, 72, 50257, 0) or "")
+    assert "50257" in (hopper_gradients.limits(jnp.bfloat16, 64, 50257, 1) or "")
+    with pytest.raises(ValueError, match="e must have 128 columns for 65 classes, got 64"):
+        d_weight(
+            jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16), 0, vocab=65, classes=65, vocab_axis=0
+        )

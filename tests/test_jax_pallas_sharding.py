@@ -1,0 +1,212 @@
+"""jax_pallas on a mesh of devices: within jax.shard_map it is each device's own loss, sharded arrays are refused.
+
+The tests that need several devices run in a process of their own, which this file is the program of: a CPU counts as
+several only if that is said before JAX starts.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_problem import ARGUMENTS, FUNCTIONS, gradients, problem, total
+
+from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
+
+DEVICES = 4
+NAMES = (*ARGUMENTS, "target")
+ROWS = {"input": P("data"), "linear_weight": P(), "linear_bias": P(), "target": P("data")}
+
+
+def of_each_device(loss: Callable[..., Array], *, check_vma: bool, axis: AxisType = AxisType.Auto) -> Any:
+    """Returns loss(arrays) of all rows and its gradients, from the devices' own rows; check_vma as in jax.shard_map."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis,))
+
+    def body(arrays: dict[str, Any]) -> Any:
+        chosen = {name: arrays[name] for name in ARGUMENTS}
+        value, found = jax.value_and_grad(lambda chosen: loss(arrays | chosen))(chosen)
+        if not check_vma:  # with it, what is the same on all devices has the sum of their gradients
+            head = {name: jax.lax.psum(found[name], "data") for name in ("linear_weight", "linear_bias")}
+            found = found | head
+        return jax.lax.psum(value, "data"), found
+
+    out = (P(), {name: ROWS[name] for name in ARGUMENTS})
+    sharded = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(ROWS,), out_specs=out, check_vma=check_vma))
+
+    def run(arrays: dict[str, Any]) -> Any:
+        with jax.set_mesh(mesh):
+            return sharded({name: jax.device_put(arrays[name], NamedSharding(mesh, ROWS[name])) for name in ROWS})
+
+    return run
+
+
+def assert_close(got: Any, want: Any, bound: float = 1e-5) -> None:
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = (np.asarray(array.astype(jnp.float32), np.float64) for array in (mine, theirs))
+        assert np.linalg.norm(a - b) <= bound * np.linalg.norm(b)
+
+
+def of_all(loss: Callable[..., Array], arrays: dict[str, Any]) -> Any:
+    chosen = {name: arrays[name] for name in ARGUMENTS}
+    return jax.jit(jax.value_and_grad(lambda chosen: loss(arrays | chosen)))(chosen)
+
+
+def summed(function: str, arrays: dict[str, Any], **options: Any) -> Array:
+    """A scalar that is the sum over devices of what it is on each."""
+    if function == "mean":
+        return linear_cross_entropy(**arrays, normalizer=48.0, **options)
+    if function == "log_probs":
+        found = linear_log_probs(**arrays, **options)
+        return (found.log_prob * 2.0 + found.entropy - found.lse).sum()
+    return linear_cross_entropy(**arrays, reduction=function, **options).sum()  # pyright: ignore[reportArgumentType]
+
+
+def check_data_parallel(function: str, check_vma: bool, axis: AxisType) -> None:
+    arrays = problem(48, 8, 50)
+
+    def loss(arrays: dict[str, Any]) -> Array:
+        return summed(function, arrays)
+
+    assert_close(of_each_device(loss, check_vma=check_vma, axis=axis)(arrays), of_all(loss, arrays))
+
+
+def check_no_device_holds_the_rows_of_another() -> None:
+    arrays = problem(48, 8, 50)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    out = {name: ROWS[name] for name in ARGUMENTS}
+    body = jax.shard_map(lambda arrays: gradients("sum", arrays), mesh=mesh, in_specs=(ROWS,), out_specs=out)
+    placed = {name: jax.device_put(arrays[name], NamedSharding(mesh, ROWS[name])) for name in ROWS}
+    program = jax.jit(body).lower(placed).compile().as_text()
+    assert program is not None
+    assert "all-reduce" in program
+    assert "all-gather" not in program
+    assert "f32[48,8]" not in program
+
+
+def check_frozen_head() -> None:
+    arrays = problem(48, 8, 50)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+    def losses(x: Any, arrays: dict[str, Any]) -> Array:
+        return linear_cross_entropy(**arrays | {"input": x}, reduction="none")
+
+    def d_input(arrays: dict[str, Any]) -> Array:
+        return jax.grad(lambda x: losses(x, arrays).sum())(arrays["input"])
+
+    found = jax.jit(jax.shard_map(d_input, mesh=mesh, in_specs=(ROWS,), out_specs=P("data")))(arrays)
+    assert_close(found, d_input(arrays))
+
+
+def check_replicated_under_explicit_axes(implementation: str, dtype: str) -> None:
+    arrays = problem(40, 64, 128, dtype=dtype)
+    want = gradients("mean", arrays, implementation="chunked")
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, P()))
+        got = jax.jit(lambda arrays: gradients("mean", arrays, implementation=implementation))(placed)
+        assert all(jax.typeof(array).sharding.mesh.axis_names == ("data",) for array in got.values())
+    assert_close(got, want, 2**-7 if dtype == "bfloat16" else 1e-5)
+
+
+def check_plain_jit(function: str) -> None:
+    arrays = problem(48, 8, 300)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    placed = {name: jax.device_put(arrays[name], NamedSharding(mesh, ROWS[name])) for name in ROWS}
+    got = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16))(placed)
+    assert_close(got, gradients(function, arrays))
+
+
+def check_kernels() -> None:
+    arrays = problem(160, 64, 128, dtype="bfloat16")
+
+    def loss(arrays: dict[str, Any], implementation: str = "pallas_triton") -> Array:
+        return linear_cross_entropy(**arrays, normalizer=160, implementation=implementation)
+
+    found = of_each_device(loss, check_vma=False)(arrays)
+    assert_close(found, of_all(lambda arrays: loss(arrays, "chunked"), arrays), 2**-7)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    **{f"{f}, checked": partial(check_data_parallel, f, True, AxisType.Auto) for f in FUNCTIONS},
+    **{f"{f}, unchecked": partial(check_data_parallel, f, False, AxisType.Explicit) for f in ("mean", "log_probs")},
+    **{f"{f}, plain jit": partial(check_plain_jit, f) for f in ("mean", "none")},
+    "rows": check_no_device_holds_the_rows_of_another,
+    "frozen head": check_frozen_head,
+    "replicated": partial(check_replicated_under_explicit_axes, "chunked", "float32"),
+    "replicated, kernels": partial(check_replicated_under_explicit_axes, "pallas_triton", "bfloat16"),
+    "kernels": check_kernels,
+}
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """Returns the failures of CHECKS on several devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
+    assert name not in failures, failures[name]
+
+
+SHARDED = [
+    *((name, P("data")) for name in (*NAMES, "weight", "token_weight")),
+    *((name, P(None, "data")) for name in ("input", "linear_weight")),
+]
+
+
+@pytest.mark.parametrize(("name", "spec"), SHARDED)
+def test_sharded_arrays_are_refused(name: str, spec: P) -> None:
+    arrays = problem() | {"weight": jnp.ones(50), "token_weight": jnp.ones(12)}
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, P()))
+        assert jnp.isfinite(linear_cross_entropy(**placed))
+        placed[name] = jax.device_put(arrays[name], NamedSharding(mesh, spec))
+        message = rf"{name} must not be sharded over explicit axes of a mesh, got .*'data'.* jax\.shard_map"
+        for function in (linear_cross_entropy, jax.jit(linear_cross_entropy)):
+            with pytest.raises(ValueError, match=message):
+                function(**placed)
+
+
+def test_log_probs_refuse_sharded_arrays_too() -> None:
+    arrays = problem()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, P()))
+        placed["input"] = jax.device_put(arrays["input"], NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match="input must not be sharded"):
+            total("log_probs", placed)
+
+
+def main() -> None:
+    """Runs CHECKS and prints the failures, by name, as JSON."""
+    assert jax.device_count() == DEVICES
+    found: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+        except Exception:  # one failing check must not hide the others
+            found[name] = traceback.format_exc(limit=-5)[-3000:]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
