@@ -41,8 +41,8 @@ def limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
     """Returns a sentence that names what keeps these kernels from serving a call, or None."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the Hopper kernels of gradients multiply bfloat16, not {jnp.dtype(dtype).name}"
-    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
-        return f"the Hopper kernels need sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
+    if not 0 < hidden < 2**25 or not 0 < vocab < 2**25:  # d_input multiplies steps by programs and tiles, in int32
+        return f"the Hopper kernels of gradients need sizes from 1 to 2**25 - 1, got {hidden} hidden, {vocab} classes"
     if hidden % 64:
         return f"the Hopper kernels of gradients need a hidden size that is a multiple of 64, got {hidden}"
     if vocab_axis not in (0, 1):
@@ -153,12 +153,10 @@ def d_weight(
     elif adds:
         e_types["old"] = plgpu.SMEM((STAGES, 2, HALF, 2 * HALF), e.dtype, transforms=transforms(64))
 
-    def body(start_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
+    def body(start_ref: Any, share_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
         x_all, e_all, buffers, full, empty = scratch
         (x_moved, x_ring), (moved, buffer) = (views(ref, interpret=interpret) for ref in (x_all, buffers))
         e_views = dict(zip(e_types, e_all if len(e_types) > 1 else [e_all], strict=True))
-        start = start_ref[0]
-        share = steps // PARTS + (start >> 31)  # + 0: loops whose length is known it unrolls, and spills registers
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         mine = lax.div(tiles - program + many - 1, many)
 
@@ -170,17 +168,19 @@ def d_weight(
         def at(d: Any, v: Any, count: int) -> tuple[Any, Any]:
             return in_order(pl.ds(v, count), pl.ds(d, HALF), vocab_axis)
 
-        def end_of(part: int) -> Any:
-            return steps if part == PARTS - 1 else (part + 1) * share
+        def begin_of(part: int) -> Any:
+            return steps if part == PARTS else part * share_ref[0] if part else 0
 
         def load() -> None:
+            start = start_ref[0]
+
             @pl.loop(0, mine)
             def _tile(index: Any) -> None:
                 d, v = place(index)
                 count = index * uses
                 for part in range(PARTS):
 
-                    @pl.loop(part * share, end_of(part))
+                    @pl.loop(begin_of(part), begin_of(part + 1))
                     def _step(step: Any, count: Any = count) -> None:
                         slot = slot_of(count + step)
                         plgpu.barrier_wait(empty.at[slot])
@@ -191,7 +191,7 @@ def d_weight(
                         plgpu.copy_gmem_to_smem(source, e_views["e"].at[slot], full.at[slot])
 
                     if fetches[part]:
-                        slot = slot_of(count + end_of(part))
+                        slot = slot_of(count + begin_of(part + 1))
                         plgpu.barrier_wait(empty.at[slot])
                         old = e_views.get("moved", e_views["old"])
                         for i in range(2):
@@ -226,12 +226,12 @@ def d_weight(
                                 plgpu.barrier_arrive(empty.at[slot_of(count + step - before)])
 
                         if steps >= PARTS or part == PARTS - 1:
-                            one(part * share, 1 + fetches[part - 1] if part and steps >= PARTS else 0)
-                            pl.loop(part * share + 1, end_of(part))(lambda step, one=one: one(step, 1))
+                            one(begin_of(part), 1 + fetches[part - 1] if part and steps >= PARTS else 0)
+                            pl.loop(begin_of(part) + 1, begin_of(part + 1))(lambda step, one=one: one(step, 1))
                         if part < PARTS - 1:
                             store(done[part], done_d, done_v, part)
                         if fetches[part]:
-                            slot = slot_of(count + end_of(part))
+                            slot = slot_of(count + begin_of(part + 1))
                             plgpu.barrier_wait(full.at[slot])
                             for i in range(2):
                                 piece = in_order(pl.ds(i * HALF, HALF), slice(None), vocab_axis)
@@ -259,7 +259,8 @@ def d_weight(
 
         as_roles(empty, load, multiply)
 
-    first_row = jnp.asarray(start, jnp.int32)[None]
+    # Loops whose length the compiler knows it unrolls, and spills registers.
+    numbers = jnp.asarray(start, jnp.int32)[None], jnp.array([steps // PARTS], jnp.int32)
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
         plgpu.RefUnion(*e_types.values()) if len(e_types) > 1 else e_types["e"],
@@ -268,7 +269,7 @@ def d_weight(
     ]
     if old is None:
         result = jax.ShapeDtypeStruct(in_order(vocab, hidden, vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (first_row, e, x), [result], scratch, (many,), interpret)[0]
+        return run_kernel(body, "d_weight", (*numbers, e, x), [result], scratch, (many,), interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (first_row, e, x, ref), [], scratch, (many,), interpret)
+    run_kernel(body, "d_weight", (*numbers, e, x, ref), [], scratch, (many,), interpret)
     return jax.freeze(ref)

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 def tile_of(dtype: Any, *, sloped: bool) -> Tile:
-    """Returns the tile for operands of a dtype; `sloped` where a softcap's slope is kept beside each logit.
+    """Returns the tile for operands of a dtype; `sloped` where a slope or a gradient is kept beside each logit.
 
     A thread holds 128 float32 sums in its 255 registers, 64 where each has company; and 64 for float32, which no matrix
     unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
@@ -380,7 +380,7 @@ def d_logits(
         lse, alpha, tau, beta, sigma: (rows,) float32; the last two may be None, which means zeros.
         contributes: (rows,) bool; the other rows are 0.
     """
-    product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
+    product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=True))
     of_rows = (target, lse, alpha, tau, beta, sigma, contributes.astype(jnp.int32))
     operands = (x, w, bias, None if sigma is None else class_weight, *of_rows)
     result = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)

@@ -37,7 +37,7 @@ def add_target_rows(
     Args:
         d_weight: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1.
         x: (N, D) bfloat16.
-        target: (N,) int32, ascending; those that are no class are left out.
+        target: (N,) int32, ascending, not negative; those past the last class are left out.
         row: (N,) int32: of x.
         theta: (N,) float32. Where it is 0 the row of x is left out, whatever it holds.
         vocab_axis: of d_weight.
@@ -60,7 +60,7 @@ def add_target_rows(
         return plgpu.load(ref, layout=layout, optimized=False)
 
     def is_class(y: Any) -> Any:
-        return (y >= 0) & (y < classes)
+        return y < classes
 
     def windows_body(target_ref: Ref, row_ref: Ref, theta_ref: Ref, x_ref: Ref, weight_ref: Ref, part_ref: Ref) -> None:
         """Sums the runs within a window, and the parts of those that begin before it or go on after it."""

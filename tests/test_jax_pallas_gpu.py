@@ -1,8 +1,8 @@
 """jax_pallas on an NVIDIA Hopper GPU by its Mosaic kernels: the cases of the contract, accuracy beside float32, what
 JAX puts around a call, and training.
 
-Runs with `pytest -m "gpu and not slow"`, and all of it with `pytest -m gpu`. Compiling is what takes long, so processes
-do it side by side: run as a program, this file runs the checks that it is given.
+Runs with `pytest -m gpu`. Compiling is what takes long, so processes do it side by side: run as a program, this file
+runs the checks that it is given. `python -m parity` runs every case of the contract, this file a part of them.
 """
 
 import json
@@ -53,7 +53,7 @@ def side_by_side(commands: list[list[str]]) -> dict[str, dict[str, Any]]:
         return {result["name"]: result for results in pool.map(lines_of, commands) for result in results}
 
 
-# Every case of the contract.
+# Cases of the contract.
 
 # Of every day: the plain ones, those with all options at once and some more, and the edges; and in how many processes.
 EVERY_DAY = {"16-n123": 2, "strided-n123": 4, "edge-": 10}
@@ -73,11 +73,6 @@ def judged_cases() -> dict[str, dict[str, Any]]:
     return judged(EVERY_DAY)
 
 
-@pytest.fixture(scope="module")
-def all_judged_cases() -> dict[str, dict[str, Any]]:
-    return judged({"": PROCESSES})
-
-
 def judge(case: Case, result: dict[str, Any]) -> None:
     refusal = launch.limits(IMPLEMENTATION, case.dtype, case.hidden, case.vocab, case.vocab_axis)
     if refusal is not None:
@@ -91,18 +86,11 @@ def judge(case: Case, result: dict[str, Any]) -> None:
 
 SERVED = [case for case in cases() if case.dtype != "float32"]
 OFTEN = [case for case in SERVED if any(text in case.name for text in EVERY_DAY)]
-SELDOM = [case for case in SERVED if case not in OFTEN]
 
 
 @pytest.mark.parametrize("case", OFTEN, ids=lambda case: case.name)
 def test_case(case: Case, judged_cases: dict[str, dict[str, Any]]) -> None:
     judge(case, judged_cases[case.name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SELDOM, ids=lambda case: case.name)
-def test_more_cases(case: Case, all_judged_cases: dict[str, dict[str, Any]]) -> None:
-    judge(case, all_judged_cases[case.name])
 
 
 def test_what_is_run_every_day_covers_the_contract() -> None:
