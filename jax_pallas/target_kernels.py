@@ -59,6 +59,13 @@ def add_target_rows(
     def load(ref: Ref) -> jax.Array:
         return plgpu.load(ref, layout=layout, optimized=False)
 
+    def store(place: Ref, values: jax.Array) -> None:
+        by_name = getattr(plgpu, "store", None)  # from JAX 0.12 on, which wants stores of two bytes a thread so
+        if by_name is None:
+            place[...] = values
+        else:
+            by_name(place, values, optimized=False)
+
     def is_class(y: Any) -> Any:
         return y < classes
 
@@ -86,7 +93,7 @@ def add_target_rows(
 
                 @pl.when(is_class(y) & ends & whole)
                 def _store(place: Ref = place, old: jax.Array = olds[j], total: jax.Array = total) -> None:
-                    place[...] = (old.astype(jnp.float32) + total).astype(jnp.bfloat16)
+                    store(place, (old.astype(jnp.float32) + total).astype(jnp.bfloat16))
 
                 @pl.when(is_class(y) & ends & ~whole)
                 def _part(part: Any = part, total: jax.Array = total) -> None:
@@ -124,7 +131,7 @@ def add_target_rows(
 
             begun = load(part_ref.at[window, 1, pl.ds(column, width)])
             _, total = lax.while_loop(more, add, (window + 1, begun))
-            place[...] = (load(place).astype(jnp.float32) + total).astype(jnp.bfloat16)
+            store(place, (load(place).astype(jnp.float32) + total).astype(jnp.bfloat16))
 
     grid = {
         "grid": (hidden // width, windows),
