@@ -1,9 +1,13 @@
 """Settings of the whole suite."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if len(os.sched_getaffinity(0)) == 1:  # Mosaic's interpreter waits for itself where XLA has one thread
+    os.environ.setdefault("NPROC", "2")
 
 # A test run repeats: hypothesis draws the same examples every time, and a slow machine fails none of them.
 settings.register_profile(
