@@ -2,7 +2,7 @@
 
 Each framework runs in processes of its own (`parity.backends`); outputs come back as .npz files. A framework whose
 default runs `chunked` gives one backend, not two. Exits with status 1 if a budget is exceeded, a case fails to run, or
-a default ran something else than it should on this machine.
+a default ran something else than it should on this machine. `python -m parity train` compares training runs instead.
 """
 
 import argparse
@@ -25,12 +25,16 @@ from parity.arrays import make_arrays
 from parity.backends import BACKENDS, expected_default, installed
 from parity.cases import Case, select
 from parity.expected import Expected, expected, judge, judge_pair
+from parity.train import command as training
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the comparison; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["train"]:
+        return training.main(arguments[1:])
     options = _parse(arguments)
     names = _available(options.backend)
     if not names:
@@ -80,6 +84,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m parity",
         description="Runs every case on every backend of this machine and compares with the float64 reference.",
+        epilog="python -m parity train --help: the comparison of whole training runs.",
     )
     parser.add_argument(
         "--backend", action="append", choices=BACKENDS, metavar="NAME", help="one of %(choices)s; may repeat"

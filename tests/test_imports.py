@@ -21,6 +21,9 @@ FORBIDDEN = {
 }
 LAZY = {  # inside functions only
     "parity/backends.py": TORCH | JAX | {"core_triton", "jax_pallas"},
+    "parity/train/torch_run.py": TORCH | {"core_triton"},
+    "parity/train/jax_run.py": JAX | {"flax_models", "jax_pallas"},
+    "parity/train/picture.py": {"matplotlib"},
 }
 AT_THE_TOP_OF_PARITY = set(sys.stdlib_module_names) | {"numpy", "parity"}
 
@@ -79,8 +82,12 @@ LOADED = "import json, sys; {statement}; print(json.dumps(sorted({{m.split('.')[
             "import parity.cases, parity.arrays, parity.expected, parity.reference, parity.backends, parity.__main__",
             TORCH | JAX | {"core_triton", "jax_pallas"},
         ),
+        (
+            "import parity.train.command, parity.train.process, parity.train.torch_run, parity.train.jax_run",
+            TORCH | JAX | {"core_triton", "jax_pallas", "flax_models", "matplotlib"},
+        ),
     ],
-    ids=["core_triton", "jax_pallas", "flax_models", "parity"],
+    ids=["core_triton", "jax_pallas", "flax_models", "parity", "parity.train"],
 )
 def test_an_import_loads_no_other_framework(statement: str, absent: set[str]) -> None:
     done = subprocess.run(
