@@ -1,5 +1,6 @@
 """Windows of a token stream: drawn at random to train on, evenly spaced to be judged by."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,9 @@ class BatchSampler:
         length: tokens a window (T); one more is read, since the last position has a target too.
         seed: of the order.
 
+    Attributes:
+        starts: (B,) where in the stream the windows of the latest batch begin.
+
     Raises:
         RunError: the stream is too short for one batch.
 
@@ -54,6 +58,7 @@ class BatchSampler:
         self._stream, self._batch_size, self._length = stream, batch_size, length
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self.passes = 0
+        self.starts = np.zeros(0, np.int64)
         self._shuffle()
 
     def _shuffle(self) -> None:
@@ -67,9 +72,9 @@ class BatchSampler:
         if self._cursor + self._batch_size > self._count:
             self.passes += 1
             self._shuffle()
-        starts = self._starts[self._cursor : self._cursor + self._batch_size]
+        self.starts = self._starts[self._cursor : self._cursor + self._batch_size]
         self._cursor += self._batch_size
-        return _windows(self._stream, starts, self._length)
+        return _windows(self._stream, self.starts, self._length)
 
     def state(self) -> dict[str, Any]:
         """Returns the place in the order, as plain JSON."""
@@ -81,6 +86,40 @@ class BatchSampler:
         self.passes = state["passes"]
         self._shuffle()
         self._cursor = state["cursor"]
+
+
+class Places:
+    """Says in which document of a stream a position lies.
+
+    Args:
+        stream: (n,) integer tokens.
+        end: the token that ends each document.
+        names: of the documents, in the stream's order.
+
+    Example:
+        >>> places = Places(np.array([5, 6, 0, 7, 8, 9, 0]), end=0, names=["a.txt", "b.txt"])
+        >>> places.describe(np.array([4]), length=2)
+        'tokens 4 to 5 (b.txt, from its token 1)'
+    """
+
+    MOST = 4  # windows that are named one by one
+
+    def __init__(self, stream: np.ndarray, end: int, names: Sequence[str]) -> None:
+        self._starts = np.concatenate(([0], np.flatnonzero(stream == end) + 1))
+        self._names = names
+
+    def describe(self, starts: np.ndarray, length: int) -> str:
+        """Returns the places of windows in words: (B,) where they begin, and the tokens of each."""
+        words = []
+        for start in starts[: self.MOST].tolist():
+            document = int(np.searchsorted(self._starts, start, side="right")) - 1
+            inside = start - int(self._starts[document])
+            words.append(
+                f"tokens {start:,} to {start + length - 1:,} ({self._names[document]}, from its token {inside:,})"
+            )
+        if len(starts) > self.MOST:
+            words.append(f"and {len(starts) - self.MOST} windows more")
+        return ", ".join(words)
 
 
 def held_out_windows(stream: np.ndarray, length: int, most: int) -> Batch:

@@ -2,8 +2,17 @@
 
 Saving is synchronous. A step gives its buffers to the next one (they are donated), and on the CPU a checkpoint written
 in the background would read buffers that already hold something else.
+
+Orbax writes a checkpoint into a folder of another name and renames it when all is there, so a process killed at any
+moment leaves whole checkpoints and perhaps a folder that the next save clears away. Once it stands, `files.json` goes
+into it: size and CRC-32 of each file, shape and dtype of each array. A checkpoint is held against that before it is
+read, so that a file cut short, lost or changed is named in one line, and an older checkpoint takes its place.
 """
 
+import json
+import os
+import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +21,38 @@ import jax
 from flax_models.errors import RunError
 from flax_models.step import TrainState
 
-KEPT = 2  # the last one, and one before it in case the machine stops while it is written
+KEPT = 2  # the last one, and one before it in case the last is broken
+MANIFEST = "files.json"
+BROKEN = ".broken"  # what is added to the name of a checkpoint that was passed over
 
 
 class Checkpoints:
     """The checkpoints in a folder.
 
     Args:
-        folder: made when the first one is saved.
+        folder: of the run's checkpoints; made if it is not there.
+        writes: this is the run itself, and no other process writes there: what a killed one left half written is
+            cleared away, and a broken checkpoint whose step comes again is renamed.
+
+    Attributes:
+        passed_over: what `restore` found wrong with checkpoints later than the one that it gave.
+
+    Raises:
+        RunError: the folder cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, writes: bool = False) -> None:
         import orbax.checkpoint as ocp
 
-        self._ocp, self._folder = ocp, folder
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        self._ocp, self._folder, self._writes = ocp, folder, writes
+        self.passed_over: list[str] = []
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=writes
+        )
+        try:
+            self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+        except OSError as error:
+            raise RunError(f"cannot make the folder {folder}: {error.strerror or error}") from None
 
     def latest_step(self) -> int | None:
         """Returns the step of the latest checkpoint, None if there is none."""
@@ -42,21 +67,31 @@ class Checkpoints:
             sampler: `BatchSampler.state()`.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: it cannot be written; earlier checkpoints are as they were.
         """
         if step == self.latest_step():
             return
+        kept = self.latest_step()
         args = self._ocp.args
         try:
+            free, size = shutil.disk_usage(self._folder).free, _size(state)
+            if free < size:  # told before it fails half-way, which leaves less room still
+                raise OSError(f"it takes {size:,} bytes, and the disk has {free:,} left")
             self._manager.save(
                 step,
                 args=args.Composite(state=args.StandardSave(state._asdict()), sampler=args.JsonSave(sampler)),
             )
-        except OSError as error:
-            raise RunError(f"cannot write the checkpoint of step {step} to {self._folder}: {error}") from None
+            _write_manifest(self._folder / str(step), state)
+        except Exception as error:  # a full disk surfaces as OSError or as one of the storage library's own types
+            raise RunError(
+                f"cannot write the checkpoint of step {step} to {self._folder}: {_first_line(error)}; "
+                f"{'no checkpoint was made before it' if kept is None else f'the checkpoint of step {kept} is kept'}"
+            ) from None
 
     def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state and the sampler's place of the latest checkpoint.
+        """Returns the state and the sampler's place of the latest checkpoint that is whole.
+
+        Broken ones later than it are told in `passed_over`.
 
         Args:
             like: a state of the same shapes and dtypes.
@@ -65,22 +100,124 @@ class Checkpoints:
             (state, sampler).
 
         Raises:
-            RunError: there is none, or it cannot be read.
+            RunError: there is none, none can be read, or the latest whole one holds arrays of other shapes.
         """
-        step = self.latest_step()
-        if step is None:
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        if not steps:
             raise RunError(f"--resume: nothing to continue, {self._folder} holds no checkpoint")
+        faults: list[str] = []
+        for step in steps:
+            folder = self._folder / str(step)
+            fault = _fault(folder)
+            if fault is None:
+                _check_arrays(folder, like)
+                try:
+                    restored = self._read(step, like)
+                except Exception as error:  # a broken file surfaces as one of many types, with a page of text
+                    fault = _first_line(error)
+                else:
+                    if self._writes:
+                        self._set_aside(steps[: len(faults)])
+                    self.passed_over = faults
+                    return restored
+            faults.append(f"cannot read the checkpoint {folder}: {fault}")
+        raise RunError("; ".join(faults))
+
+    def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         args = self._ocp.args
         shapes = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like._asdict())
-        try:
-            restored = self._manager.restore(
-                step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
-            )
-        except Exception as error:  # a broken file surfaces as one of many types, with a page of text
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise RunError(f"cannot read the checkpoint {self._folder / str(step)}: {first_line}") from None
+        restored = self._manager.restore(
+            step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
+        )
         return TrainState(**restored["state"]), restored["sampler"]
+
+    def _set_aside(self, steps: list[int]) -> None:
+        for step in steps:
+            folder = self._folder / str(step)
+            aside, number = folder.with_name(folder.name + BROKEN), 1
+            while aside.exists():
+                number += 1
+                aside = folder.with_name(f"{folder.name}{BROKEN}-{number}")
+            folder.rename(aside)
+        if steps:
+            self._manager.reload()
 
     def close(self) -> None:
         """Ends the manager's threads."""
         self._manager.close()
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _size(state: TrainState) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state._asdict()))
+
+
+def _arrays(state: TrainState) -> dict[str, list[Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state._asdict())
+    return {jax.tree_util.keystr(path): [list(leaf.shape), str(leaf.dtype)] for path, leaf in leaves}
+
+
+def _checksum(path: Path) -> int:
+    total = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def _write_manifest(folder: Path, state: TrainState) -> None:
+    files = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, _checksum(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    part = folder / f"{MANIFEST}.part"
+    part.write_text(json.dumps({"files": files, "arrays": _arrays(state)}, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, folder / MANIFEST)
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    """Returns what MANIFEST holds; None without one: the process was killed before it could write it."""
+    try:
+        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _fault(folder: Path) -> str | None:
+    """Returns what is wrong with the files of a checkpoint, None if they are as they were written."""
+    try:
+        manifest = _manifest(folder)
+        for name, (size, checksum) in ({} if manifest is None else manifest["files"]).items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
+            if _checksum(path) != checksum:
+                return f"{name} is not what was written (its checksum is another)"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST}: {_first_line(error)}"
+    return None
+
+
+def _check_arrays(folder: Path, like: TrainState) -> None:
+    """Raises RunError if a checkpoint holds other arrays than a state has."""
+    manifest = _manifest(folder)
+    if manifest is None:
+        return
+    found, wanted = manifest["arrays"], _arrays(like)
+    for name in [*wanted, *(set(found) - set(wanted))]:
+        if found.get(name) != wanted.get(name):
+            raise RunError(
+                f"the checkpoint {folder} is of another model: "
+                f"{name} is {_shape(found.get(name))} there and {_shape(wanted.get(name))} here"
+            )
+
+
+def _shape(entry: list[Any] | None) -> str:
+    return "absent" if entry is None else f"{entry[1]} {tuple(entry[0])}"

@@ -66,9 +66,8 @@ class Display:
             self._bar.stop()
             self._bar = None
 
-    def progress(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows how far the run is."""
-        numbers = f"loss {loss:.3f}  {tokens_per_s:,.0f} tokens/s"
+    def progress(self, step: int, numbers: str) -> None:
+        """Shows how far the run is, and the numbers of its latest steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
             return

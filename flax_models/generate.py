@@ -1,13 +1,33 @@
-"""Text from a trained model, one token after another."""
+"""`python -m flax_models.generate`: text from a folder of weights or from a run.
 
+    python -m flax_models.generate --weights Llama-3.2-1B --dtype bfloat16 --prompt "Once upon" --prompt "The sea"
+    python -m flax_models.generate --run runs/tiny --prompt "def main():"
+
+`continue_prompts` of `flax_models.sampling` draws, with a cache. `generate`, below, serves the sample at the end of a
+training run: it has no cache, and goes on past the model's max_seq_len.
+"""
+
+import argparse
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from flax_models.errors import RunError
 from flax_models.model import Decoder
+from flax_models.sampling import Sampling, continue_prompts
+from flax_models.tokenizer import END_ID
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PROGRAM = "python -m flax_models.generate"
 
 
 @jax.jit(static_argnames=("graph", "top_k"))
@@ -21,9 +41,8 @@ def _next_token(
     top_k: int,
 ) -> jax.Array:
     model = nnx.merge(graph, params)
-    hidden = model(window)[0, last]  # (D,): the one place where logits are wanted, and only those of one position
-    logits = model.head_weight().astype(hidden.dtype) @ hidden
-    values, entries = jax.lax.top_k(logits.astype(jnp.float32), min(top_k, logits.shape[0]))
+    logits = model.logits(model(window)[0, last])  # (V,): of one position alone
+    values, entries = jax.lax.top_k(logits, min(top_k, logits.shape[0]))
     return entries[jax.random.categorical(key, values / temperature)]
 
 
@@ -77,9 +96,8 @@ def generate(
     tokens = list(prompt)
     for step_key in jax.random.split(key, length):
         seen = tokens[-width:]
-        window = np.zeros(
-            (1, width), np.int32
-        )  # one shape for every length: causal attention never looks at the padding
+        # One shape for every length: causal attention never looks at the padding.
+        window = np.zeros((1, width), np.int32)
         window[0, : len(seen)] = seen
         last = jnp.asarray(len(seen) - 1)
         token = int(_next_token(graph, params, window, last, step_key, jnp.asarray(temperature), top_k))
@@ -87,3 +105,136 @@ def generate(
             break
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+class Source(NamedTuple):
+    """A model with all that turns text into its tokens and back."""
+
+    model: Decoder
+    tokenizer: "Tokenizer"
+    ends: tuple[int, ...]
+    first: tuple[int, ...]  # tokens before every prompt, beside those of the tokenizer's own template
+
+
+def read_weights(folder: Path, dtype: str) -> Source:
+    """Returns the model of a Hugging Face folder, its tokenizer and the tokens that end its texts.
+
+    Args:
+        folder: holds weights, config.json and tokenizer.json; generation_config.json or config.json names the ends.
+        dtype: of computation and parameters.
+
+    Raises:
+        RunError: a file is missing or cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    from flax_models.weights import load
+
+    model = load(folder, dtype=dtype, param_dtype=dtype)
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception for a missing or broken file
+        raise RunError(f"cannot read the tokenizer {path}: {error}") from None
+    return Source(model, tokenizer, _ends(folder), ())
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    for name in ("generation_config.json", "config.json"):  # the first that says it
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise RunError(f"cannot read {path}: {error}") from None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
+
+
+def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling) -> list[str]:
+    """Returns every text's continuation, without the text.
+
+    Args:
+        source: the model and its tokenizer.
+        texts: at least one.
+        length: most tokens for each; fewer where the model's max_seq_len ends.
+        seed: of what is drawn.
+        sampling: how.
+
+    Raises:
+        RunError: a text leaves no room for a token, or has no token at all.
+    """
+    prompts = [[*source.first, *source.tokenizer.encode(text).ids] for text in texts]
+    width, longest = max(map(len, prompts)), source.model.config.max_seq_len
+    if not all(prompts):
+        raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
+    if width >= longest:
+        raise RunError(f"--prompt must have fewer tokens than the model's max_seq_len {longest}, got {width}")
+    drawn = continue_prompts(
+        source.model,
+        prompts,
+        length=min(length, longest - width),
+        key=jax.random.key(seed),
+        sampling=sampling,
+        ends=source.ends,
+    )
+    return [_decoded_after(source.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
+
+
+def _decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
+    """Returns what new tokens add to a prompt's text, decoded with it: some tokenizers drop a text's first space."""
+    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the command line's options."""
+    options = argparse.ArgumentParser(prog=PROGRAM, description="Continue texts with a trained model.")
+    where = options.add_mutually_exclusive_group(required=True)
+    where.add_argument("--weights", type=Path, help="Hugging Face folder: safetensors, config.json, tokenizer.json")
+    where.add_argument("--run", type=Path, help="folder of a run of flax_models.train")
+    options.add_argument("--prompt", action="append", required=True, help="text to continue; may be given many times")
+    options.add_argument("--length", type=int, default=128, help="most tokens to draw for each prompt (128)")
+    options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
+    options.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest tokens, 0: all (40)")
+    options.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (1)")
+    options.add_argument("--min-tokens", type=int, default=0, help="no text ends before it has so many (0)")
+    options.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --weights (float32)"
+    )
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 0, or 1 for what a person can mend."""
+    options = parser().parse_args(arguments)
+    try:
+        try:
+            sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_tokens)
+        except ValueError as error:
+            raise RunError(f"--{str(error).replace('_', '-')}") from None
+        if options.length < 1:
+            raise RunError(f"--length must be at least 1, got {options.length}")
+        if options.run is not None:
+            from flax_models.trained import read_run
+
+            run = read_run(options.run)
+            source = Source(run.model, run.tokenizer, (END_ID,), (END_ID,))
+        else:
+            source = read_weights(options.weights, options.dtype)
+        texts = continue_texts(source, options.prompt, length=options.length, seed=options.seed, sampling=sampling)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for prompt, text in zip(options.prompt, texts, strict=True):
+        print(prompt + text)
+        if len(texts) > 1:
+            print("---")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,21 +4,36 @@ Nothing in a step waits for the device. Every `log_every` steps the loop fetches
 newest, so that the device always has work in hand while Python writes. Before a checkpoint it fetches the newest too:
 what is saved comes from steps whose loss and gradient were finite, and a diverged run never replaces its last good
 checkpoint.
+
+Throughput is reported of a model that learns: the numbers of steps whose gradients are exactly zero, or of a model of
+which a part never had a gradient, end the run instead.
 """
 
 import math
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
+from flax_models.accounting import describe_flops
 from flax_models.batches import Batch, BatchSampler
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import TrainConfig
 from flax_models.display import Display
-from flax_models.errors import RunError
+from flax_models.errors import RunError, Stopped
 from flax_models.metrics import MetricsLog
-from flax_models.step import StepMetrics, Trainer, TrainState
+from flax_models.profile import Clock, Tracer
+from flax_models.step import Part, StepMetrics, Trainer, TrainState
+from flax_models.stopping import StopRequest
+
+
+class Cost(NamedTuple):
+    """What a token costs, and what the device could do."""
+
+    flops_per_token: float
+    peak: float | None  # flops/s, None where it is not known
 
 
 class RunParts(NamedTuple):
@@ -30,6 +45,18 @@ class RunParts(NamedTuple):
     checkpoints: Checkpoints
     metrics: MetricsLog
     display: Display
+    cost: Cost
+    describe: Callable[[np.ndarray], str]  # says where in the data windows lie, of their starts (B,)
+    clock: Clock
+    tracer: Tracer
+
+
+class _Step(NamedTuple):
+    """A step whose numbers are still on the device."""
+
+    step: int
+    metrics: StepMetrics
+    starts: np.ndarray
 
 
 class _Fetcher:
@@ -37,11 +64,12 @@ class _Fetcher:
 
     def __init__(self, parts: RunParts, tokens_per_step: int) -> None:
         self._parts, self._tokens_per_step = parts, tokens_per_step
-        self._waiting: list[tuple[int, StepMetrics]] = []
+        self._waiting: list[_Step] = []
+        self._trained = np.zeros(len(parts.trainer.parts), bool)
         self._began = self._last = time.monotonic()
 
-    def add(self, step: int, metrics: StepMetrics) -> None:
-        self._waiting.append((step, metrics))
+    def add(self, step: int, metrics: StepMetrics, starts: np.ndarray) -> None:
+        self._waiting.append(_Step(step, metrics, starts))
 
     def fetch(self, *, keep: int) -> None:
         """Writes the rows of all waiting steps but the newest `keep`."""
@@ -49,34 +77,71 @@ class _Fetcher:
         if count < 1:
             return
         block, self._waiting = self._waiting[:count], self._waiting[count:]
-        values = jax.device_get([metrics for _, metrics in block])
+        with self._parts.clock.part("waiting for the device"):
+            values: list[StepMetrics] = jax.device_get([step.metrics for step in block])
+        with self._parts.clock.part("metrics"):
+            self._write(block, values)
+
+    def _write(self, block: list[_Step], values: list[StepMetrics]) -> None:
         now = time.monotonic()
-        tokens_per_s = count * self._tokens_per_step / (now - self._last)
+        tokens_per_s = len(block) * self._tokens_per_step / (now - self._last)
+        flops_per_s = tokens_per_s * self._parts.cost.flops_per_token
+        peak = self._parts.cost.peak
+        clocked = {"tokens_per_s": round(tokens_per_s, 1), "flops_per_s": round(flops_per_s)}
+        if peak is not None:
+            clocked["mfu"] = round(flops_per_s / peak, 4)
         self._last = now
-        for (step, _), (loss, grad_norm, learning_rate) in zip(block, values, strict=True):
+        for (step, _, starts), (loss, grad_norm, learning_rate, trained) in zip(block, values, strict=True):
             self._parts.metrics.write(
                 step,
                 loss=float(loss),
                 grad_norm=float(grad_norm),
                 learning_rate=float(learning_rate),
-                tokens_per_s=round(tokens_per_s, 1),
+                **clocked,
                 seconds=round(now - self._began, 3),
             )
             for what, value in (("loss", loss), ("gradient norm", grad_norm)):
                 if not math.isfinite(value):
                     self._parts.metrics.flush()
-                    raise RunError(_diverged(what, float(value), step, self._parts.checkpoints.latest_step()))
+                    raise RunError(self._diverged(what, float(value), step, starts))
+            self._trained |= trained
         self._parts.metrics.flush()
-        self._parts.display.progress(block[-1][0], sum(float(loss) for loss, *_ in values) / count, tokens_per_s)
+        self._check_learning(block, values)
+        loss = sum(float(value.loss) for value in values) / len(block)
+        share = describe_flops(flops_per_s) if peak is None else f"{flops_per_s / peak:.1%} MFU"
+        grad_norm = float(values[-1].grad_norm)
+        self._parts.display.progress(
+            block[-1].step, f"loss {loss:.3f}  grad {grad_norm:.2f}  {tokens_per_s:,.0f} tokens/s  {share}"
+        )
+
+    def _diverged(self, what: str, value: float, step: int, starts: np.ndarray) -> str:
+        checkpoint = self._parts.checkpoints.latest_step()
+        kept = "no checkpoint was made yet" if checkpoint is None else f"the checkpoint of step {checkpoint} is kept"
+        return (
+            f"the {what} is {value} at step {step}; {kept}. Its batch: {self._parts.describe(starts)}. "
+            f"A smaller --learning-rate or --clip-norm may help"
+        )
+
+    def _check_learning(self, block: list[_Step], values: list[StepMetrics]) -> None:
+        """Raises RunError where tokens per second would be those of a model that does not learn."""
+        if not any(value.trained.any() for value in values):
+            raise RunError(
+                f"no throughput to report: the gradients of steps {block[0].step} to {block[-1].step} are exactly zero"
+            )
+        idle = [part for part, trained in zip(self._parts.trainer.parts, self._trained, strict=True) if not trained]
+        if idle:
+            raise RunError(f"no throughput to report: {_fewer(idle, self._parts.trainer.parts)}")
 
     def skip_time(self) -> None:
         """Leaves what was done since the last fetch out of tokens/s: compiling, held-out losses, checkpoints."""
         self._last = time.monotonic()
 
 
-def _diverged(what: str, value: float, step: int, checkpoint: int | None) -> str:
-    kept = f"the checkpoint of step {checkpoint} is kept" if checkpoint else "no checkpoint was made yet"
-    return f"the {what} is {value} at step {step}; {kept}. A smaller --learning-rate or --clip-norm may help"
+def _fewer(idle: list[Part], parts: tuple[Part, ...]) -> str:
+    asked = sum(part.size for part in parts)
+    trained = asked - sum(part.size for part in idle)
+    more = f" and {len(idle) - 1} parts more" if len(idle) > 1 else ""
+    return f"{trained:,} parameters train where {asked:,} were to; without any gradient: {idle[0].name}{more}"
 
 
 def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState:
@@ -91,33 +156,52 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
         The state after `config.steps` steps, saved.
 
     Raises:
-        RunError: a loss or a gradient is not finite, or a checkpoint cannot be written.
+        RunError: a loss or a gradient is not finite, gradients are zero, or a file cannot be written.
+        Stopped: SIGINT or SIGTERM came; the step that it came in is finished and saved.
     """
-    start = int(state.step)
+    start = int(jax.device_get(state.step))
     batch_tokens = config.batch_size * parts.held_out.tokens.shape[1]
-    fetcher = _Fetcher(parts, batch_tokens)
-    with parts.display.start(start, config.steps):
+    fetcher, clock = _Fetcher(parts, batch_tokens), parts.clock
+
+    def save(step: int) -> None:
+        with clock.part("checkpoints"):
+            parts.metrics.flush()
+            parts.checkpoints.save(step, state, parts.sampler.state())
+
+    with parts.display.start(start, config.steps), StopRequest() as stop:
         for step in range(start + 1, config.steps + 1):
-            state, metrics = parts.trainer.step(state, parts.sampler.next())
-            fetcher.add(step, metrics)
-            if step == start + 1:
-                jax.block_until_ready(metrics)
+            with clock.part("tracing"):
+                parts.tracer.before(step)
+            with clock.part("data"):
+                batch = jax.device_put(parts.sampler.next())
+            first = step == start + 1
+            with clock.part("first step, compiling" if first else "dispatch"):
+                state, metrics = parts.trainer.step(state, batch)
+                if first:
+                    jax.block_until_ready(metrics)
+            fetcher.add(step, metrics, parts.sampler.starts)
+            with clock.part("tracing"):
+                parts.tracer.after(step, metrics)
+            if first:
                 fetcher.skip_time()
                 parts.display.compiled(step)
             last = step == config.steps
             evaluate = last or (config.eval_every > 0 and step % config.eval_every == 0)
-            save = last or step % config.checkpoint_every == 0
-            if not (evaluate or save):
-                if step % config.log_every == 0:
-                    fetcher.fetch(keep=1)
-                continue
-            fetcher.fetch(keep=0)
-            if evaluate:
-                loss = parts.trainer.held_out_loss(state.params, parts.held_out)
-                parts.metrics.write(step, held_out_loss=loss)
-                parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
-            if save:
-                parts.metrics.flush()
-                parts.checkpoints.save(step, state, parts.sampler.state())
-            fetcher.skip_time()
+            keep = last or step % config.checkpoint_every == 0
+            if evaluate or keep:
+                fetcher.fetch(keep=0)
+                if evaluate:
+                    with clock.part("held-out losses"):
+                        loss = parts.trainer.held_out_loss(state.params, parts.held_out)
+                    parts.metrics.write(step, held_out_loss=loss)
+                    parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
+                if keep:
+                    save(step)
+                fetcher.skip_time()
+            elif step % config.log_every == 0:
+                fetcher.fetch(keep=1)
+            if stop.signal is not None:
+                fetcher.fetch(keep=0)
+                save(step)
+                raise Stopped(stop.signal, f"step {step:,} of {config.steps:,} is saved, --resume continues from it")
     return state

@@ -1,12 +1,12 @@
 """Rotary positions: the angles of every published scaling, and the rotation itself.
 
-A head's features i and i + R/2, of the first R, turn by position * f_i. The frequencies f come from the config alone, so
-they are NumPy constants of the compiled function. The plain ones are f_i = theta**(-2i/R); with a factor s and an
+A head's features i and i + R/2, of the first R, turn by position * f_i. The frequencies f come from the config alone,
+so they are NumPy constants of the compiled function. The plain ones are f_i = theta**(-2i/R); with a factor s and an
 original length L, and r_i = L * f_i / (2 pi) turns within that length:
 
     linear    f_i / s
     llama3    f_i where r_i > high, f_i / s where r_i < low, in between the mixture that is linear in r_i
-    yarn      f_i where i is below the pair that turns beta_fast times, f_i / s above that of beta_slow, linear in i between
+    yarn      f_i below the pair that turns beta_fast times, f_i / s above that of beta_slow, linear in i between
     longrope  f_i / short_i for sequences up to L, f_i / long_i for longer ones
 
 yarn and longrope multiply cosine and sine by an attention factor.

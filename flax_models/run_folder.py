@@ -5,9 +5,16 @@ runs/NAME/tokenizer.json   the tokenizer, so that the run does not depend on the
 runs/NAME/metrics.jsonl    one line a step (flax_models.metrics), beside TensorBoard's event files
 runs/NAME/checkpoints/     the last two (flax_models.checkpoint)
 runs/NAME/loss.png         (flax_models.plot), and result.json: the held-out loss and the baselines
+runs/NAME/profile/         the trace of --profile (flax_models.profile)
+
+The first two are written in a folder of another name, which is then renamed: a run that is killed at any moment has
+either no folder, and its name is free, or one that --resume can read.
 """
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,14 +67,30 @@ def _check_name(name: str) -> None:
         raise RunError(f"--name must be the name of one folder, got {name!r}")
 
 
-def write_record(folder: Path, record: RunRecord) -> None:
-    """Makes the folder and writes config.json; raises RunError if it cannot."""
+def make_folder(folder: Path, record: RunRecord, fill: Callable[[Path], None]) -> None:
+    """Makes the folder of a new run, whole or not at all.
+
+    Args:
+        folder: to be made.
+        record: of config.json.
+        fill: writes what else must be there from the first moment into the folder it is given.
+
+    Raises:
+        RunError: it cannot be made, or is there by now.
+    """
     text = json.dumps({**to_json(record.config), "corpus_sha256": record.corpus_sha256}, indent=2)
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "config.json").write_text(text + "\n", encoding="utf-8")
+        fill(part)
+        if folder.exists():  # an empty one would be replaced
+            raise RunError(f"{folder} exists already: another run has just taken the name")
+        part.rename(folder)
     except OSError as error:
         raise RunError(f"cannot make the run folder {folder}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def read_record(folder: Path) -> RunRecord:

@@ -1,8 +1,7 @@
 """One training step and the held-out loss, as compiled functions over plain trees of arrays."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +24,19 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports; scalars that stay on the device until someone asks."""
+    """What a step reports; it stays on the device until someone asks."""
 
-    loss: jax.Array
-    grad_norm: jax.Array
-    learning_rate: jax.Array
+    loss: jax.Array  # () float32, what is minimised: z-loss and smoothing included
+    grad_norm: jax.Array  # () float32, before clipping
+    learning_rate: jax.Array  # () float32
+    trained: jax.Array  # (P,) bool: parts of the model (`Trainer.parts`) with a gradient other than zero
+
+
+class Part(NamedTuple):
+    """Parameters that train or do not as one: one of the model's arrays, or one layer's share of it."""
+
+    name: str
+    size: int
 
 
 def learning_rate_schedule(config: TrainConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
@@ -50,6 +57,11 @@ def learning_rate_schedule(config: TrainConfig) -> Callable[[jax.typing.ArrayLik
     return rate
 
 
+def _stacked(path: tuple[Any, ...]) -> bool:
+    """Returns whether a parameter holds all layers, stacked along its first axis."""
+    return any(getattr(entry, "key", None) == "blocks" for entry in path)
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Returns AdamW behind gradient clipping; weight decay touches matrices alone.
 
@@ -57,7 +69,10 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """
 
     def matrices(params: optax.Params) -> optax.Params:
-        return jax.tree.map(lambda leaf: leaf.ndim > 1, params)  # norms are vectors
+        def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
+            return leaf.ndim - _stacked(path) > 1  # norms and biases are vectors
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -74,39 +89,123 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 class Trainer:
     """The compiled functions of one model and one optimiser.
 
+    With `accumulate` N the rows of a batch go through the model in N micro-batches. Each one's loss is divided by the
+    counted tokens of the whole batch, so that the sum of gradients, in float32, is the gradient of the whole batch's
+    mean however the counted tokens lie. A micro-batch is differentiated where it is computed, which keeps one gradient
+    of the head alive and not N.
+
     Args:
         model: gives the structure and the initial parameters.
-        config: of the optimiser.
+        config: of the optimiser and the loss.
+
+    Attributes:
+        initial: the state before the first step; `del` it once another is at hand, for it holds memory.
+        parts: what `StepMetrics.trained` tells of, in its order.
+        step: (state, batch) -> (state, metrics), compiled; the state is donated. Its batch has (B, T) int32 tokens and
+            targets, of which IGNORED ones count for nothing.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig) -> None:
         self._graph, params = nnx.split(model)
         self._optimizer = make_optimizer(config)
         self._schedule = learning_rate_schedule(config)
-        self._batch_size = config.batch_size
+        self._config = config
         self.initial = TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
+        self.parts = tuple(_parts(params))
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = jax.jit(self._step, donate_argnums=0)
-        self._loss_sum = jax.jit(partial(self._loss, reduction="sum"))
+        self._loss_sum = jax.jit(self._negative_log_likelihood)
 
-    def _loss(self, params: nnx.State, batch: Batch, reduction: Literal["mean", "sum"] = "mean") -> jax.Array:
+    def _hidden(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, Decoder]:
         model = nnx.merge(self._graph, params)
-        hidden = model(jnp.asarray(batch.tokens))  # (B, T, D)
+        with jax.named_scope("model"):
+            return model(jnp.asarray(batch.tokens)), model  # (B, T, D)
+
+    def _loss(self, params: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
+        """Returns a batch's share of the mean over `counted` tokens."""
+        hidden, model = self._hidden(params, batch)
+        with jax.named_scope("loss"):
+            return linear_cross_entropy(
+                hidden,
+                model.head_weight(),
+                jnp.asarray(batch.targets),
+                reduction="mean",
+                normalizer=counted,
+                ignore_index=IGNORED,
+                label_smoothing=self._config.label_smoothing,
+                z_loss_weight=self._config.z_loss_weight,
+                **model.config.loss_options(),
+            )
+
+    def _negative_log_likelihood(self, params: nnx.State, batch: Batch) -> jax.Array:
+        """Returns the sum over a batch's counted tokens, without what training adds to it."""
+        hidden, model = self._hidden(params, batch)
         return linear_cross_entropy(
-            hidden, model.head_weight(), jnp.asarray(batch.targets), reduction=reduction, ignore_index=IGNORED
+            hidden,
+            model.head_weight(),
+            jnp.asarray(batch.targets),
+            reduction="sum",
+            ignore_index=IGNORED,
+            **model.config.loss_options(),
         )
 
+    def _gradients(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, nnx.State]:
+        counted = jnp.sum(jnp.asarray(batch.targets) != IGNORED).astype(jnp.float32)
+        if self._config.accumulate == 1:
+            return jax.value_and_grad(self._loss)(params, batch, counted)
+        rows = batch.tokens.shape[0]
+        if rows % self._config.accumulate:
+            raise ValueError(f"batch must have a multiple of {self._config.accumulate} rows (accumulate), got {rows}")
+        micro_batches = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf).reshape(self._config.accumulate, -1, leaf.shape[-1]), batch
+        )
+
+        def add(carry: tuple[jax.Array, nnx.State], micro: Batch) -> tuple[tuple[jax.Array, nnx.State], None]:
+            loss, gradients = jax.value_and_grad(self._loss)(params, micro, counted)
+            sums = jax.tree.map(lambda total, leaf: total + leaf.astype(jnp.float32), carry[1], gradients)
+            return (carry[0] + loss, sums), None
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        (loss, sums), _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro_batches)
+        return loss, jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, params)
+
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        loss, gradients = jax.value_and_grad(self._loss)(state.params, batch)
-        updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-        metrics = StepMetrics(loss, optax.tree.norm(gradients), self._schedule(state.step))
-        params = cast(nnx.State, optax.apply_updates(state.params, updates))  # optax keeps the tree, not its type
+        loss, gradients = self._gradients(state.params, batch)
+        with jax.named_scope("optimizer"):
+            updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
+            params = cast(nnx.State, optax.apply_updates(state.params, updates))  # optax keeps the tree, not its type
+        norm = optax.tree.norm(gradients)
+        metrics = StepMetrics(loss, norm, self._schedule(state.step), _trained(gradients))
         return TrainState(params, optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
-        """Returns the mean loss over windows, nats a token."""
-        sums = [self._loss_sum(params, batch) for batch in padded(windows, self._batch_size)]
+        """Returns the mean loss over windows, nats a token, without z-loss and smoothing; waits for the device."""
+        sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.targets.size)
+
+    def program(self, state: TrainState, batch: Batch) -> str:
+        """Returns the text of the compiled step, for arrays of these shapes; compiles it anew."""
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))
+        return jax.jit(self._step, donate_argnums=0).lower(*shapes).compile().as_text() or ""
 
     def model(self, params: nnx.State) -> Decoder:
         """Returns the model with these parameters."""
         return nnx.merge(self._graph, params)
+
+
+def _parts(params: nnx.State) -> Iterator[Part]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        name = ".".join(str(entry.key) for entry in path if hasattr(entry, "key"))
+        if not _stacked(path):
+            yield Part(name, leaf.size)
+            continue
+        for layer in range(leaf.shape[0]):
+            yield Part(f"{name} of layer {layer}", leaf.size // leaf.shape[0])
+
+
+def _trained(gradients: nnx.State) -> jax.Array:
+    """Returns (P,) bool, in the order of `_parts`: which parts have a gradient other than zero (NaN is another)."""
+    moved = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
+        shape = (leaf.shape[0], -1) if _stacked(path) else (1, -1)
+        moved.append(jnp.any(leaf.reshape(shape) != 0, axis=1))
+    return jnp.concatenate(moved)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_models.config import TrainConfig
 from flax_models.generate import generate
-from flax_models.model import Decoder, ModelConfig, rotary_embedding
+from flax_models.model import Decoder, ModelConfig
+from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
+from flax_models.step import make_optimizer
+from tests.random_decoder import random_decoder
 
 SMALL = ModelConfig(
     vocab_size=97,
@@ -22,6 +28,15 @@ SMALL = ModelConfig(
     intermediate_size=40,
     max_seq_len=16,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Programs here run for milliseconds and compile for seconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def make(config: ModelConfig = SMALL) -> Decoder:
@@ -64,7 +79,7 @@ def test_parameter_count_matches_the_parameters(tie):
 
 def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     model = make()
-    assert model.head_weight() is model.embedding.embedding[...]
+    assert model.head_weight() is model.embedding[...]
     graph, params = nnx.split(model)
     tokens = jnp.zeros((1, 4), jnp.int32)  # token 0 alone is looked up
     targets = jnp.full((1, 4), 5)
@@ -72,13 +87,13 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     def loss(params):
         return materialised_loss(nnx.merge(graph, params), tokens, targets)
 
-    gradient = jax.grad(loss)(params)["embedding"]["embedding"][...]
+    gradient = jax.grad(loss)(params)["embedding"][...]
     assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "as a head, every row has a gradient"
 
 
 def test_untied_head_is_a_parameter_of_its_own():
     model = make(dataclasses.replace(SMALL, tie_embeddings=False))
-    assert not np.array_equal(model.head_weight(), model.embedding.embedding[...])
+    assert not np.array_equal(model.head_weight(), model.embedding[...])
 
 
 def test_first_loss_is_near_uniform():
@@ -102,13 +117,18 @@ def test_sequences_of_a_batch_do_not_see_each_other():
     np.testing.assert_allclose(hidden_states(model, tokens)[:1], alone, rtol=2e-5, atol=2e-6)
 
 
+def rotated(x: np.ndarray, positions: np.ndarray) -> jax.Array:
+    frequencies = rotary_frequencies(RopeScaling(), 10_000.0, x.shape[-1], seq_len=1)
+    return rotate(jnp.asarray(x), *rotary_tables(frequencies, jnp.asarray(positions)))
+
+
 def test_rotary_embedding_matches_complex_rotation():
     x = np.random.default_rng(0).normal(size=(1, 5, 2, 8)).astype(np.float32)
     positions = np.array([0, 1, 5, 17, 400])
     frequencies = 10_000.0 ** (-np.arange(4) / 4)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * positions[:, None] * frequencies)[None, :, None, :]
     expected = np.concatenate((turned.real, turned.imag), axis=-1)
-    got = rotary_embedding(jnp.asarray(x), jnp.asarray(positions), 10_000.0)
+    got = rotated(x, positions)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
 
 
@@ -116,11 +136,10 @@ def test_rotated_products_depend_on_distance_alone():
     query, key = np.random.default_rng(2).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
 
     def product(query_position: int, key_position: int) -> float:
-        rotated = (
-            rotary_embedding(jnp.asarray(vector), jnp.asarray([position]), 10_000.0)
-            for vector, position in ((query, query_position), (key, key_position))
+        turned = (
+            rotated(vector, np.array([position])) for vector, position in ((query, query_position), (key, key_position))
         )
-        return float(jnp.vdot(*rotated))
+        return float(jnp.vdot(*turned))
 
     assert product(9, 4) == pytest.approx(product(25, 20), rel=1e-4)
     assert product(9, 4) != pytest.approx(product(9, 5), rel=1e-2)
@@ -128,15 +147,14 @@ def test_rotated_products_depend_on_distance_alone():
 
 def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads():
     grouped = make()
-    full = make(dataclasses.replace(SMALL, num_kv_heads=SMALL.num_heads))
-    state = nnx.state(grouped, nnx.Param)
+    full = random_decoder(dataclasses.replace(SMALL, num_kv_heads=SMALL.num_heads))
+    state: Any = nnx.state(grouped, nnx.Param)
     repeats = SMALL.num_heads // SMALL.num_kv_heads
-    for block in state["blocks"].values():
-        for name in ("key", "value"):
-            kernel = block["attention"][name]["kernel"][...]  # (D, num_kv_heads * head_dim)
-            heads = kernel.reshape(kernel.shape[0], SMALL.num_kv_heads, SMALL.head_dim)
-            repeated = jnp.repeat(heads, repeats, axis=1).reshape(kernel.shape[0], -1)
-            block["attention"][name]["kernel"] = nnx.Param(repeated)
+    for name in ("key", "value"):
+        projection = state["blocks"]["attention"][name]
+        kernel = projection["kernel"][...]  # (L, D, num_kv_heads * head_dim)
+        heads = kernel.reshape(*kernel.shape[:2], SMALL.num_kv_heads, SMALL.head_dim)
+        projection["kernel"] = nnx.Param(jnp.repeat(heads, repeats, axis=2).reshape(*kernel.shape[:2], -1))
     nnx.update(full, state)
     np.testing.assert_allclose(
         hidden_states(full, tokens_of()), hidden_states(grouped, tokens_of()), rtol=1e-5, atol=1e-5
@@ -150,11 +168,107 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ({"head_dim": 7}, "head_dim must be even and positive, got 7"),
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"num_layers": -1}, "num_layers must not be negative, got -1"),
+        ({"logit_scale": 0.0}, "logit_scale must be positive, got 0.0"),
+        ({"attention_softcap": -1.0}, "attention_softcap must be positive, got -1.0"),
+        ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
+        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must lie in \(0, 1\] and turn an even .* got 0.4"),
+        ({"window_pattern": ()}, "window_pattern must have at least one entry, got none"),
+        ({"attention_implementation": "cudnn"}, "cudnn cannot take dtype float32: use xla"),
+        (
+            {"rope": RopeScaling("longrope", 2.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0,))},
+            "rope_long_factor must have 4 entries, got 1",
+        ),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
+        ({"rope_original_seq_len": 0}, "rope_original_seq_len must be at least 2 for rope_type llama3, got 0"),
+        ({"rope_high_freq_factor": 1.0}, "rope_high_freq_factor must be above rope_low_freq_factor 1.0, got 1.0"),
+        ({"rope_type": "yarn", "rope_beta_fast": 0.5}, "rope_beta_fast must be at least rope_beta_slow 1.0, got 0.5"),
+    ],
+)
+def test_a_scaling_that_cannot_be_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RopeScaling(**{"rope_type": "llama3", "rope_factor": 2.0, "rope_original_seq_len": 16, **fields})
+
+
+def test_a_window_hides_what_lies_before_it():
+    model, tokens = random_decoder(dataclasses.replace(SMALL, num_layers=1, sliding_window=3)), tokens_of()
+    changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % SMALL.vocab_size)
+    difference = np.abs(np.asarray(hidden_states(model, tokens)) - np.asarray(hidden_states(model, changed))).max(-1)
+    assert (difference[:, [4, 5, 6]] > 1e-6).all()
+    np.testing.assert_array_equal(difference[:, [0, 1, 2, 3, 7, 8, 9, 10, 11]], 0.0)
+
+
+def test_no_block_is_left_out_of_the_stack():
+    """Zero output projections make a block the identity: silencing either layer of the stack changes the result."""
+    model, tokens = make(), tokens_of()
+    whole = np.asarray(hidden_states(model, tokens))
+    state = nnx.state(model)
+    for layer in range(SMALL.num_layers):
+        silenced = nnx.to_pure_dict(state)
+        for module, projection in (("attention", "out"), ("feed_forward", "down")):
+            kernel = np.array(silenced["blocks"][module][projection]["kernel"])
+            kernel[layer] = 0.0
+            silenced["blocks"][module][projection]["kernel"] = jnp.asarray(kernel)
+        changed = nnx.clone(model)
+        nnx.update(changed, silenced)
+        assert np.abs(np.asarray(hidden_states(changed, tokens)) - whole).max() > 1e-2
+    kernels = np.asarray(model.blocks.attention.query.kernel[...])
+    assert not np.array_equal(kernels[0], kernels[1]), "layers start differently"
+
+
+def test_loops_and_recomputation_change_neither_results_nor_gradients():
+    options = {"sliding_window": 4, "window_pattern": (True, False), "attention_softcap": 2.0, "post_norms": True}
+    tokens = tokens_of()
+
+    def value_and_gradients(**changes: Any) -> tuple[jax.Array, Any]:
+        graph, params = nnx.split(random_decoder(dataclasses.replace(SMALL, **options, **changes)))
+
+        def value(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+            model: Decoder = nnx.merge(graph, params)
+            hidden = model(tokens)
+            return jnp.square(hidden - 1).mean(), hidden
+
+        gradients, hidden = jax.jit(jax.grad(value, has_aux=True))(params)
+        return hidden, nnx.to_pure_dict(gradients)
+
+    expected, gradients = value_and_gradients()
+    for changes in ({"remat": "attention"}, {"remat": "full"}, {"scan_layers": False}):
+        got, got_gradients = value_and_gradients(**changes)
+        np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=str(changes))
+        jax.tree.map(
+            lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(np.asarray(theirs)).max()),
+            got_gradients,
+            gradients,
+        )
+
+
+def test_logits_are_scaled_and_capped_as_the_config_says():
+    model = random_decoder(dataclasses.replace(SMALL, logit_softcap=0.5, logit_scale=3.0))
+    hidden = np.random.default_rng(0).normal(size=(2, SMALL.hidden_size)).astype(np.float32)
+    expected = 0.5 * np.tanh(3.0 * (hidden @ np.asarray(model.head_weight()).T) / 0.5)
+    np.testing.assert_allclose(model.logits(jnp.asarray(hidden)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_weight_decay_takes_matrices_of_the_stack_and_leaves_its_norms_and_biases_alone():
+    model = nnx.eval_shape(lambda: make(dataclasses.replace(SMALL, attention_bias=True)))
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), nnx.state(model, nnx.Param))
+    optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.1, weight_decay=0.5))
+
+    def update(params: Any) -> Any:
+        return optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)[0]
+
+    for path, leaf in nnx.to_flat_state(jax.jit(update)(params)):
+        decayed = path[-1] in ("kernel", "embedding")
+        np.testing.assert_allclose(leaf[...], -0.05 if decayed else 0.0, rtol=1e-6, err_msg=str(path))
 
 
 def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
@@ -166,7 +280,7 @@ def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
 
 
 def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
-    model = make(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
+    model = random_decoder(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
     drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 passes max_seq_len 4
     assert drawn == greedy(model, [3, 8], 6)
 

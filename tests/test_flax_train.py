@@ -1,4 +1,4 @@
-"""`python -m flax_models.train`, run whole on a few small texts: files, resumption, errors, the step itself."""
+"""`python -m flax_models.train`, run whole on a few small texts: files, options, errors, the step itself."""
 
 import contextlib
 import dataclasses
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,51 +17,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax_runs import compilation_cache, random_batch, small_trainer, start, train, write_texts
+from jax._src.array import ArrayImpl
 
+import flax_models.step as step_module
 import flax_models.train as program
-from flax_models.batches import Batch, held_out_windows
-from flax_models.checkpoint import Checkpoints
+from flax_models.batches import IGNORED, Batch, Places, held_out_windows
 from flax_models.config import CONFIGS, RunConfig, TrainConfig, from_json, to_json
 from flax_models.display import duration
 from flax_models.errors import RunError
-from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig
+from flax_models.metrics import CLOCKED, read_rows
+from flax_models.model import ModelConfig
 from flax_models.plot import running_mean
 from flax_models.run_folder import new_folder
-from flax_models.step import Trainer, TrainState, learning_rate_schedule, make_optimizer
-
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix", "ink"]
-SMALL = [
-    f"--{name}={value}"
-    for name, value in {
-        "vocab-size": 280,
-        "hidden-size": 16,
-        "num-layers": 1,
-        "num-heads": 2,
-        "num-kv-heads": 1,
-        "head-dim": 8,
-        "intermediate-size": 24,
-        "max-seq-len": 16,
-        "steps": 8,
-        "batch-size": 2,
-        "warmup-steps": 2,
-        "learning-rate": 1e-2,
-        "eval-every": 4,
-        "checkpoint-every": 3,
-        "log-every": 3,
-        "held-out-windows": 5,
-        "sample-tokens": 4,
-    }.items()
-]
+from flax_models.step import Trainer, learning_rate_schedule, make_optimizer
+from jax_pallas.linear_ce import linear_cross_entropy
 
 
-def write_texts(folder: Path) -> None:
-    generator = np.random.default_rng(0)
-    folder.mkdir()
-    for i in range(12):
-        lines = (" ".join(generator.choice(WORDS, size=8)) for _ in range(20))
-        (folder / f"{i}.txt").write_text("\n".join(lines) + "\n")
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
+        yield
 
 
 @pytest.fixture
@@ -89,22 +66,6 @@ def copied(finished, tmp_path) -> Path:
     return tmp_path
 
 
-def train(place: Path, *options: str) -> int:
-    return program.main(["--runs", str(place / "runs"), *options])
-
-
-def start(place: Path, name: str, *options: str) -> int:
-    return train(place, "--name", name, "--data", str(place / "data"), *SMALL, *options)
-
-
-def learned(folder: Path) -> list[dict]:
-    """The rows of a run without what the clock put there."""
-    return [
-        {name: value for name, value in row.items() if name not in ("seconds", "tokens_per_s")}
-        for row in read_rows(folder)
-    ]
-
-
 def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     place, out = finished
     folder = place / "runs" / "whole"
@@ -124,7 +85,7 @@ def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert [row["step"] for row in rows if "held_out_loss" in row] == [4, 8]
     train_rows = [row for row in rows if "loss" in row]
-    assert set(train_rows[0]) == {"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "seconds"}
+    assert set(train_rows[0]) == {"step", "loss", "grad_norm", "learning_rate"} | CLOCKED - {"mfu"}
     assert train_rows[-1]["loss"] < train_rows[0]["loss"]
 
     config = json.loads((folder / "config.json").read_text())
@@ -138,79 +99,6 @@ def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     assert config["corpus_sha256"][:16] in out
     assert "sample:" in out
     assert "\x1b" not in out, "no colours or bars where there is no terminal"
-
-
-def interrupt_after(monkeypatch, steps: int) -> None:
-    """Makes the run stop as by Ctrl-C once so many steps were taken."""
-    step = Trainer.__init__
-
-    def patched(self, *arguments, **options) -> None:
-        step(self, *arguments, **options)
-        inner, taken = self.step, 0
-
-        def counted(state: TrainState, batch: Batch):
-            nonlocal taken
-            if taken == steps:
-                raise KeyboardInterrupt
-            taken += 1
-            return inner(state, batch)
-
-        self.step = counted
-
-    monkeypatch.setattr(Trainer, "__init__", patched)
-
-
-def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(finished, place, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, steps=5)
-        assert start(place, "broken") == 130
-    assert "--resume continues" in capsys.readouterr().err
-    assert train(place, "--name", "broken", "--resume") == 0
-    assert "from step 3" in capsys.readouterr().out
-
-    whole, broken = finished[0] / "runs" / "whole", place / "runs" / "broken"
-    assert learned(whole) == learned(broken)
-    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, broken)]
-    assert results[0]["held_out_loss"] == results[1]["held_out_loss"]
-
-    like = small_trainer().initial
-    states = [Checkpoints(folder / "checkpoints").restore(like) for folder in (whole, broken)]
-    assert states[0][1] == states[1][1]
-    jax.tree.map(np.testing.assert_array_equal, states[0][0], states[1][0])
-
-
-def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies(copied):
-    write_texts(copied / "moved")
-    before = read_rows(copied / "runs" / "whole")
-    (copied / "runs" / "whole" / "result.json").unlink()
-    assert train(copied, "--resume", "--name", "whole", "--data", str(copied / "moved")) == 0
-    assert read_rows(copied / "runs" / "whole") == before
-    assert (copied / "runs" / "whole" / "result.json").exists()
-
-
-def test_a_diverged_run_names_the_step_and_keeps_its_last_good_checkpoint(place, monkeypatch, capsys):
-    original = Trainer.__init__
-
-    def poisoned(self, *arguments, **options) -> None:
-        original(self, *arguments, **options)
-        inner = self.step
-
-        def step(state: TrainState, batch: Batch):
-            if int(state.step) == 4:
-                state = state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
-            return inner(state, batch)
-
-        self.step = step
-
-    monkeypatch.setattr(Trainer, "__init__", poisoned)
-    assert start(place, "a") == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: the loss is nan at step 5; the checkpoint of step 3 is kept")
-    assert "Traceback" not in captured.out + captured.err
-    folder = place / "runs" / "a"
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["3"]
-    assert read_rows(folder)[-1]["loss"] == "nan"
-    assert (folder / "loss.png").exists()
 
 
 def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, capsys):
@@ -238,6 +126,8 @@ def test_a_wrong_option_is_named(place, capsys):
         (["--learning-rte", "1"], "--learning-rte"),
         (["--config", "huge"], "huge"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--accumulate", "3", "--batch-size", "4"], "--accumulate must divide --batch-size 4, got 3"),
+        (["--label-smoothing", "2"], "--label-smoothing must lie in [0, 1], got 2"),
         (["--beta2", "1"], r"--beta2 must lie in [0, 1), got 1"),
         (["--num-heads", "5", "--num-kv-heads", "2"], "num_heads must be a multiple of num_kv_heads 2, got 5"),
     ]:
@@ -276,20 +166,6 @@ def test_a_taken_name_and_a_changed_option_or_text_are_refused(copied, capsys):
     assert re.match("error: cannot read .*config.json", capsys.readouterr().err)
 
 
-def test_a_run_without_a_checkpoint_or_with_a_broken_one_cannot_be_resumed(copied, capsys):
-    checkpoints = copied / "runs" / "whole" / "checkpoints"
-    for path in (checkpoints / "8" / "state").rglob("*"):
-        if path.is_file():
-            path.write_bytes(b"")
-    assert train(copied, "--name", "whole", "--resume") == 1
-    err = capsys.readouterr().err
-    assert re.match(r"error: cannot read the checkpoint .*8: .", err)
-    assert err.count("\n") == 1
-    shutil.rmtree(checkpoints)
-    assert train(copied, "--name", "whole", "--resume") == 1
-    assert "checkpoints holds no checkpoint" in capsys.readouterr().err
-
-
 def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
     runs = copied / "runs"
     assert new_folder(RunConfig(runs=runs)) == runs / "tiny"
@@ -319,17 +195,111 @@ def test_options_survive_json_and_other_versions_are_refused():
         from_json({**values, "flavour": 1})
 
 
+def test_start_says_what_is_trained_and_each_line_how_it_goes(finished):
+    out = finished[1]
+    for pattern in (
+        r"^model +[\d,]+ parameters, 100% of them to train, on cpu$",
+        r"^memory +about .*: parameters .*, gradients .*, optimizer .*, activations .*, loss ",
+        r"^ +of the .* GiB of this computer's memory$",
+        r"^loss +jax_pallas.linear_ce, chunked: no kernel for cpu devices$",
+        r"^throughput +in FLOP/s: the peak of cpu, to be a share of, is not known$",
+        r"^training +8 steps of 2 x 16 = 32 tokens",
+        r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+ .?FLOP/s",
+    ):
+        assert re.search(pattern, out, re.MULTILINE), pattern
+
+
+def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
+    monkeypatch.setattr(program, "device_peak", lambda kind: 1e12)
+    assert start(place, "a") == 0
+    assert re.search(r"tokens/s  [\d.]+% MFU", capsys.readouterr().out)
+    row = read_rows(place / "runs" / "a")[5]
+    assert row["mfu"] == pytest.approx(row["flops_per_s"] / 1e12, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen", "message"),
+    [
+        ([], ("hidden", "weight"), "the gradients of steps 1 to 3 are exactly zero"),
+        (
+            ["--no-tie-embeddings"],
+            ("weight",),
+            r"([\d,]+) parameters train where ([\d,]+) were to; without any gradient: head$",
+        ),
+    ],
+)
+def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys, options, frozen, message):
+    def stopped(hidden, weight, *arguments, **keywords):
+        hidden = jax.lax.stop_gradient(hidden) if "hidden" in frozen else hidden
+        weight = jax.lax.stop_gradient(weight) if "weight" in frozen else weight
+        return linear_cross_entropy(hidden, weight, *arguments, **keywords)
+
+    monkeypatch.setattr(step_module, "linear_cross_entropy", stopped)
+    assert start(place, "a", *options) == 1
+    captured = capsys.readouterr()
+    found = re.search(f"^error: no throughput to report: {message}", captured.err, re.MULTILINE)
+    assert found, captured.err
+    assert "tokens/s" not in captured.out
+    if found.groups():
+        trained, asked = (int(text.replace(",", "")) for text in found.groups())
+        assert asked - trained == 280 * 16
+
+
+def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
+    """Between fetches no array is read, and no array crosses to or from the device unasked."""
+    reads: list[int] = []
+    current = 0
+    value = ArrayImpl._value
+
+    def read(self):
+        reads.append(current)
+        return value.fget(self)  # type: ignore[attr-defined]
+
+    def note(state):
+        nonlocal current
+        current += 1
+
+    inner = program.train
+
+    def guarded(*arguments):
+        nonlocal current
+        monkeypatch.setattr(ArrayImpl, "_value", property(read))
+        with jax.transfer_guard("disallow"):
+            result = inner(*arguments)
+        monkeypatch.setattr(ArrayImpl, "_value", value)
+        return result
+
+    original = Trainer.__init__
+
+    def patched(self, *arguments, **options) -> None:
+        original(self, *arguments, **options)
+        step = self.step
+
+        def counted(state, batch):
+            note(state)
+            return step(state, batch)
+
+        self.step = counted
+
+    monkeypatch.setattr(Trainer, "__init__", patched)
+    monkeypatch.setattr(program, "train", guarded)
+    assert (
+        start(place, "a", "--eval-every", "0", "--checkpoint-every", "7", "--log-every", "5", "--accumulate", "2") == 0
+    )
+    # 0: the step to begin with; 5: the log, of steps 1 to 4; 7: the checkpoint; 8: the end.
+    assert set(reads) == {0, 5, 7, 8}
+
+
+def test_places_name_the_documents_of_windows():
+    stream = np.array([5, 6, 0, 7, 8, 9, 0, 4, 4, 0])
+    places = Places(stream, end=0, names=["a", "b", "c"])
+    assert places.describe(np.array([0, 2, 3]), 2) == (
+        "tokens 0 to 1 (a, from its token 0), tokens 2 to 3 (a, from its token 2), tokens 3 to 4 (b, from its token 0)"
+    )
+    assert places.describe(np.arange(7), 1).endswith("(b, from its token 0), and 3 windows more")
+
+
 # The step
-
-
-def small_trainer(**changes) -> Trainer:
-    config = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16)
-    return Trainer(Decoder(config, rngs=nnx.Rngs(0)), TrainConfig(steps=8, batch_size=2, warmup_steps=2, **changes))
-
-
-def random_batch(rows: int, length: int = 16) -> Batch:
-    tokens = np.random.default_rng(3).integers(280, size=(rows, length + 1)).astype(np.int32)
-    return Batch(tokens[:, :-1], tokens[:, 1:])
 
 
 def test_training_computes_no_logits_of_the_whole_vocabulary_outside_the_loss():
@@ -345,6 +315,58 @@ def test_head_is_never_transposed_into_a_copy():
     compiled = trainer.step.lower(trainer.initial, random_batch(2)).compile().as_text()  # type: ignore[attr-defined]
     assert "f32[280,16]" in compiled
     assert not re.search(r"f32\[16,280\]\S* (transpose|copy)\(", compiled)
+
+
+def unevenly_ignored(rows: int) -> Batch:
+    """A batch whose first row counts one token, its second none, and the others all but a few."""
+    batch = random_batch(rows)
+    targets = np.where(np.random.default_rng(5).random(batch.targets.shape) < 0.1, IGNORED, batch.targets)
+    targets[0, 1:] = IGNORED
+    targets[1] = IGNORED
+    return Batch(batch.tokens, targets.astype(np.int32))
+
+
+def test_micro_batches_make_the_gradients_of_the_whole_batch():
+    batch = unevenly_ignored(4)
+    results = []
+    for accumulate in (1, 2, 4):
+        trainer = small_trainer(batch_size=4, accumulate=accumulate, z_loss_weight=1e-2, label_smoothing=0.1)
+        results.append(jax.jit(trainer._gradients)(trainer.initial.params, batch))
+    (loss, gradients), *others = results
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(gradients))
+    for other_loss, other_gradients in others:
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-6)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), other_gradients, gradients
+        )
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens(accumulate):
+    trainer, batch = small_trainer(batch_size=4, accumulate=accumulate, z_loss_weight=0.01), unevenly_ignored(4)
+    model = trainer.model(trainer.initial.params)
+    logits = np.asarray(model(jnp.asarray(batch.tokens)) @ model.head_weight().T, np.float64)
+    lse = np.log(np.exp(logits).sum(axis=-1))
+    counted = batch.targets != IGNORED
+    target_logits = np.take_along_axis(logits, np.where(counted, batch.targets, 0)[..., None], axis=-1)[..., 0]
+    expected = np.where(counted, lse - target_logits + 0.01 * lse**2, 0.0).sum() / counted.sum()
+    assert float(trainer.step(trainer.initial, batch)[1].loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_one_gradient_of_the_head_is_alive_however_many_micro_batches():
+    trainer = small_trainer(batch_size=4, accumulate=4)
+    text = str(jax.make_jaxpr(trainer.step)(trainer.initial, random_batch(4)))
+    assert "f32[280,16]" in text
+    assert "[4,280,16]" not in text
+
+
+def test_parts_are_all_parameters_once():
+    trainer = small_trainer()
+    assert sum(part.size for part in trainer.parts) == sum(
+        leaf.size for leaf in jax.tree.leaves(trainer.initial.params)
+    )
+    assert len({part.name for part in trainer.parts}) == len(trainer.parts)
+    assert trainer.step(small_trainer().initial, random_batch(2))[1].trained.shape == (len(trainer.parts),)
 
 
 def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches():
@@ -373,20 +395,6 @@ def test_weight_decay_leaves_norms_alone():
     updates: Any = optimizer.update(gradients, optimizer.init(params), params)[0]
     np.testing.assert_array_equal(updates["norm"], 0.0)
     np.testing.assert_allclose(updates["matrix"], -0.05, rtol=1e-6)
-
-
-def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_is_passed_over(tmp_path):
-    log = MetricsLog(tmp_path, after=0)
-    for step in range(1, 5):
-        log.write(step, loss=float(step))
-    log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "lo')
-    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4]
-    log = MetricsLog(tmp_path, after=2)
-    log.write(3, loss=float("inf"))
-    log.close()
-    assert read_rows(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": "inf"}]
 
 
 def test_running_mean_looks_back_a_fortieth_of_the_run():

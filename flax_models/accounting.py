@@ -1,0 +1,188 @@
+r"""What a step costs: parameters, floating-point operations, memory, and the device's peak to hold them against.
+
+Model FLOP utilisation (MFU) is the share of the device's peak that the model itself needs:
+
+    flops a token = 6 * P + 12 * sum over layers of heads * head_dim * keys,    MFU = flops a token * tokens/s / peak
+
+P counts the parameters that a token is multiplied by: the blocks' matrices, and the head once. Norms and biases are
+left out, and so is the embedding, which is looked up; a tied one counts, as the head. Each such parameter makes one
+multiplication and one addition forward, and twice that backward. `keys` is how many positions a query sees on average:
+of T tokens, (T + 1) / 2, the causal half, and less under a window; each is met by two products (scores and values) of
+2 * head_dim flops, forward once and backward twice. What is computed beyond that is not counted: masked scores,
+activations computed again (remat), logits computed again by the loss, the optimiser. So MFU falls when they are added.
+
+Source: Chowdhery et al., "PaLM", 2022, appendix B; there attention counts in full, here its causal half.
+"""
+
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_models.model import ModelConfig
+from flax_models.step import Trainer
+from parity.spec import DEFAULT_MEMORY_BUDGET
+
+# Dense bf16 flops/s of one device with float32 sums, by the beginning of JAX's device_kind; the first that fits counts.
+# NVIDIA's datasheets (half of the numbers given "with sparsity") and Google Cloud's TPU pages.
+PEAK_BF16 = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+}
+NOT_THE_SAME = ("MIG", "A100X", "A10G", "L40 ")  # part of a device, or another one whose name begins alike
+
+
+def device_peak(kind: str) -> float | None:
+    """Returns the dense bf16 peak in flops/s of a device by its `device_kind`, None where it is not known.
+
+    Example:
+        >>> device_peak("NVIDIA H200"), device_peak("cpu")
+        (989000000000000.0, None)
+    """
+    if any(word in f"{kind} " for word in NOT_THE_SAME):
+        return None
+    return next((peak for beginning, peak in PEAK_BF16.items() if f"{kind} ".startswith(beginning)), None)
+
+
+def multiplied_parameters(config: ModelConfig) -> int:
+    """Returns P: the parameters of matrices that every token is multiplied by, the head among them."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads  # query and output; key and value
+    block = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
+    return config.num_layers * block + config.vocab_size * config.hidden_size
+
+
+def mean_keys(length: int, window: int | None = None) -> float:
+    """Returns how many positions a query sees on average over a sequence, its own included.
+
+    Args:
+        length: T, tokens of the sequence.
+        window: most positions that a query sees, None for all earlier ones.
+
+    Example:
+        >>> mean_keys(4), mean_keys(4, window=2)
+        (2.5, 1.75)
+    """
+    window = length if window is None else min(window, length)
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def flops_per_token(config: ModelConfig, length: int) -> float:
+    """Returns the flops that a training step needs for one token, forward and backward.
+
+    Args:
+        config: of the model.
+        length: T, tokens of a sequence.
+    """
+    keys = sum(mean_keys(length, window) for window in config.windows())
+    return 6.0 * multiplied_parameters(config) + 12.0 * config.num_heads * config.head_dim * keys
+
+
+class Memory(NamedTuple):
+    """Bytes that training needs at its worst moment: the first three to the byte, the others roughly."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    loss: int  # workspace
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(np.size(leaf) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_estimate(trainer: Trainer, config: ModelConfig, *, batch_size: int, accumulate: int, length: int) -> Memory:
+    """Returns the memory of a training step.
+
+    Args:
+        trainer: whose state is counted.
+        config: of its model.
+        batch_size: sequences a step.
+        accumulate: micro-batches a step; with more than one, a float32 sum of gradients stands beside each one's.
+        length: T, tokens of a sequence.
+    """
+    params = trainer.initial.params
+    count = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    gradients = _bytes(params) + (4 * count if accumulate > 1 else 0)
+    rows = batch_size // accumulate
+    return Memory(
+        parameters=_bytes(params),
+        gradients=gradients,
+        optimizer=_bytes(trainer.initial.optimizer),
+        activations=activation_bytes(config, rows, length),
+        loss=_loss_bytes(config, rows * length),
+    )
+
+
+def activation_bytes(config: ModelConfig, rows: int, length: int) -> int:
+    """Returns about what a forward pass over (rows, length) tokens leaves for the backward pass, in bytes.
+
+    A block leaves what its products and its nonlinear parts were given: the residual stream twice, both norms' outputs,
+    queries, keys, values, attention's output, the feed-forward layer's three wide arrays, and, where attention runs as
+    plain products ("xla"), weights of rows * heads * T * T in float32 and in the computation's dtype. With remat
+    "attention" no weights are left, with "full" the residual stream alone; of one block, everything is there once.
+    """
+    item = jnp.dtype(config.dtype).itemsize
+    width, query = config.hidden_size, config.num_heads * config.head_dim
+    key = config.num_kv_heads * config.head_dim
+    tokens = rows * length
+    streams = (6 if config.post_norms else 4) * width + 2 * query + 2 * key + 3 * config.intermediate_size
+    block = tokens * streams * item
+    weights = 0
+    if config.attention_implementation == "xla":
+        weights = tokens * config.num_heads * length * (4 + item)
+    left = {"none": block + weights, "attention": block, "full": tokens * width * item}[config.remat]
+    once = block + weights - left if config.num_layers else 0
+    return config.num_layers * left + once + 3 * tokens * width * item  # embedded tokens, the last norm, its gradient
+
+
+def _loss_bytes(config: ModelConfig, tokens: int) -> int:
+    """Returns the loss's workspace: its budget, or the float32 logits and their gradient if those are less."""
+    return min(DEFAULT_MEMORY_BUDGET, 8 * tokens * config.vocab_size)
+
+
+def device_memory(device: Any) -> tuple[int, str] | None:
+    """Returns the bytes that a device of `jax.devices()` has, and whose they are; None where nobody tells."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]), f"that JAX may use of {device.device_kind}"
+    if device.platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this computer's memory"
+    return None
+
+
+def describe_bytes(size: float) -> str:
+    """Returns a size in words, e.g. "3.5 GiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def describe_flops(flops_per_s: float) -> str:
+    """Returns a rate in words, e.g. "12.3 GFLOP/s"."""
+    for unit in ("", "K", "M", "G"):
+        if flops_per_s < 1000:
+            return f"{flops_per_s:.1f} {unit}FLOP/s"
+        flops_per_s /= 1000
+    return f"{flops_per_s:.1f} TFLOP/s"

@@ -1,0 +1,140 @@
+"""Small random models of the transformers library, one a family and feature, saved as the hub lays folders out."""
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH = 40  # beyond every window and every original length below
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.5, 9.0]}
+
+# Name -> (model_type, fields beside SIZES). Values are such that leaving one out shows.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}),
+    "llama3": (
+        "llama",
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "rope_theta": 500.0,
+            "rope_scaling": {**LLAMA3, "original_max_position_embeddings": 16},
+        },
+    ),
+    "llama-linear": (
+        "llama",
+        {"attention_bias": True, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+    ),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-yarn": (
+        "qwen2",
+        {
+            "tie_word_embeddings": True,
+            "rope_theta": 1000.0,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        },
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rope_theta": 1000.0}),
+    "gemma": ("gemma", {"head_dim": 16, "num_key_value_heads": 1}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3-long": (
+        "phi3",
+        {"partial_rotary_factor": 0.75, "rope_scaling": LONGROPE, "original_max_position_embeddings": 16},
+    ),
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+
+
+def make(name: str) -> Any:
+    """Returns the case's model of the transformers library, in evaluation mode, every parameter random."""
+    import torch
+
+    transformers = import_transformers()
+    model_type, fields = CASES[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **fields})
+    torch.manual_seed(len(name))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            spread = torch.randn_like(parameter)
+            if "norm" in parameter_name:
+                parameter.add_(0.3 * spread)
+            else:
+                parameter.copy_(spread * (0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5))
+    return model
+
+
+def import_transformers() -> Any:
+    """Returns the library, told to stay off the network; its own warnings are not ours to fail by."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def write_folder(model: Any, folder: Path) -> None:
+    """Saves a model in several shards, with the files that lie beside weights on the hub."""
+    model.save_pretrained(folder, max_shard_size="30KB")
+    for name in TOKENIZER_FILES:
+        (folder / name).write_text(json.dumps({"kind": name}))
+
+
+def load_transformers(folder: Path) -> Any:
+    """Returns the model of a folder, as transformers loads it, in float32."""
+    import torch
+
+    transformers = import_transformers()
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    odd = {kind: names for kind, names in report.items() if names}
+    assert not odd, odd
+    return model.eval()
+
+
+def tokens(rows: int = 2, length: int = LENGTH) -> np.ndarray:
+    return np.random.default_rng(5).integers(SIZES["vocab_size"], size=(rows, length))
+
+
+def their_hidden_states(model: Any, tokens: np.ndarray) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return model.model(torch.from_numpy(tokens)).last_hidden_state.numpy()
+
+
+def their_loss(model: Any, tokens: np.ndarray) -> float:
+    """Returns the mean loss of each token but the first of each row."""
+    import torch
+
+    ids = torch.from_numpy(tokens)
+    with torch.no_grad():
+        return float(model(ids, labels=ids).loss)

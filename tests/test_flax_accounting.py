@@ -1,0 +1,230 @@
+"""What a step is said to cost, against counts made another way: products in the traced program, XLA's own memory."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import compilation_cache, random_batch, start, write_texts
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from flax_models.accounting import (
+    PEAK_BF16,
+    activation_bytes,
+    describe_bytes,
+    describe_flops,
+    device_memory,
+    device_peak,
+    flops_per_token,
+    mean_keys,
+    memory_estimate,
+    multiplied_parameters,
+)
+from flax_models.config import TrainConfig
+from flax_models.families import PUBLISHED, published
+from flax_models.model import Decoder, ModelConfig
+from flax_models.profile import Clock, Operation, Tracer, device_table, operation_parts, operations
+from flax_models.step import Trainer
+
+CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
+
+
+# Floating-point operations
+
+
+def product_flops(jaxpr: Jaxpr) -> float:
+    """Two for each multiplication of each product in a traced program, loops as often as they run."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            left, out = (variable.aval.shape for variable in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
+            total += 2.0 * np.prod(out) * np.prod([left[axis] for axis in contracted])
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
+        ):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                total += times * product_flops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return total
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4, "head_dim": 16}, {"num_layers": 0}])
+def test_flops_are_the_products_of_the_traced_model(tie, changes):
+    """Traced attention meets every key, masked or not: with the keys that count, the two must agree to the last one."""
+    config = dataclasses.replace(CONFIG, tie_embeddings=tie, **changes)
+    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def logits(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return model(tokens) @ model.head_weight().T
+
+    forward = product_flops(jax.make_jaxpr(logits)(params, tokens).jaxpr)
+    width = config.num_heads * config.head_dim
+    masked = 12.0 * config.num_layers * width * (16 - mean_keys(16))
+    assert forward * 3 == 2 * 16 * (flops_per_token(config, 16) + masked)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_that_multiply_are_all_but_vectors_and_an_embedding_that_is_looked_up(name):
+    config = published(name)
+    _, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    matrices = 0
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        stacked = "blocks" in jax.tree_util.keystr(path)
+        matrices += leaf.size if leaf.ndim - stacked > 1 else 0
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    assert multiplied_parameters(config) == matrices - looked_up
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 20])
+def test_mean_keys_by_counting(window):
+    counted = [min(position + 1, window or 7) for position in range(7)]
+    assert mean_keys(7, window) == pytest.approx(np.mean(counted))
+
+
+def test_windows_of_some_layers_spare_flops():
+    config = dataclasses.replace(CONFIG, num_layers=2, sliding_window=4, window_pattern=(True, False))
+    whole = dataclasses.replace(CONFIG, num_layers=2)
+    spared = flops_per_token(whole, 16) - flops_per_token(config, 16)
+    assert spared == 12 * 32 * (mean_keys(16) - mean_keys(16, 4))
+
+
+def test_peaks_are_those_of_the_whole_device():
+    assert device_peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert device_peak("NVIDIA H100 PCIe") == 756e12
+    assert device_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert device_peak("NVIDIA L4") == 121e12
+    assert device_peak("NVIDIA L40S") == 362e12
+    for unknown in ("cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GeForce RTX 2080"):
+        assert device_peak(unknown) is None, unknown
+    for earlier, name in enumerate(PEAK_BF16):
+        assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), f"{name} is never reached"
+
+
+# Memory
+
+
+@pytest.mark.parametrize(
+    ("remat", "accumulate"),
+    [
+        ("none", 1),
+        ("full", 2),
+        pytest.param("attention", 1, marks=pytest.mark.slow),
+        pytest.param("none", 2, marks=pytest.mark.slow),
+        pytest.param("full", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_about_what_xla_plans(remat, accumulate):
+    config = ModelConfig(1024, 128, 6, 4, 2, 32, 384, 64, remat=remat)
+    train_config = TrainConfig(steps=8, batch_size=8, accumulate=accumulate)
+    trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), train_config)
+    estimate = memory_estimate(trainer, config, batch_size=8, accumulate=accumulate, length=64)
+    batch = random_batch(8, length=64)
+    plan: Any = trainer.step.lower(trainer.initial, batch).compile().memory_analysis()  # type: ignore[attr-defined]
+    state = estimate.parameters + estimate.optimizer
+    assert plan.argument_size_in_bytes - state == batch.tokens.nbytes + batch.targets.nbytes + 4  # and the step
+    temporary = estimate.total - state
+    assert 0.5 < temporary / plan.temp_size_in_bytes < 2, (estimate, plan.temp_size_in_bytes)
+
+
+def test_recomputing_leaves_less_behind():
+    sizes = [
+        activation_bytes(dataclasses.replace(CONFIG, remat=remat), 4, 16) for remat in ("none", "attention", "full")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+
+
+def test_memory_of_the_device_where_it_tells():
+    class Told:
+        platform, device_kind = "gpu", "NVIDIA H200"
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 5}
+
+    assert device_memory(Told()) == (5, "that JAX may use of NVIDIA H200")
+    found = device_memory(jax.devices()[0])
+    assert found is not None
+    assert found[0] > 2**28
+
+
+def test_words_for_sizes_and_rates():
+    assert [describe_bytes(size) for size in (12, 2048, 3 * 2**20, 5.5 * 2**30)] == [
+        "12 bytes",
+        "2 KiB",
+        "3 MiB",
+        "5.5 GiB",
+    ]
+    assert [describe_flops(rate) for rate in (5e8, 1.5e10, 2.25e15)] == [
+        "500.0 MFLOP/s",
+        "15.0 GFLOP/s",
+        "2250.0 TFLOP/s",
+    ]
+
+
+# Where the time goes
+
+
+def test_clock_shares_out_the_whole_time():
+    clock = Clock()
+    clock.seconds.update({"data": 1.0, "dispatch": 2.0})
+    lines = clock.table(steps=100, whole=4.0)
+    assert lines[0] == "time of 100 steps on the host: 4.00 s"
+    shares = [re.sub(r" +", " ", line.strip()) for line in lines[1:]]
+    assert shares == [
+        "data 1.00 s 25.0% 10.000 ms a step",
+        "dispatch 2.00 s 50.0% 20.000 ms a step",
+        "other 1.00 s 25.0% 10.000 ms a step",
+    ]
+
+
+def test_operations_belong_to_the_part_that_their_source_names():
+    program = """
+  %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_step)/transpose(jvp(loss))/dot_general"}
+  ROOT %add.2 = f32[2]{0} add(%a, %b), metadata={op_name="jit(_step)/optimizer/add" source_file="x.py"}
+  dot.3 = f32[2]{0} dot(a, b), metadata={op_name="jit(_step)/jvp(model)/while/body/dot_general"}
+  %copy.4 = f32[2]{0} copy(%a), metadata={op_name="jit(_step)/copy"}
+"""
+    parts = operation_parts(program)
+    assert parts == {"fusion.1": "loss", "add.2": "optimizer", "dot.3": "model", "copy.4": "other"}
+    found = [Operation("fusion.1", 3e6), Operation("dot.3", 1e6), Operation("while.1", 9e6), Operation("alien", 9e6)]
+    text = "\n".join(device_table(found, {**parts, "while.1": "model"}, steps=2))
+    assert "time of 2 traced steps on the device, all threads and streams: 4.0 ms" in text
+    assert re.search(r"loss +75.0% +1.500 ms a step", text)
+    assert re.search(r"model +25.0% +0.500 ms a step", text)
+    assert device_table([], parts, steps=2) == ["no operation of the step was found in the trace"]
+
+
+@pytest.mark.parametrize(("first", "last", "steps"), [(1, 100, 5), (1, 5, 3), (1, 2, 0), (50, 100, 5), (9, 8, 0)])
+def test_tracer_takes_what_steps_there_are(first, last, steps):
+    assert Tracer(None, first, last).steps == steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    assert start(tmp_path, "a", "--profile") == 0
+    out = capsys.readouterr().out
+    assert "time of 8 steps on the host" in out
+    for part in ("first step, compiling", "checkpoints", "other"):
+        assert re.search(rf"^  {part} +[\d.]+ s +[\d.]+% +[\d.]+ ms a step$", out, re.MULTILINE), part
+    assert "time of 5 traced steps on the device" in out
+    for part in ("model", "loss", "optimizer"):
+        assert re.search(rf"^    {part} +[\d.]+% +[\d.]+ ms a step$", out, re.MULTILINE), part
+    assert operations(tmp_path / "runs" / "a" / "profile")
+    assert start(tmp_path, "b", "--profile", "--steps", "2") == 0
+    assert "no step was traced: the run took 2, and the trace begins after 2" in capsys.readouterr().out

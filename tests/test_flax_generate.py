@@ -1,0 +1,260 @@
+"""Drawing text: the cache against the whole computation, batches against single prompts, the sampler, the command."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_models import generate as program
+from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
+from flax_models.corpus import Document
+from flax_models.model import Decoder, ModelConfig
+from flax_models.rope import RopeScaling
+from flax_models.sampling import Sampling, continue_prompts, draw
+from flax_models.step import Trainer
+from flax_models.tokenizer import load_or_train, write
+from flax_models.weights import save
+from tests.random_decoder import random_decoder
+
+SMALL = ModelConfig(
+    vocab_size=97,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    max_seq_len=32,
+)
+CAPPED = {  # as Gemma 2: every option that the cache's products have to know
+    "sliding_window": 4,
+    "window_pattern": (True, False),
+    "attention_softcap": 2.0,
+    "logit_softcap": 3.0,
+    "post_norms": True,
+    "norm_plus_one": True,
+    "embedding_scale": True,
+    "query_key_norm": True,
+    "attention_bias": True,
+}
+LONGROPE = RopeScaling("longrope", 4.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0, 2.0, 3.0, 4.0))
+VARIANTS = {"capped": CAPPED, "windowed": {"sliding_window": 5}, "longrope": {"rope": LONGROPE}}
+PROMPTS = [[5, 9, 1, 30, 7, 7, 2], [11], [3, 4, 5, 6]]
+GREEDY = Sampling(temperature=0)
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Programs here run for milliseconds and compile for seconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make(**changes: Any) -> Decoder:
+    # Wider than training starts with, so that what the layers see decides the likeliest token.
+    return random_decoder(dataclasses.replace(SMALL, **changes), spread=1.5)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_the_cache_changes_no_token(variant):
+    model = make(**VARIANTS[variant])
+    sampling = Sampling(temperature=1.5, top_k=20, top_p=0.9) if variant == "capped" else GREEDY
+    whole, cached = (
+        continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=sampling, use_cache=use_cache)
+        for use_cache in (False, True)
+    )
+    assert cached == whole
+    assert len({token for row in whole for token in row}) > 3, "the texts are not one token repeated"
+
+
+def test_no_row_knows_of_the_others():
+    model = make()
+    together = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
+    for i, use_cache in ((1, True), (2, False)):
+        alone = continue_prompts(model, PROMPTS[i : i + 1], length=12, key=KEY, sampling=GREEDY, use_cache=use_cache)
+        assert alone == [together[i]]
+
+
+def test_extending_in_pieces_gives_the_hidden_states_of_the_whole():
+    model = make(**CAPPED)
+    extend = nnx.jit(Decoder.extend)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(97, size=(2, 10)), jnp.int32)
+    cache, pieces = model.make_cache(2, 10), []
+    for first, last in ((0, 7), (7, 8), (8, 9), (9, 10)):
+        positions = jnp.asarray(np.broadcast_to(np.arange(first, last), (2, last - first)))
+        hidden, cache = extend(model, tokens[:, first:last], positions, cache)
+        pieces.append(np.asarray(hidden))
+    np.testing.assert_allclose(np.concatenate(pieces, axis=1), nnx.jit(Decoder.__call__)(model, tokens), atol=2e-5)
+
+
+def test_extend_names_positions_and_caches_that_do_not_fit():
+    model, tokens = make(), jnp.zeros((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match=r"positions must have shape \(2, 3\) \(tokens' shape\), got \(3,\)"):
+        model.extend(tokens, jnp.arange(3), model.make_cache(2, 4))
+    with pytest.raises(ValueError, match=r"cache must have 2 rows \(tokens' first axis\), got 1"):
+        model.extend(tokens, jnp.zeros((2, 3), jnp.int32), model.make_cache(1, 4))
+
+
+def test_a_row_ends_at_an_end_and_not_before_its_least_number_of_tokens():
+    model = make()
+    free = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
+    ends = (free[0][2], free[2][4])
+    expected = [row[: min((row.index(end) for end in ends if end in row), default=12)] for row in free]
+    got = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY, ends=ends)
+    assert got == expected
+    assert len(got[0]) <= 2
+    at_least = dataclasses.replace(GREEDY, min_tokens=6)
+    late = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=at_least, ends=ends)
+    assert all(len(row) >= 6 for row in late)
+    assert not {token for row in late for token in row} & set(ends)
+    assert continue_prompts(model, PROMPTS, length=0, key=KEY) == [[], [], []]
+
+
+def test_draws_repeat_with_their_key_and_rows_draw_for_themselves():
+    model, sampling = make(), Sampling(temperature=3.0)
+    first, again, other = (
+        continue_prompts(model, [[1], [1]], length=12, key=jax.random.key(seed), sampling=sampling)
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    assert first[0] != first[1]
+
+
+def test_draws_have_the_probabilities_of_the_rule():
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (4000, 4))[:, ::-1]
+    keys = jax.random.split(KEY, 4000)
+    for sampling, expected in [
+        (Sampling(temperature=1.0), probabilities),
+        (Sampling(temperature=0.5), probabilities**2),
+        (Sampling(temperature=1.0, top_k=2), [0.5, 0.3, 0, 0]),
+        (Sampling(temperature=1.0, top_p=0.7), [0.5, 0.3, 0, 0]),  # 0.5 alone is not yet 0.7
+        (Sampling(temperature=1.0, top_p=0.4), [1, 0, 0, 0]),
+        (Sampling(temperature=0), [1, 0, 0, 0]),
+    ]:
+        drawn = np.bincount(np.asarray(draw(logits, keys, sampling)), minlength=4)[::-1] / 4000
+        expected = np.asarray(expected) / np.sum(expected)
+        np.testing.assert_allclose(drawn, expected, atol=0.03, err_msg=str(sampling))  # four standard deviations
+        assert (drawn[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompts": []}, "prompts must have at least one prompt, got none"),
+        ({"prompts": [[1], []]}, r"prompts\[1\] must have at least one token, got none"),
+        ({"prompts": [[97]]}, r"prompts\[0\] must hold tokens in \[0, 97\), got 97"),
+        ({"length": -1}, "length must not be negative, got -1"),
+        ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 less the longest prompt's 3 tokens\), got 30"),
+    ],
+)
+def test_a_bad_prompt_or_length_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        continue_prompts(make(), **{"prompts": [[1, 2, 3]], "length": 1, "key": KEY, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must not be negative, got -0.1"),
+        ({"top_k": -1}, "top_k must not be negative, got -1"),
+        ({"min_tokens": -1}, "min_tokens must not be negative, got -1"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+    ],
+)
+def test_a_bad_sampling_option_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+# The command
+
+
+TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 3, "seven wizards mix ink while the fox sleeps\n" * 3]
+
+
+def write_run(folder: Path, config: RunConfig) -> None:
+    """Writes what a run's folder starts with."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**to_json(config), "corpus_sha256": "0" * 64}))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with weights/, as the hub lays them out, and run/, a run with a checkpoint; random weights in both."""
+    from flax_models.checkpoint import Checkpoints
+
+    place = tmp_path_factory.mktemp("generate")
+    documents = [Document(str(i), text) for i, text in enumerate(TEXTS)]
+    tokenizer, _ = load_or_train(documents, 280, place / "cache")
+    config = dataclasses.replace(SMALL, vocab_size=tokenizer.get_vocab_size(), max_seq_len=24)
+    save(random_decoder(config), place / "weights", fields={"eos_token_id": 3})
+    write(tokenizer, place / "weights" / "tokenizer.json")
+    (place / "weights" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+
+    options = TrainConfig(steps=2, batch_size=1)
+    write_run(place / "run", RunConfig(model=config, train=options))
+    write(tokenizer, place / "run" / "tokenizer.json")
+    checkpoints = Checkpoints(place / "run" / "checkpoints")
+    checkpoints.save(1, Trainer(random_decoder(config, seed=7), options).initial, {})
+    checkpoints.close()
+    return place
+
+
+@pytest.mark.parametrize("source", ["weights", "run"])
+def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys):
+    options = [f"--{source}", str(place / source), "--prompt", "the fox", "--prompt", "ink", "--length", "9"]
+    assert program.main(options) == 0
+    first = capsys.readouterr().out
+    texts = first.split("---\n")
+    assert texts[0].startswith("the fox")
+    assert texts[1].startswith("ink")
+    assert len(texts[0]) > len("the fox\n")
+    assert program.main(options) == 0
+    assert capsys.readouterr().out == first
+    assert program.main([*options, "--seed", "1"]) == 0
+    assert capsys.readouterr().out != first
+
+
+def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
+    assert program.read_weights(place / "weights", "float32").ends == (3, 4)
+    generation = place / "weights" / "generation_config.json"
+    generation.write_text("{}")
+    try:
+        assert program.read_weights(place / "weights", "bfloat16").ends == (3,)
+    finally:
+        generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
+
+
+def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
+    prompt = ["--prompt", "the"]
+    weights, run = ["--weights", str(place / "weights")], ["--run", str(place / "run")]
+    (tmp_path / "bare").mkdir()
+    write_run(tmp_path / "new", CONFIGS["micro"])
+    (tmp_path / "new" / "tokenizer.json").write_bytes((place / "run" / "tokenizer.json").read_bytes())
+    for options, message in [
+        ([*weights, *prompt, "--temperature=-1"], "--temperature must not be negative, got -1.0"),
+        ([*weights, *prompt, "--top-p", "2"], "--top-p must lie in (0, 1], got 2.0"),
+        ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
+        ([*weights, "--prompt", ""], "--prompt must have at least one token with this tokenizer, got an empty one"),
+        ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
+        (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
+        (["--run", str(tmp_path / "bare"), *prompt], "cannot read"),
+        (["--run", str(tmp_path / "new"), *prompt], f"{tmp_path / 'new'} has no checkpoint yet"),
+    ]:
+        assert program.main(options) == 1, options
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {message}"), err
+        assert err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        program.main(prompt)

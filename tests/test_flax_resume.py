@@ -1,0 +1,421 @@
+"""What a run loses when it is stopped, killed, diverges, or its disk fills: nothing that a checkpoint holds."""
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import (
+    SMALL,
+    before_step,
+    compilation_cache,
+    learned,
+    run_alone,
+    small_trainer,
+    start,
+    train,
+    write_texts,
+)
+
+from flax_models.checkpoint import MANIFEST, Checkpoints
+from flax_models.config import TrainConfig
+from flax_models.errors import RunError
+from flax_models.metrics import MetricsLog, read_rows
+from flax_models.model import Decoder, ModelConfig
+from flax_models.step import Trainer, TrainState
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> Iterator[Path]:
+    """The folder of compiled programs."""
+    folder = tmp_path_factory.mktemp("compiled")
+    with compilation_cache(folder):
+        yield folder
+
+
+@pytest.fixture
+def place(compiled, tmp_path, monkeypatch) -> Path:
+    """A folder with texts in data/, the cache beside it, and runs/ to come."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def whole(compiled, tmp_path_factory) -> Path:
+    """The folder of a run that nothing disturbed; tests read it or copy it."""
+    place = tmp_path_factory.mktemp("whole")
+    write_texts(place / "data")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        assert start(place, "whole") == 0
+    return place / "runs" / "whole"
+
+
+@pytest.fixture
+def copied(whole, tmp_path) -> Path:
+    """A copy of that run, beside a place for others, that a test may spoil."""
+    shutil.copytree(whole, tmp_path / "runs" / "whole")
+    return tmp_path
+
+
+def kept(folder: Path) -> list[int]:
+    """The steps of a run's checkpoints."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def one_line(text: str) -> str:
+    assert text.count("\n") == 1, text
+    assert "Traceback" not in text
+    return text
+
+
+def interrupt(state: TrainState) -> None:
+    raise KeyboardInterrupt
+
+
+# Stopping
+
+
+def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(whole, place, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, interrupt)  # not as a signal, which would save first
+        assert start(place, "broken") == 130
+    assert "--resume continues" in capsys.readouterr().err
+    assert train(place, "--name", "broken", "--resume") == 0
+    assert "from step 3" in capsys.readouterr().out
+
+    broken = place / "runs" / "broken"
+    assert learned(whole) == learned(broken)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, broken)]
+    assert results[0]["held_out_loss"] == results[1]["held_out_loss"]
+
+    like = small_trainer().initial
+    states = [Checkpoints(folder / "checkpoints").restore(like) for folder in (whole, broken)]
+    assert states[0][1] == states[1][1]
+    jax.tree.map(np.testing.assert_array_equal, states[0][0], states[1][0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_it(number, place, monkeypatch, capfd):
+    options = ["--accumulate", "2", "--z-loss-weight", "0.001"]
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, lambda state: os.kill(os.getpid(), number))
+        assert start(place, "stopped", *options) == 128 + number
+    asked, stopped = capfd.readouterr().err.splitlines()
+    assert asked == f"{number.name}: saving after this step; a second one ends at once"
+    assert stopped == f"stopped by {number.name}: step 5 of 8 is saved, --resume continues from it"
+    folder = place / "runs" / "stopped"
+    assert kept(folder) == [3, 5]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert train(place, "--name", "stopped", "--resume") == 0
+    assert "from step 5" in capfd.readouterr().out
+    assert start(place, "not-stopped", *options) == 0
+    assert learned(folder) == learned(place / "runs" / "not-stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_process_at_once(number):
+    code = (
+        "import os, signal\n"
+        "from flax_models.stopping import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    print(stop.signal.name, flush=True)\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "    print('still here')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -number
+    assert done.stdout == f"{number.name}\n"
+
+
+def test_sigterm_while_a_run_is_readied_ends_it_in_one_line(place, monkeypatch, capsys):
+    import flax_models.train as program
+
+    monkeypatch.setattr(program, "load_corpus", lambda paths: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert start(place, "a") == 143
+    assert one_line(capsys.readouterr().err).startswith("stopped by SIGTERM")
+    assert not (place / "runs" / "a").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies(copied):
+    write_texts(copied / "moved")
+    before = read_rows(copied / "runs" / "whole")
+    (copied / "runs" / "whole" / "result.json").unlink()
+    assert train(copied, "--resume", "--name", "whole", "--data", str(copied / "moved")) == 0
+    assert read_rows(copied / "runs" / "whole") == before
+    assert (copied / "runs" / "whole" / "result.json").exists()
+
+
+# Divergence
+
+
+@pytest.mark.parametrize(
+    ("poison", "what"),
+    [(jnp.nan, "the loss is nan"), (1e30, "the (loss|gradient norm) is (nan|inf)")],
+)
+def test_a_diverged_run_names_step_and_batch_and_keeps_its_last_good_checkpoint(
+    place, monkeypatch, capsys, poison, what
+):
+    before_step(
+        monkeypatch, 5, lambda state: state._replace(params=jax.tree.map(lambda leaf: leaf * poison, state.params))
+    )
+    assert start(place, "a") == 1
+    err = one_line(capsys.readouterr().err)
+    window = r"tokens [\d,]+ to [\d,]+ \(\d+\.txt, from its token \d+\)"
+    assert re.match(
+        rf"error: {what} at step 5; the checkpoint of step 3 is kept. Its batch: {window}, {window}\. ", err
+    )
+    folder = place / "runs" / "a"
+    assert kept(folder) == [3]
+    assert read_rows(folder)[-1]["step"] == 5
+    assert (folder / "loss.png").exists()
+
+
+# Files that are cut short, lost, or cannot be written
+
+
+def data_file(folder: Path) -> Path:
+    """The largest file of a checkpoint, which holds the arrays."""
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), "has .* bytes instead of"),
+        (lambda path: path.unlink(), "is missing"),
+        (lambda path: path.write_bytes(bytes([*path.read_bytes()[:-1], 7])), "its checksum is another"),
+    ],
+)
+def test_an_older_checkpoint_takes_the_place_of_a_broken_one(whole, copied, capfd, spoil, fault):
+    folder = copied / "runs" / "whole"
+    spoil(data_file(folder / "checkpoints" / "8"))
+    assert train(copied, "--name", "whole", "--resume") == 0
+    captured = capfd.readouterr()
+    assert re.search(rf"warning .*checkpoints/8: .*{fault}.*; an older checkpoint is used", captured.out)
+    assert "from step 6" in captured.out
+    assert captured.err == ""
+    assert learned(folder) == learned(whole)
+    assert kept(folder) == [6, 8]
+    assert (folder / "checkpoints" / "8.broken").is_dir()
+
+
+def test_without_any_good_checkpoint_each_is_named_and_all_stay(copied, capfd):
+    folder = copied / "runs" / "whole"
+    for step in (6, 8):
+        data_file(folder / "checkpoints" / str(step)).write_bytes(b"")
+    assert train(copied, "--name", "whole", "--resume") == 1
+    err = one_line(capfd.readouterr().err)
+    assert re.match(r"error: cannot read the checkpoint .*/8: .*; cannot read the checkpoint .*/6: ", err)
+    assert kept(folder) == [6, 8]
+    assert len(read_rows(folder)) == 10
+    shutil.rmtree(folder / "checkpoints")
+    assert train(copied, "--name", "whole", "--resume") == 1
+    assert "checkpoints holds no checkpoint" in one_line(capfd.readouterr().err)
+
+
+def test_a_checkpoint_without_its_list_of_files_is_read_all_the_same(copied, capfd):
+    """As a process leaves it that is killed between the two."""
+    (copied / "runs" / "whole" / "checkpoints" / "8" / MANIFEST).unlink()
+    assert train(copied, "--name", "whole", "--resume") == 0
+    assert "from step 8" in capfd.readouterr().out
+
+
+def test_a_checkpoint_of_another_model_is_named_with_both_shapes(copied):
+    checkpoints = Checkpoints(copied / "runs" / "whole" / "checkpoints", writes=True)
+    other = Trainer(Decoder(ModelConfig(290, 16, 1, 2, 1, 8, 24, 16), rngs=nnx.Rngs(0)), TrainConfig())
+    with pytest.raises(RunError, match=r"8 is of another model: .*embedding.* float32 \(280, 16\) .* \(290, 16\) here"):
+        checkpoints.restore(other.initial)
+    assert kept(copied / "runs" / "whole") == [6, 8]
+
+
+def test_reading_a_run_changes_nothing_in_it(copied):
+    """Another process may be writing there: what looks like leftovers may be its next checkpoint."""
+    folder = copied / "runs" / "whole" / "checkpoints"
+    data_file(folder / "8").write_bytes(b"")
+    (folder / "9.orbax-checkpoint-tmp").mkdir()
+    checkpoints = Checkpoints(folder)
+    state, _ = checkpoints.restore(small_trainer().initial)
+    checkpoints.close()
+    assert (int(state.step), len(checkpoints.passed_over)) == (6, 1)
+    assert {path.name for path in folder.iterdir()} == {"6", "8", "9.orbax-checkpoint-tmp"}
+
+
+def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, writes=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
+    message = (
+        "cannot write the checkpoint of step 1 to .*: it takes [0-9,]+ bytes, and the disk has 1 left; no checkpoint"
+    )
+    with pytest.raises(RunError, match=message):
+        checkpoints.save(1, small_trainer().initial, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Lets the system refuse to write more into any file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, place, monkeypatch, capfd):
+    with contextlib.ExitStack() as limited, monkeypatch.context() as patch:
+        before_step(patch, 4, lambda state: limited.enter_context(files_of_at_most(12_000)) and None)
+        assert start(place, "full") == 1
+    err = one_line(capfd.readouterr().err)
+    assert re.match(r"error: cannot write the checkpoint of step 6 to .*; the checkpoint of step 3 is kept$", err)
+    folder = place / "runs" / "full"
+    assert kept(folder) == [3]
+    assert train(place, "--name", "full", "--resume") == 0
+    assert "from step 3" in capfd.readouterr().out
+    assert learned(folder) == learned(whole)
+    assert not list((folder / "checkpoints").glob("*tmp*"))
+
+
+def test_metrics_that_a_full_disk_refuses_name_the_file(tmp_path):
+    log = MetricsLog(tmp_path, after=0)
+
+    def write() -> None:
+        for step in range(1000):
+            log.write(step, loss=1.0)
+            log.flush()
+
+    with files_of_at_most(1000):
+        with pytest.raises(RunError, match=r"cannot write .*metrics.jsonl: File too large; --resume continues"):
+            write()
+        log.close()
+    rows = read_rows(tmp_path)
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+
+
+def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_is_passed_over(tmp_path):
+    log = MetricsLog(tmp_path, after=0)
+    for step in range(1, 5):
+        log.write(step, loss=float(step))
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert [row["step"] for row in read_rows(tmp_path)] == [1, 2, 3, 4]
+    log = MetricsLog(tmp_path, after=2)
+    log.write(3, loss=float("inf"))
+    log.close()
+    assert read_rows(tmp_path) == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": "inf"}]
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(RunError, match=r"metrics.jsonl, line 2 is no row of metrics"):
+        read_rows(tmp_path)
+
+
+# kill -9
+
+KILLED = ["--steps=30", "--checkpoint-every=2", "--eval-every=7", "--log-every=3", "--sample-tokens=0"]
+
+
+class KilledRun:
+    """A run in processes of its own, started or continued until it is finished.
+
+    They are forked off one that has imported everything and started nothing, which spares each one some seconds.
+    """
+
+    def __init__(self, place: Path, name: str) -> None:
+        self.place, self.name, self.folder = place, name, place / "runs" / name
+        self.out, self.err = place / f"{name}.out", place / f"{name}.err"
+
+    def launch(self) -> ForkServerProcess:
+        options = ["--runs", str(self.place / "runs"), "--name", self.name]
+        if self.folder.exists():
+            options.append("--resume")
+        else:
+            options += ["--data", str(self.place / "data"), *SMALL, *KILLED]
+        cache = (jax.config.jax_compilation_cache_dir, str(self.place / "cache"))
+        process = get_context("forkserver").Process(target=run_alone, args=(options, *cache, self.out, self.err))
+        process.start()
+        return process
+
+    def finish(self) -> str:
+        """Runs to the end and returns what was printed."""
+        process = self.launch()
+        process.join()
+        assert (process.exitcode, self.err.read_text()) == (0, "")
+        return self.out.read_text()
+
+    def kill_after(self, seconds: float, *, from_first_save: bool) -> bool:
+        """Starts or continues the run and kills it so long after; returns whether it had not finished by then."""
+        before = set(kept(self.folder))
+        process = self.launch()
+        while from_first_save and process.is_alive() and not set(kept(self.folder)) - before:
+            time.sleep(0.005)
+        process.join(seconds)
+        process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL), self.err.read_text()
+        return process.exitcode != 0
+
+
+def check_kills(place: Path, kills: int) -> None:
+    get_context("forkserver").set_forkserver_preload(["flax_models.train", "flax_runs", "orbax.checkpoint", "tyro"])
+    seed = time.time_ns() % 1_000_000
+    print(f"seed {seed}")  # shown when the test fails
+    moments = random.Random(seed)
+    undisturbed = KilledRun(place, "undisturbed")
+    began = time.monotonic()
+    undisturbed.finish()
+    seconds = min(time.monotonic() - began, 8.0)  # the first one compiles
+    expected = learned(undisturbed.folder)
+    run, number, landed = KilledRun(place, "killed-0"), 0, 0
+    while landed < kills:
+        # At any moment from the start, and by turns while it trains and saves, which is a small part of that.
+        saving = landed % 3 != 0
+        landed += run.kill_after(moments.uniform(0, 0.2 if saving else 0.8) * seconds, from_first_save=saving)
+        if not run.folder.exists():
+            continue
+        steps = kept(run.folder)
+        last_row = max((row["step"] for row in read_rows(run.folder)), default=0)
+        assert last_row - max(steps, default=0) <= 2, "more than the steps since the last checkpoint are lost"
+        assert read_rows(run.folder) is not None
+        if steps and steps[-1] == 30:
+            run.finish()
+            assert learned(run.folder) == expected
+            number += 1
+            run = KilledRun(place, f"killed-{number}")
+    out = run.finish()
+    assert learned(run.folder) == expected
+    if number == 0:
+        assert re.search(r"continued +from (step \d+|the beginning)", out)
+
+
+def test_a_run_killed_at_random_moments_goes_on_to_the_same_numbers(place):
+    check_kills(place, kills=3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_killed_twenty_times_goes_on_to_the_same_numbers(place):
+    check_kills(place, kills=20)
