@@ -123,7 +123,7 @@ def _shape(parts: list[tuple[Part, int]]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part, _ in parts), *parts[0][0].shape[1:])
 
 
-def load(folder: Path, **changes: Any) -> Decoder:
+def load(folder: Path | str, **changes: Any) -> Decoder:
     """Returns the model of a Hugging Face folder.
 
     Args:
@@ -229,7 +229,7 @@ def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[Path_, jax.Array
 
 def save(
     model: Decoder,
-    folder: Path,
+    folder: Path | str,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,

@@ -116,7 +116,7 @@ def test_peaks_are_those_of_the_whole_device():
     ("remat", "accumulate"),
     [
         ("none", 1),
-        ("full", 2),
+        pytest.param("full", 2, marks=pytest.mark.slow),
         pytest.param("attention", 1, marks=pytest.mark.slow),
         pytest.param("none", 2, marks=pytest.mark.slow),
         pytest.param("full", 1, marks=pytest.mark.slow),
@@ -214,6 +214,7 @@ def _compiled_once(tmp_path_factory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_texts(tmp_path / "data")

@@ -411,8 +411,8 @@ def check_kills(place: Path, kills: int) -> None:
         assert re.search(r"continued +from (step \d+|the beginning)", out)
 
 
-def test_a_run_killed_at_random_moments_goes_on_to_the_same_numbers(place):
-    check_kills(place, kills=3)
+def test_a_run_killed_at_a_random_moment_goes_on_to_the_same_numbers(place):
+    check_kills(place, kills=1)
 
 
 @pytest.mark.slow

@@ -27,19 +27,17 @@ OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
 # N, D, V, classes, vocab_axis, rows of a chunk, options: tokens that 8 does not divide, a hidden size of one column of
 # tiles, a single row, a vocabulary that no TMA tile divides.
 CASES = [
-    pytest.param(21, 64, 128, 120, 0, 16, {}, id="two chunks"),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow, id=str(case[:6]))
-        for case in (
-            (40, 64, 320, 320, 0, 16, {}),
-            (141, 64, 320, 310, 0, 64, {}),
-            (141, 192, 330, 330, 0, 128, OPTIONS),
-            (131, 128, 640, 600, 1, 64, {}),
-            (5, 64, 50, 50, 0, 5, OPTIONS),
-            (1, 64, 128, 128, 1, 1, {}),
-            (77, 64, 50, 50, 0, 32, {}),
-        )
-    ),
+    pytest.param(*case, id=str(case[:6]))
+    for case in (
+        (21, 64, 128, 120, 0, 16, {}),
+        (40, 64, 320, 320, 0, 16, {}),
+        (141, 64, 320, 310, 0, 64, {}),
+        (141, 192, 330, 330, 0, 128, OPTIONS),
+        (131, 128, 640, 600, 1, 64, {}),
+        (5, 64, 50, 50, 0, 5, OPTIONS),
+        (1, 64, 128, 128, 1, 1, {}),
+        (77, 64, 50, 50, 0, 32, {}),
+    )
 ]
 
 
@@ -86,6 +84,7 @@ def problem(n: int, d: int, v: int, classes: int, vocab_axis: int, options: dict
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "options"), CASES)
 def test_anchored(
     n: int,

@@ -318,7 +318,7 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: more than sums of tiles"
 
 
-@pytest.mark.parametrize("target", ["h200", "a100"])
+@pytest.mark.parametrize("target", [pytest.param("h200", marks=SLOW), "a100"])
 def test_kernels_compile_and_fit(target: str) -> None:
     check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]))
 
