@@ -112,15 +112,9 @@ def test_peaks_are_those_of_the_whole_device():
 # Memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("remat", "accumulate"),
-    [
-        ("none", 1),
-        pytest.param("full", 2, marks=pytest.mark.slow),
-        pytest.param("attention", 1, marks=pytest.mark.slow),
-        pytest.param("none", 2, marks=pytest.mark.slow),
-        pytest.param("full", 1, marks=pytest.mark.slow),
-    ],
+    ("remat", "accumulate"), [("none", 1), ("full", 2), ("attention", 1), ("none", 2), ("full", 1)]
 )
 def test_memory_is_about_what_xla_plans(remat, accumulate):
     config = ModelConfig(1024, 128, 6, 4, 2, 32, 384, 64, remat=remat)

@@ -411,6 +411,7 @@ def check_kills(place: Path, kills: int) -> None:
         assert re.search(r"continued +from (step \d+|the beginning)", out)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_goes_on_to_the_same_numbers(place):
     check_kills(place, kills=1)
 

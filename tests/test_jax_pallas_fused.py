@@ -22,7 +22,6 @@ from parity.spec import LossSpec
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 SHARED: dict[str, Any] = {"lead": (150,), "hidden": 64, "vocab": 320, "has_bias": True}
 EVERY_DAY = [
-    Case(name="exponentials", **SHARED, **BF16),
     Case(name="exponentials-chunks", tight_memory=True, ignored="some", poison=("ignored_rows",), **SHARED, **BF16),
     Case(name="exponentials-cap-dv", spec=LossSpec(softcap=3.0, logit_scale=0.7), vocab_axis=1, **SHARED, **BF16),
     Case(name="recomputed-smoothing", spec=LossSpec(label_smoothing=0.1), **SHARED, **BF16),

@@ -175,12 +175,13 @@ MORE_OF_KERNELS = {
 
 
 def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
-    check(compile_all([("train", 8192, *LLAMA, 0)], "h200", "mosaic", tmp_path), KERNEL_LIMITS)
+    check(compile_all([("train", 2048, *LLAMA, 0)], "h200", "mosaic", tmp_path), KERNEL_LIMITS)
     check_kernels(
         tmp_path, "exponentials", "exponentials_again", "d_weight", "d_input", "target_windows", "target_runs"
     )
 
 
+@pytest.mark.slow
 def test_pallas_triton_compiles_and_fits(tmp_path: Path) -> None:
     check(compile_all([("train", 8192, *QWEN, 0)], "a100", "pallas_triton", tmp_path), KERNEL_LIMITS)
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")

@@ -146,7 +146,7 @@ def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tup
     )
 
 
-@pytest.mark.parametrize("name", cases(CALLS, ("options", "deep")))
+@pytest.mark.parametrize("name", cases(CALLS, ("options",)))
 def test_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()

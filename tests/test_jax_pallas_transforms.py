@@ -306,6 +306,7 @@ def by_transformations(arrays: dict[str, Any], **options: Any) -> dict[str, Any]
     return {name: jax.jit(jax.grad(f, argnums=(0, 1)))(x, w) for name, f in functions.items()}
 
 
+@pytest.mark.slow
 def test_kernels_under_transformations() -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16", bias=False)
     exact = {name: array.astype(jnp.float32) if name != "target" else array for name, array in arrays.items()}
