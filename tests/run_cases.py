@@ -1,45 +1,40 @@
 """Runs cases of the contract on a backend and prints, one JSON line a case, the percentage of its budget that each
-output used.
-
-Run by the tests on a GPU, several processes at a time, for the kernels' compilation is what takes long:
-`python run_cases.py BACKEND FIRST STEP [TEXT]` runs every STEP-th case from FIRST on, of those whose name holds TEXT.
-`judged_in_processes` does so for all.
-"""
+output used: `python run_cases.py BACKEND NAME...`. Tests on a GPU run several side by side (programs.py)."""
 
 import json
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from os import environ
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from programs import Command, python
 
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import select
+from parity.cases import Case, cases
 from parity.expected import expected, judge
 
-PROCESSES = 12  # that compile kernels side by side
+
+def commands(backend: str, shares: Iterable[Sequence[Case]]) -> dict[str, Command]:
+    """Returns the program that runs each case, by the case's name: one for each share of them."""
+    found: dict[str, Command] = {}
+    for share in shares:
+        names = [case.name for case in share]
+        found |= dict.fromkeys(names, python("run_cases.py", backend, *names))
+    return found
 
 
-def judged_in_processes(backend: str) -> dict[str, dict[str, Any]]:
-    """Runs every case, in several processes; returns what each came to by its name."""
-
-    def share(first: int) -> list[dict[str, Any]]:
-        command = [sys.executable, __file__, backend, str(first), str(PROCESSES)]
-        variables = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        variables = {**environ, **variables, "PYTHONPATH": str(Path(__file__).parent.parent)}
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return {result["name"]: result for results in pool.map(share, range(PROCESSES)) for result in results}
+def assert_passed(result: dict[str, Any], ran: tuple[str, str]) -> None:
+    """Fails if a case failed, used more than its budgets, or by another (implementation, platform) than `ran`."""
+    assert "failure" not in result, result["failure"]
+    assert result["ran"] == [*ran]
+    used = ", ".join(f"{output} {share:.0f}%" for output, share in result["used"].items())
+    assert all(share <= 100 for share in result["used"].values()), f"{result['name']} used of its budget: {used}"
 
 
 def main() -> None:
-    backend, first, step, text = (*sys.argv[1:], "")[:4]
-    for case in list(select(text))[int(first) :: int(step)]:
+    backend, *names = sys.argv[1:]
+    known = {case.name: case for case in cases()}
+    for case in map(known.__getitem__, names):
         arrays = make_arrays(case)
         result: dict[str, object] = {"name": case.name}
         try:

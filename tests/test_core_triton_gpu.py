@@ -3,29 +3,29 @@
 Runs with `pytest -m gpu`.
 """
 
+import math
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from os import environ
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from run_cases import judged_in_processes
+from programs import Command, Printed, each, python
+from run_cases import assert_passed, commands
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
+from walks import walks
 
 import core_triton
 from core_triton import ops
-from parity.cases import cases
+from parity.cases import Case, cases
 
 pytestmark = pytest.mark.gpu
 
-HERE = Path(__file__).parent
 DEVICE = "cuda"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,23 +66,27 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # Every case of the contract.
 
 
-@pytest.fixture(scope="module")
-def judged_cases() -> dict[str, dict[str, Any]]:
-    return judged_in_processes("torch-triton")
+SHARES = 24  # of the cases, each a process
 
 
-@pytest.mark.parametrize("name", [case.name for case in cases()])
-def test_case(name: str, judged_cases: dict[str, dict[str, Any]]) -> None:
-    result = judged_cases[name]
-    assert "failure" not in result, result["failure"]
-    assert result["ran"] == ["triton", DEVICE]
-    used = ", ".join(f"{output} {share:.0f}%" for output, share in result["used"].items())
-    assert all(share <= 100 for share in result["used"].values()), f"{name} used of its budget: {used}"
+def kinds(case: Case) -> tuple[Any, ...]:
+    """What a case's kernels depend on most: cases of a kind in one process compile them once."""
+    options = case.spec.reduction == "none", case.spec.softcap is not None, case.has_bias, case.vocab_axis
+    return case.dtype, case.function, *options
+
+
+COMMANDS = commands("torch-triton", batched(sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)))
+
+
+@pytest.mark.parametrize("name", each(COMMANDS))
+def test_case(name: str, printed: Printed) -> None:
+    assert_passed(printed[name], ("triton", DEVICE))
 
 
 # More than 2**31 logits.
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # pieces, and one piece of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
@@ -120,6 +124,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("model", MODELS)
 def test_workspace_is_within_budget(model: str) -> None:
     d, v = MODELS[model]
@@ -289,14 +294,8 @@ def test_a_device_that_is_not_the_current_one(function: str) -> None:
 def one_process(tmp_path: Path) -> Iterator[None]:
     from torch import distributed
 
-    device = torch.device(DEVICE, 0) if DEVICE == "cuda" else None
-    distributed.init_process_group(
-        "nccl" if DEVICE == "cuda" else "gloo",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        device_id=device,
-    )
+    store = f"file://{tmp_path / 'store'}"
+    distributed.init_process_group("nccl", store, rank=0, world_size=1, device_id=torch.device(DEVICE, 0))
     yield
     distributed.destroy_process_group()
 
@@ -408,25 +407,13 @@ def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype, ignored
 # Training.
 
 
-def chain(steps: int, batch: int, length: int, v: int) -> Iterator[Tensor]:
-    """Yields batches of walks on a random graph, each node with four ways on, the first the most trodden."""
-    generator = torch.Generator().manual_seed(0)
-    ways = torch.randint(0, v, (v, 4), generator=generator)
-    for _ in range(steps):
-        walk = [torch.randint(0, v, (batch,), generator=generator)]
-        for _ in range(length):
-            choice = torch.multinomial(torch.tensor([0.6, 0.2, 0.1, 0.1]), batch, True, generator=generator)
-            walk.append(ways[walk[-1], choice])
-        yield torch.stack(walk, 1).to(DEVICE)
-
-
 def curve(fused: bool, steps: int = 300) -> Tensor:
     """Trains a model in bfloat16; returns the mean losses of every 50 steps."""
     torch.manual_seed(0)
     model = Model(v=503, dtype=torch.bfloat16, fused=fused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
-    for tokens in chain(steps, batch=32, length=32, v=503):
+    for tokens in torch.from_numpy(walks(steps, batch=32, length=32, v=503)).to(DEVICE, torch.int64):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()
@@ -444,15 +431,18 @@ def test_a_model_trains_as_with_the_unfused_loss() -> None:
 # Accesses to memory.
 
 
+def under_sanitizer(name: str) -> Command:
+    """Returns the program that runs a case where each access to the device's memory is checked."""
+    each_its_own = "PYTORCH_NO_CUDA_MEMORY_CACHING=1"  # or an access past one tensor would fall into another
+    options = ("--tool", "memcheck", "--error-exitcode", "9")
+    return ("env", each_its_own, "compute-sanitizer", *options, *python("run_cases.py", "torch-triton", name))
+
+
+CHECKED = ("mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123"])
-def test_memcheck_finds_nothing(name: str) -> None:
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on PATH")
-    program = [sys.executable, str(HERE / "run_cases.py"), "torch-triton", "0", "1", name]
-    variables = {**environ, "PYTHONPATH": str(HERE.parent), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", "memcheck", "--error-exitcode", "9", *program]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert name in done.stdout
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on PATH")
+@pytest.mark.parametrize("name", each({name: under_sanitizer(name) for name in CHECKED}))
+def test_memcheck_finds_nothing(name: str, printed: Printed) -> None:
+    assert_passed(printed[name], ("triton", DEVICE))

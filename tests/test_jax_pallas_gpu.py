@@ -1,18 +1,13 @@
 """jax_pallas on an NVIDIA Hopper GPU by its Mosaic kernels: the cases of the contract, accuracy beside float32, what
 JAX puts around a call, and training.
 
-Runs with `pytest -m gpu`. Compiling is what takes long, so processes do it side by side: run as a program, this file
-runs the checks that it is given. `python -m parity` runs every case of the contract, this file a part of them.
+Runs with `pytest -m gpu`. Run as a program, this file runs the checks that it is given; the tests have it do so side by
+side. `python -m parity` runs every case of the contract, this file a part of them.
 """
 
-import json
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, export
+from programs import Printed, each, python, run_checks
+from run_cases import assert_passed, commands
+from walks import walks
 
 from jax_pallas import launch
 from jax_pallas.linear_ce import explain, linear_cross_entropy
@@ -30,75 +28,37 @@ from parity.spec import DEFAULT_MEMORY_BUDGET
 
 pytestmark = pytest.mark.gpu
 
-HERE = Path(__file__).parent
 IMPLEMENTATION = "mosaic"
 KERNEL = "mosaic_gpu_v2"  # what a kernel is called in a lowered program
-PROCESSES = 16
 ROUNDING = 4e-3  # of gradients in bfloat16
-
-
-def lines_of(command: list[str]) -> list[dict[str, Any]]:
-    """Runs a program of this folder beside others, and returns the JSON lines that it prints."""
-    variables = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    variables |= {"PYTHONPATH": str(HERE.parent)}
-    command = [sys.executable, str(HERE / command[0]), *command[1:]]
-    done = subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def side_by_side(commands: list[list[str]]) -> dict[str, dict[str, Any]]:
-    """Returns what all the programs print, by its name."""
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return {result["name"]: result for results in pool.map(lines_of, commands) for result in results}
 
 
 # Cases of the contract.
 
-# Of every day: the plain ones, those with all options at once and some more, and the edges; and in how many processes.
-EVERY_DAY = {"16-n123": 2, "strided-n123": 4, "edge-": 10}
+# Of every day: the plain ones, those with all options at once and some more, and the edges.
+EVERY_DAY = ("16-n123", "strided-n123", "edge-")
+SHARES = 16  # of them, each a process
 
 
-def judged(shares: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Returns what the cases whose names hold one of these texts came to."""
-    backend = f"jax-{IMPLEMENTATION}"
-    commands = [
-        ["run_cases.py", backend, str(first), str(many), text] for text, many in shares.items() for first in range(many)
-    ]
-    return side_by_side(commands)
+def limits(case: Case) -> str | None:
+    return launch.limits(IMPLEMENTATION, case.dtype, case.hidden, case.vocab, case.vocab_axis)
 
 
-@pytest.fixture(scope="module")
-def judged_cases() -> dict[str, dict[str, Any]]:
-    return judged(EVERY_DAY)
+OFTEN = [case for case in cases() if case.dtype != "float32" and any(text in case.name for text in EVERY_DAY)]
+BY_NAME = {case.name: case for case in OFTEN}
 
 
-def judge(case: Case, result: dict[str, Any]) -> None:
-    refusal = launch.limits(IMPLEMENTATION, case.dtype, case.hidden, case.vocab, case.vocab_axis)
-    if refusal is not None:
-        assert refusal in result["failure"]
-        return
-    assert "failure" not in result, result["failure"]
-    assert result["ran"] == [IMPLEMENTATION, "gpu"]
-    used = ", ".join(f"{output} {share:.0f}%" for output, share in result["used"].items())
-    assert all(share <= 100 for share in result["used"].values()), f"{case.name} used of its budget: {used}"
-
-
-SERVED = [case for case in cases() if case.dtype != "float32"]
-OFTEN = [case for case in SERVED if any(text in case.name for text in EVERY_DAY)]
-
-
-@pytest.mark.parametrize("case", OFTEN, ids=lambda case: case.name)
-def test_case(case: Case, judged_cases: dict[str, dict[str, Any]]) -> None:
-    judge(case, judged_cases[case.name])
+@pytest.mark.parametrize("name", each(commands(f"jax-{IMPLEMENTATION}", (OFTEN[i::SHARES] for i in range(SHARES)))))
+def test_case(name: str, printed: Printed) -> None:
+    refusal = limits(BY_NAME[name])
+    if refusal is None:
+        assert_passed(printed[name], (IMPLEMENTATION, "gpu"))
+    else:
+        assert refusal in printed[name]["failure"]
 
 
 def test_what_is_run_every_day_covers_the_contract() -> None:
-    served = [
-        case
-        for case in OFTEN
-        if launch.limits(IMPLEMENTATION, case.dtype, case.hidden, case.vocab, case.vocab_axis) is None
-    ]
+    served = [case for case in OFTEN if limits(case) is None]
     assert {case.dtype for case in served} == {"bfloat16", "float16"}
     assert {case.vocab_axis for case in OFTEN} == {0, 1}
     assert {case.function for case in served} == {"loss", "log_probs"}
@@ -244,33 +204,10 @@ def gradients_of_rows_and_losses_alone() -> None:
     assert_close(jax.jit(loss)(x, w, y), exact(x, w, y)[0], 1e-4)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, dict[str, Any]]:
-    return side_by_side([[Path(__file__).name, name] for name in CHECKS])
-
-
-@pytest.mark.parametrize("name", CHECKS)
-def test_check(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
-    if name == exported_and_read_back.__name__:
-        pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
-    failure = outcomes[name]["failure"]
-    assert not failure, failure
-
-
 # Training.
 
 
-def chain(steps: int, batch: int, length: int, v: int) -> np.ndarray:
-    """Returns batches of walks on a random graph, each node with four ways on, the first the most trodden."""
-    rng = np.random.default_rng(0)
-    ways = rng.integers(0, v, (v, 4))
-    walks = [rng.integers(0, v, (steps, batch))]
-    for _ in range(length):
-        walks.append(ways[walks[-1], rng.choice(4, (steps, batch), p=[0.6, 0.2, 0.1, 0.1])])
-    return np.stack(walks, 2).astype(np.int32)
-
-
-def curve(patch: pytest.MonkeyPatch, loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str]:
+def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str]:
     """Trains a model in bfloat16 by a loss; returns the mean losses of every 50 steps, and the lowered step."""
     from flax import nnx
 
@@ -279,18 +216,19 @@ def curve(patch: pytest.MonkeyPatch, loss: Callable[..., Array], steps: int = 30
     from flax_models.config import TrainConfig
     from flax_models.model import Decoder, ModelConfig
 
-    patch.setattr(step, "linear_cross_entropy", loss)
     shape: dict[str, Any] = {"vocab_size": 503, "hidden_size": 128, "num_layers": 1, "max_seq_len": 32}
     config = ModelConfig(**shape, dtype="bfloat16", param_dtype="bfloat16")
     settings = TrainConfig(steps=steps, batch_size=32, learning_rate=2e-3, warmup_steps=20)
     trainer = step.Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
-    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in chain(steps, 32, 32, 503)]
+    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in walks(steps, 32, 32, 503)]
     jitted: Any = trainer.step
-    program = jitted.lower(trainer.initial, batches[0]).as_text()
-    state, losses = trainer.initial, []
-    for batch in batches:
-        state, metrics = trainer.step(state, batch)
-        losses.append(metrics.loss)
+    with pytest.MonkeyPatch.context() as patch:  # the step is traced here, once
+        patch.setattr(step, "linear_cross_entropy", loss)
+        program = jitted.lower(trainer.initial, batches[0]).as_text()
+        state, losses = trainer.initial, []
+        for batch in batches:
+            state, metrics = trainer.step(state, batch)
+            losses.append(metrics.loss)
     return np.asarray(jax.device_get(losses), np.float64).reshape(-1, 50).mean(1), program
 
 
@@ -305,23 +243,21 @@ def unfused(hidden: Array, head: Array, target: Array, *, reduction: str, **_: A
     return -jnp.take_along_axis(log_probs, target[..., None], -1).mean()
 
 
-def test_a_model_trains_as_with_the_unfused_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    (ours, program), (theirs, other) = (curve(monkeypatch, loss) for loss in (fused, unfused))
+@checked
+def a_model_trains_as_with_the_unfused_loss() -> None:
+    (ours, program), (theirs, other) = (curve(loss) for loss in (fused, unfused))
     assert KERNEL in program
     assert KERNEL not in other
     assert theirs[-1] < 0.5 * theirs[0]
     np.testing.assert_allclose(ours, theirs, rtol=0.01)
 
 
-def main() -> None:
-    for name in sys.argv[1:]:
-        failure = ""
-        try:
-            CHECKS[name]()
-        except Exception:  # one that fails must not hide the others
-            failure = traceback.format_exc()[-3000:]
-        print(json.dumps({"name": name, "failure": failure}), flush=True)
+@pytest.mark.parametrize("name", each({name: python(Path(__file__).name, name) for name in CHECKS}))
+def test_check(name: str, printed: Printed) -> None:
+    if name == exported_and_read_back.__name__:
+        pytest.importorskip("flatbuffers", reason="jax.export serializes by it")
+    assert not printed[name]["failure"], printed[name]["failure"]
 
 
 if __name__ == "__main__":
-    main()
+    run_checks(CHECKS, sys.argv[1:])

@@ -1,5 +1,8 @@
 """Shards of a vocabulary by kernels: partial results under an offset merge into the loss and gradients of the whole."""
 
+import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -7,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, rows
 from jax_pallas.chunked import Problem
@@ -83,7 +87,15 @@ def test_shards_by_triton_kernels(case: Case) -> None:
     check(case, "pallas_triton")
 
 
+ON_A_GPU = {case.name: partial(check, case, "mosaic") for case in (BF16, TRANSPOSED)}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [BF16, TRANSPOSED], ids=lambda case: case.name)
-def test_shards_on_a_gpu(case: Case) -> None:
-    check(case, "mosaic")
+@pytest.mark.programs(python(Path(__file__).name, *ON_A_GPU))
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_shards_on_a_gpu(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+if __name__ == "__main__":
+    run_checks(ON_A_GPU, sys.argv[1:])

@@ -1,0 +1,83 @@
+"""Programs that run side by side while the tests that want what they print wait: compiling is what takes long.
+
+A test has its programs in a mark, `pytest.mark.programs(python("file.py", ...))` or by `each`, and takes the fixture
+`printed`. The first test that does so starts those of all selected tests, in the tests' order, as many at a time as
+there are cores. A program prints JSON objects with a "name", one a line; what tools around it print is passed over.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from os import environ, sched_getaffinity
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+# One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need.
+VARIABLES = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(HERE.parent)}
+
+Command = tuple[str, ...]
+Printed = dict[str, dict[str, Any]]  # by name
+
+
+def python(file: str, *arguments: str) -> Command:
+    """Returns the command that runs a file of this folder."""
+    return (sys.executable, str(HERE / file), *arguments)
+
+
+def each(commands: Mapping[str, Command]) -> list[Any]:
+    """Returns names as the parameters of a test, each with the program that prints its result."""
+    return [pytest.param(name, marks=pytest.mark.programs(command)) for name, command in commands.items()]
+
+
+class Programs:
+    """Runs commands from now on.
+
+    Args:
+        commands: in the order in which they start; the same one runs once.
+    """
+
+    def __init__(self, commands: Iterable[Command]) -> None:
+        self._pool = ThreadPoolExecutor(len(sched_getaffinity(0)))
+        self._running: set[Popen[str]] = set()
+        self._outcomes = {command: self._pool.submit(self._run, command) for command in dict.fromkeys(commands)}
+
+    def _run(self, command: Command) -> Printed:
+        with Popen(command, env={**environ, **VARIABLES}, stdout=PIPE, stderr=PIPE, text=True) as process:
+            self._running.add(process)
+            out, err = process.communicate()
+            self._running.discard(process)
+        assert process.returncode == 0, f"{command[1:3]} ended with {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
+        results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        return {result["name"]: result for result in results}
+
+    def printed(self, commands: Iterable[Command]) -> Printed:
+        """Waits for commands to end; returns what they printed, and raises AssertionError if one failed."""
+        return {name: result for command in commands for name, result in self._outcomes[command].result().items()}
+
+    def wait(self) -> None:
+        """Waits for all commands to end."""
+        wait(self._outcomes.values())
+
+    def stop(self) -> None:
+        """Ends those that still run and starts no other."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for process in self._running.copy():
+            process.terminate()
+        self._pool.shutdown()
+
+
+def run_checks(checks: Mapping[str, Callable[[], None]], names: Iterable[str]) -> None:
+    """Runs checks by name and prints, for each, why it failed, or an empty "failure"."""
+    for name in names:
+        failure = ""
+        try:
+            checks[name]()
+        except Exception:  # one that fails must not hide the others
+            failure = traceback.format_exc()[-3000:]
+        print(json.dumps({"name": name, "failure": failure}), flush=True)
