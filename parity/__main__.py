@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         return training.main(arguments[1:])
     options = _parse(arguments)
     names = _available(options.backend)
-    if not names:
-        print("nothing to run: neither PyTorch nor JAX is installed", file=sys.stderr)
-        return 1
-    if options.jobs < 1:
-        print(f"--jobs must be at least 1, got {options.jobs}", file=sys.stderr)
-        return 1
-    if not any(True for _ in select(options.only, options.exhaustive)):
-        print(f"--only must be part of a case's name, got {options.only!r}", file=sys.stderr)
+    wrong = _obstacle(options) if names else "nothing to run: neither PyTorch nor JAX is installed"
+    if wrong:
+        print(wrong, file=sys.stderr)
         return 1
     start = time.perf_counter()
     rows: list[report.Row] = []
@@ -68,15 +62,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not failures:
         print("all within budget")
     if options.json:
-        packages = {"torch", "triton", "jax", "jaxlib", "numpy"} & {found.name for found in distributions()}
         document = {
             "commit": options.commit,
             "devices": sorted({row.device for row in rows if row.device}),
-            "versions": {name: version(name) for name in sorted(packages)},
             "backends": [report.as_json(row) for row in rows],
             "pairs": [report.as_json(row) for row in pairs],
         }
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+        report.write(options.json, document, ("torch", "triton", "jax", "jaxlib", "numpy"))
     return 1 if failures else 0
 
 
@@ -95,6 +87,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors and budgets there")
     parser.add_argument("--commit", metavar="NAME", help="of the code that is compared, for that file")
     return parser.parse_args(arguments)
+
+
+def _obstacle(options: argparse.Namespace) -> str:
+    """Returns what stands against the run, naming the option; empty if nothing does."""
+    if options.jobs < 1:
+        return f"--jobs must be at least 1, got {options.jobs}"
+    if not any(True for _ in select(options.only, options.exhaustive)):
+        return f"--only must be part of a case's name, got {options.only!r}"
+    if options.commit is not None and options.json is None:
+        return f"--commit goes into the file of --json, which is not given; got {options.commit!r}"
+    return report.file_obstacle("--json", options.json)
 
 
 def _available(asked: Sequence[str] | None) -> list[str]:

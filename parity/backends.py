@@ -103,14 +103,14 @@ def run_case(name: str, case: Case, arrays: Arrays) -> Outcome:
     run = _RUNNERS[backend.framework](backend.implementation, case, arrays)
     dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
     outputs = {}
-    for output, (value, dtype) in run.results.items():
+    for output in outputs_of(case):
+        outputs[output], dtype = run.results[output]
         if output == "n_valid":
             if not dtype.startswith("int"):
                 raise TypeError(f"n_valid must be an integer, got {dtype}")
         elif dtype != dtypes.get(output, "float32"):
             raise TypeError(f"{output} must be {dtypes.get(output, 'float32')}, got {dtype}")
-        outputs[output] = value
-    return Outcome(*run[:3], {output: outputs[output] for output in outputs_of(case)})
+    return Outcome(run.implementation, run.platform, run.device, outputs)
 
 
 class _Run(NamedTuple):

@@ -1,6 +1,9 @@
-"""The table of `python -m parity`: rows of percentages of a budget, and what they come to."""
+"""The table of `python -m parity`: rows of percentages of a budget, and what they come to; and what is written."""
 
+import json
 from collections.abc import Iterable, Mapping
+from importlib.metadata import distributions, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from parity.cases import DTYPE_LABELS, Case
@@ -89,3 +92,17 @@ def as_json(row: Row) -> dict[str, Any]:
         },
         "failures": row.failures,
     }
+
+
+def file_obstacle(option: str, path: Path | None) -> str:
+    """Returns why an option's file cannot be written, to be known before anything runs; empty if it can."""
+    if path is None or (path.parent.is_dir() and not path.is_dir()):
+        return ""
+    return f"{option} must be a file in a folder that exists, got {path}"
+
+
+def write(path: Path, document: Mapping[str, Any], packages: Iterable[str]) -> None:
+    """Writes a JSON document, with the versions of those of the packages that are installed."""
+    present = {found.name for found in distributions()}.intersection(packages)
+    versions = {name: version(name) for name in sorted(present)}
+    path.write_text(json.dumps({"versions": versions, **document}, indent=1) + "\n")

@@ -294,9 +294,19 @@ def test_a_broken_copy_fails(change: str, message: str, tmp_path: Path) -> None:
     assert "all within budget" not in done.stdout
 
 
-def test_a_name_that_no_case_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--only", "no such case"]) == 1
-    assert "--only must be part of a case's name, got 'no such case'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "no such case"], "--only must be part of a case's name, got 'no such case'"),
+        (["--jobs", "0"], "--jobs must be at least 1, got 0"),
+        (["--json", "/no/such/x.json"], "--json must be a file in a folder that exists, got /no/such/x.json"),
+        (["--json", "/"], "--json must be a file in a folder that exists, got /"),
+        (["--commit", "abc"], "--commit goes into the file of --json, which is not given; got 'abc'"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(arguments) == 1
+    assert capsys.readouterr().err == message + "\n"
 
 
 def test_a_missing_framework_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity.backends import expected_default
-from parity.train.run import CURVES, Run
+from parity.train.run import CHUNKED, CURVES, KERNELS, Run
 
 # Relative, at each step. Rounding alone comes to 4e-7 to 5e-7 in 50 steps (two cores, eight seeds).
 BOUND = 1e-5
@@ -46,11 +45,8 @@ def wrong_implementation(name: str, run: Run) -> str:
     curve = CURVES[name]
     if not curve.fused:
         return ""
-    should = expected_default(curve.framework, run.platform, "float32")
-    if run.implementation in should:
-        return ""
-    names = " or ".join(map(repr, should))
-    return f"the default ran {run.implementation!r} on {run.platform}, where {names} should run"
+    should = KERNELS.get((curve.framework, run.platform), CHUNKED)
+    return "" if run.implementation == should else f"ran {run.implementation!r} on {run.platform} instead of {should!r}"
 
 
 def failures(outcomes: Mapping[str, Run | str]) -> list[str]:
@@ -75,6 +71,12 @@ def failures(outcomes: Mapping[str, Run | str]) -> list[str]:
 
 def _ran(outcomes: Mapping[str, Run | str]) -> dict[str, Run]:
     return {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Run)}
+
+
+def fused_losses(outcomes: Mapping[str, Run | str]) -> str:
+    """Returns what computed the fused losses, and where, as text."""
+    runs = {CURVES[name].framework: run for name, run in _ran(outcomes).items() if CURVES[name].fused}
+    return ", ".join(f"{framework} by {run.implementation} on {run.device}" for framework, run in runs.items())
 
 
 def header() -> str:

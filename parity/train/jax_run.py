@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, parameter_shapes
-from parity.train.run import Run
+from parity.train.run import KERNELS, Run
 
 type Array = Any  # jax.Array; JAX itself is imported inside functions alone
 
@@ -26,7 +27,13 @@ def train(problem: Problem, *, fused: bool) -> Run:
     setup = problem.setup
     decoder_of = _decoder(problem)
     optimizer = _optimizer(setup)
-    loss_of = linear_ce.linear_cross_entropy if fused else _unfused_cross_entropy
+    weights = {name: jnp.asarray(array) for name, array in problem.weights.items()}
+    loss_of, ran = _unfused_cross_entropy, "cross_entropy"
+    if fused:
+        asked = KERNELS.get(("jax", jax.default_backend()))
+        loss_of = partial(linear_ce.linear_cross_entropy, implementation=asked)
+        like_hidden_states = weights["embedding"][problem.tokens[0]]
+        ran = linear_ce.explain(like_hidden_states, decoder_of(weights).head_weight(), implementation=asked).name
 
     def loss_at(weights: dict[str, Array], tokens: Array, target: Array) -> Array:
         model = decoder_of(weights)
@@ -38,15 +45,13 @@ def train(problem: Problem, *, fused: bool) -> Run:
         updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state, loss
 
-    weights, losses = {name: jnp.asarray(array) for name, array in problem.weights.items()}, []
+    losses = []
     with jax.default_matmul_precision("highest"):  # float32 products, not TF32
         state = optimizer.init(weights)
         for tokens, target in zip(problem.tokens, problem.targets, strict=True):
             weights, state, loss = take_step(weights, state, tokens, target)
             losses.append(loss)
         values = [float(loss) for loss in losses]
-    hidden = jnp.zeros((*problem.tokens.shape[1:], setup.hidden_size))
-    ran = linear_ce.explain(hidden, decoder_of(weights).head_weight()).name if fused else "cross_entropy"
     device = jax.devices()[0].device_kind
     return Run(values, ran, jax.default_backend(), device, time.perf_counter() - start)
 

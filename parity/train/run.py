@@ -1,6 +1,12 @@
-"""What a training run gives, and the four of them by name."""
+"""What a training run gives, the four of them by name, and what their losses run."""
 
 from typing import NamedTuple
+
+# What a fused loss asks for by name, (framework, platform) -> implementation: the kernels, where the machine has a GPU.
+# In float32 JAX's default there is XLA's own products, which are faster and would tell nothing of the kernels. On any
+# other platform it is the default that runs, which is CHUNKED.
+KERNELS = {("torch", "cuda"): "triton", ("jax", "gpu"): "pallas_triton"}
+CHUNKED = "chunked"
 
 
 class Run(NamedTuple):

@@ -4,11 +4,12 @@ Nothing here is shared with flax_models: attention is written out, and the rotat
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, learning_rate
-from parity.train.run import Run
+from parity.train.run import KERNELS, Run
 
 type Tensor = Any  # torch.Tensor; torch itself is imported inside functions alone
 
@@ -26,16 +27,17 @@ def train(problem: Problem, *, fused: bool) -> Run:
     tokens = torch.tensor(problem.tokens, dtype=torch.int64, device=device)
     targets = torch.tensor(problem.targets, dtype=torch.int64, device=device)
     setup = problem.setup
-    loss_of: Callable[[Tensor, Tensor, Tensor], Tensor] = (
-        core_triton.linear_cross_entropy if fused else _unfused_cross_entropy
-    )
     head = weights["embedding" if setup.tie_embeddings else "head"]
+    loss_of, ran = _unfused_cross_entropy, "cross_entropy"
+    if fused:
+        asked = KERNELS.get(("torch", device))
+        loss_of = partial(core_triton.linear_cross_entropy, implementation=asked)
+        like_hidden_states = weights["embedding"][tokens[0]]
+        ran = core_triton.explain(like_hidden_states, head, implementation=asked).name
     optimizer = _optimizer(weights, setup)
-    hidden: Tensor = None
     losses = []
     for step in range(setup.steps):
-        hidden = hidden_states(weights, tokens[step], setup)
-        loss = loss_of(hidden, head, targets[step])
+        loss = loss_of(hidden_states(weights, tokens[step], setup), head, targets[step])
         optimizer.zero_grad()
         loss.backward()
         _clip(list(weights.values()), setup.clip_norm)
@@ -44,7 +46,6 @@ def train(problem: Problem, *, fused: bool) -> Run:
         optimizer.step()
         losses.append(loss.detach())
     values = torch.stack(losses).tolist()
-    ran = core_triton.explain(hidden, head).name if fused else "cross_entropy"
     name = torch.cuda.get_device_name() if device == "cuda" else device
     return Run(values, ran, device, name, time.perf_counter() - start)
 
