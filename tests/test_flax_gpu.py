@@ -1,0 +1,300 @@
+"""flax_models on an NVIDIA GPU: runs that resume to the bit, cuDNN's attention, the trainer at a published shape and
+texts by its weights, and both frameworks' training beside each other.
+
+Runs with `pytest -m gpu`. As a program this file makes the runs, or the checks, that it is given; the tests have it do
+so side by side.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import before_step, learned, random_batch
+from programs import Command, Printed, each, python, run_checks
+from random_decoder import random_decoder
+
+import flax_models.train as program
+from flax_models import export, generate
+from flax_models.accounting import memory_estimate
+from flax_models.checkpoint import Checkpoints
+from flax_models.config import CONFIGS, TrainConfig
+from flax_models.model import Decoder, ModelConfig
+from flax_models.step import Trainer
+from flax_models.trained import read_run
+from parity.backends import expected_default
+from parity.train.run import KERNELS
+
+pytestmark = pytest.mark.gpu
+
+FILE = Path(__file__).name
+ROOT = Path(__file__).parents[1]
+FUSED = expected_default("jax", "gpu", "bfloat16")  # what a loss in bfloat16 runs
+
+
+@contextlib.contextmanager
+def texts() -> Iterator[Path]:
+    """Yields a folder with text in data/, a part of the standard library, and what is cached beside it."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        place = Path(folder)
+        patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+        (place / "data").mkdir()
+        for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py")):
+            (place / "data" / path.name).write_bytes(path.read_bytes())
+        yield place
+
+
+def options(**values: Any) -> list[str]:
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
+
+def train(place: Path, *arguments: str) -> tuple[int, str]:
+    """Runs the trainer; returns its exit status and what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        status = program.main(["--runs", str(place / "runs"), "--name", "run", *arguments])
+    return status, out.getvalue()
+
+
+# Resuming.
+
+SMALL = options(
+    vocab_size=1024,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=256,
+    max_seq_len=128,
+    dtype="bfloat16",
+    steps=12,
+    batch_size=8,
+    accumulate=2,
+    warmup_steps=2,
+    checkpoint_every=5,
+    eval_every=6,
+    log_every=3,
+    held_out_windows=16,
+    sample_tokens=2,
+)
+ATTENTIONS = ("xla", "cudnn")
+COURSES = ("whole", "broken")
+
+
+def interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def run_and_print(attention: str, course: str) -> None:
+    """Trains and prints what was learned; a "broken" run is interrupted, and goes on from its last checkpoint."""
+    with texts() as place:
+        arguments = [*SMALL, *options(attention_implementation=attention, data=place / "data")]
+        if course == "broken":
+            with pytest.MonkeyPatch.context() as patch:
+                before_step(patch, 9, interrupt)
+                assert train(place, *arguments)[0] == 130
+            arguments = ["--resume"]
+        status, said = train(place, *arguments)
+        assert status == 0
+        assert ("from step 5" in said) == (course == "broken"), said
+        folder = place / "runs" / "run"
+        digest = hashlib.sha256()
+        for leaf in jax.tree.leaves(nnx.state(read_run(folder).model)):
+            digest.update(np.asarray(leaf).tobytes())
+        print(json.dumps({"name": course, "rows": learned(folder), "parameters": digest.hexdigest()}))
+
+
+def both_courses(attention: str) -> tuple[Command, ...]:
+    """Returns two programs, for each must compile for itself."""
+    deterministic = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"  # no atomics, and no choice by measured time
+    return tuple(("env", deterministic, *python(FILE, attention, course)) for course in COURSES)
+
+
+@pytest.mark.parametrize(
+    "attention", [pytest.param(name, marks=pytest.mark.programs(*both_courses(name))) for name in ATTENTIONS]
+)
+def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(attention: str, printed: Printed) -> None:
+    whole, broken = (printed[course] for course in COURSES)
+    assert len({row["step"] for row in whole["rows"]}) == 12
+    assert whole["rows"] == broken["rows"]
+    assert whole["parameters"] == broken["parameters"]
+
+
+# Checks, each run in a process.
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def checked(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def hidden_states_and_gradients(config: ModelConfig, tokens: np.ndarray, implementation: str) -> list[np.ndarray]:
+    """Returns hidden states, and the gradients of attention's kernels under a random upstream gradient."""
+    model = random_decoder(dataclasses.replace(config, attention_implementation=implementation))
+    graph, params = nnx.split(model)
+    upstream = jax.random.normal(jax.random.key(1), (*tokens.shape, config.hidden_size))
+
+    def total(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+        hidden = nnx.merge(graph, params)(jnp.asarray(tokens)).astype(jnp.float32)
+        return jnp.vdot(hidden, upstream), hidden
+
+    lowered = jax.jit(jax.grad(total, has_aux=True)).lower(params)
+    assert ("__cudnn$fmha" in lowered.as_text()) == (implementation == "cudnn")
+    gradients, hidden = lowered.compile()(params)
+    kernels = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gradients) if "attention" in str(path)]
+    return [np.asarray(array, np.float64) for array in (hidden, *kernels)]
+
+
+def check_attention(length: int, **changes: Any) -> None:
+    """Holds cuDNN's error to that of plain products in bfloat16, both against float32."""
+    config = ModelConfig(**{"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4, **changes})
+    tokens = np.random.default_rng(0).integers(97, size=(3, length))
+    with jax.default_matmul_precision("highest"):
+        exact = hidden_states_and_gradients(config, tokens, "xla")
+    config = dataclasses.replace(config, dtype="bfloat16")
+    plain, ours = (hidden_states_and_gradients(config, tokens, name) for name in ATTENTIONS)
+    for want, theirs, mine in zip(exact, plain, ours, strict=True):
+        error, admitted = (np.linalg.norm(got - want) / np.linalg.norm(want) for got in (mine, theirs))
+        assert error <= 1.25 * admitted + 1e-3, f"error {error:.2g} beside {admitted:.2g} in {want.shape}"
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "a key head for each query head": {"length": 128, "num_kv_heads": 4, "head_dim": 64},
+    "a key head for two query heads": {"length": 128, "num_kv_heads": 2, "head_dim": 128},
+    "one key head, as Gemma": {"length": 128, "num_kv_heads": 1, "head_dim": 256},
+    "a head of 96, as Phi-3": {"length": 128, "num_kv_heads": 4, "head_dim": 96},
+    "a window, as Mistral": {"length": 192, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 40},
+    "an odd length": {"length": 131, "num_kv_heads": 2, "head_dim": 64},
+}
+
+
+@checked
+def cudnn_attends_as_plain_products_do() -> None:
+    failures = []
+    for name, shape in FAMILIES.items():
+        try:
+            check_attention(**shape)
+        except Exception as failure:  # one family must not hide the others
+            failures.append(f"{name}: {type(failure).__name__}: {failure}")
+    assert not failures, "\n".join(failures)
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Lets nothing cross between host and device while the trainer's loop runs, but what asks to: fetches and saves."""
+    loop, save = program.train, Checkpoints.save
+
+    def guarded(*arguments: Any) -> Any:
+        with jax.transfer_guard("disallow"):
+            return loop(*arguments)
+
+    def let_through(*arguments: Any) -> Any:
+        with jax.transfer_guard("allow"):
+            return save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program, "train", guarded)
+        patch.setattr(Checkpoints, "save", let_through)
+        yield
+
+
+@checked
+def a_published_shape_trains_and_its_weights_continue_texts() -> None:
+    shape = options(vocab_size=2048, num_layers=2, max_seq_len=1024, attention_implementation="cudnn")  # else as it is
+    steps = options(steps=8, batch_size=4, warmup_steps=2, log_every=2, eval_every=0, held_out_windows=4)
+    with texts() as place:
+        data = options(data=place / "data", sample_tokens=2)
+        with nothing_waits():
+            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data)
+        assert status == 0
+        for pattern in (
+            r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
+            r"^memory +about .*: parameters .*, gradients .*, optimizer .*, activations .*, loss ",
+            r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",
+            rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
+            r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
+        ):
+            assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
+        run, weights = str(place / "runs" / "run"), str(place / "weights")
+        assert export.main(["--run", run, "--out", weights]) == 0
+        for source in (["--run", run], ["--weights", weights, "--dtype", "bfloat16"]):
+            prompts = ["--prompt", "import ", "--prompt", "def main("]
+            drawn = []
+            for _ in range(2):
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    assert generate.main([*source, *prompts, "--length", "24", "--top-p", "0.9"]) == 0
+                drawn.append(out.getvalue())
+            assert drawn[0] == drawn[1]
+            assert re.fullmatch(r"import .+\n---\ndef main\(.+\n---\n", drawn[0], re.DOTALL), drawn[0]
+
+
+@checked
+def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
+    config = CONFIGS["qwen2.5-0.5b"].model
+    config = dataclasses.replace(config, max_seq_len=1024, attention_implementation="cudnn")
+    settings = TrainConfig(steps=8, batch_size=8, learning_rate=3e-4, warmup_steps=2)
+    trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
+    said = memory_estimate(trainer, config, batch_size=8, accumulate=1, length=1024).total
+    state = trainer.initial
+    del trainer.initial
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=(8, 1025)).astype(np.int32)
+    batch = jax.device_put(random_batch(8)._replace(tokens=tokens[:, :-1], targets=tokens[:, 1:]))
+    jitted: Any = trainer.step
+    lowered = jitted.lower(state, batch).as_text()
+    assert "__cudnn$fmha" in lowered
+    assert "mosaic_gpu_v2" in lowered or "mosaic" not in FUSED
+    losses = []
+    with jax.transfer_guard("disallow"):
+        for _ in range(6):
+            state, metrics = trainer.step(state, batch)
+            losses.append(metrics.loss)
+    losses = jax.device_get(losses)
+    assert abs(losses[0] - math.log(config.vocab_size)) < 1.5
+    assert losses[-1] < losses[0] - 0.1  # of one batch, again and again
+    statistics = jax.devices()[0].memory_stats()
+    assert statistics is not None
+    took = statistics["peak_bytes_in_use"]
+    assert 0.5 < said / took < 2, f"{said / 2**30:.1f} GiB were said, {took / 2**30:.1f} GiB taken"
+
+
+@checked
+def both_frameworks_train_alike_by_their_kernels() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        document = Path(folder) / "train.json"
+        command = [sys.executable, "-m", "parity", "train", "--json", str(document)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        curves = json.loads(document.read_text())["curves"]
+    for (framework, platform), implementation in KERNELS.items():
+        curve = curves[f"{framework}-fused"]
+        assert (curve["implementation"], curve["platform"]) == (implementation, platform)
+        assert f"{framework} by {implementation} on {curve['device']}" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", each({name: python(FILE, name) for name in CHECKS}))
+def test_check(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ATTENTIONS:
+        run_and_print(*sys.argv[1:])
+    else:
+        run_checks(CHECKS, sys.argv[1:])
