@@ -6,15 +6,21 @@ Model FLOP utilisation (MFU) is the share of the device's peak that the model it
 
 P counts the parameters that a token is multiplied by: the blocks' matrices, and the head once. Norms and biases are
 left out, and so is the embedding, which is looked up; a tied one counts, as the head. Each such parameter makes one
-multiplication and one addition forward, and twice that backward. `keys` is how many positions a query sees on average:
-of T tokens, (T + 1) / 2, the causal half, and less under a window; each is met by two products (scores and values) of
-2 * head_dim flops, forward once and backward twice. What is computed beyond that is not counted: masked scores,
-activations computed again (remat), logits computed again by the loss, the optimiser. So MFU falls when they are added.
+multiplication and one addition forward, and twice that backward: for its own gradient, and for that of what it was
+multiplied with. `keys` is how many positions a query sees on average: of T tokens, (T + 1) / 2, the causal half, and
+less under a window; each is met by two products (scores and values) of 2 * head_dim flops, forward once and backward
+twice. What is computed beyond that is not counted: masked scores, activations computed again (remat), logits computed
+again by the loss, the optimiser. So MFU falls when they are added.
+
+Frozen parameters have no gradient of their own, which leaves them 4 in place of 6. Where nothing before them trains
+either, nothing goes back through them, and they have 2 (attention 4 in place of 12); all blocks count as one there.
 
 Source: Chowdhery et al., "PaLM", 2022, appendix B; there attention counts in full, here its causal half.
 """
 
 import os
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +32,10 @@ from flax_models.step import Trainer
 from parity.spec import DEFAULT_MEMORY_BUDGET
 
 # Dense bf16 flops/s of one device with float32 sums, by the beginning of JAX's device_kind; the first that fits counts.
-# NVIDIA's datasheets (half of the numbers given "with sparsity") and Google Cloud's TPU pages.
+# NVIDIA's datasheets (half of the numbers given "with sparsity"), for GeForce its white paper, and Google Cloud's TPU
+# pages.
 PEAK_BF16 = {
+    "NVIDIA GB200": 2500e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA GH200": 989e12,
     "NVIDIA H200 NVL": 835e12,
@@ -39,31 +47,42 @@ PEAK_BF16 = {
     "NVIDIA A10": 125e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5p": 459e12,
+    "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-NOT_THE_SAME = ("MIG", "A100X", "A10G", "L40 ")  # part of a device, or another one whose name begins alike
+# Part of a device, or another one that is called alike.
+NOT_THE_SAME = ("MIG", "A100-SXM-64GB", "RTX 4090 D", "RTX 4090 Laptop", "TPU v4 lite")
 
 
 def device_peak(kind: str) -> float | None:
     """Returns the dense bf16 peak in flops/s of a device by its `device_kind`, None where it is not known.
 
     Example:
-        >>> device_peak("NVIDIA H200"), device_peak("cpu")
-        (989000000000000.0, None)
+        >>> device_peak("NVIDIA H200"), device_peak("NVIDIA A10G"), device_peak("cpu")
+        (989000000000000.0, None, None)
     """
-    if any(word in f"{kind} " for word in NOT_THE_SAME):
+    if any(word in kind for word in NOT_THE_SAME):
         return None
-    return next((peak for beginning, peak in PEAK_BF16.items() if f"{kind} ".startswith(beginning)), None)
+    for name, peak in PEAK_BF16.items():
+        # A name goes on with a space or a dash ("A100-SXM4-80GB"), or it is another device's ("A10G").
+        if re.match(rf"{re.escape(name)}(?![A-Za-z0-9])", kind):
+            return peak
+    return None
 
 
 def multiplied_parameters(config: ModelConfig) -> int:
     """Returns P: the parameters of matrices that every token is multiplied by, the head among them."""
+    return _block_parameters(config) + config.vocab_size * config.hidden_size
+
+
+def _block_parameters(config: ModelConfig) -> int:
     heads = 2 * config.num_heads + 2 * config.num_kv_heads  # query and output; key and value
     block = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    return config.num_layers * block + config.vocab_size * config.hidden_size
+    return config.num_layers * block
 
 
 def mean_keys(length: int, window: int | None = None) -> float:
@@ -81,15 +100,25 @@ def mean_keys(length: int, window: int | None = None) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
-def flops_per_token(config: ModelConfig, length: int) -> float:
+def flops_per_token(config: ModelConfig, length: int, trained: Mapping[str, int] | None = None) -> float:
     """Returns the flops that a training step needs for one token, forward and backward.
 
     Args:
         config: of the model.
         length: T, tokens of a sequence.
+        trained: names and sizes of the parameters that train (`Trainer.trained`); None: all of them.
     """
-    keys = sum(mean_keys(length, window) for window in config.windows())
-    return 6.0 * multiplied_parameters(config) + 12.0 * config.num_heads * config.head_dim * keys
+    blocks, head = _block_parameters(config), config.vocab_size * config.hidden_size
+    attention = config.num_heads * config.head_dim * sum(mean_keys(length, window) for window in config.windows())
+    if trained is None:
+        return 6.0 * (blocks + head) + 12.0 * attention
+    in_blocks = [name for name in trained if name.startswith("blocks.")]
+    own = sum(trained[name] for name in in_blocks if name.endswith(".kernel"))  # multiplied by their tokens' gradients
+    own += trained.get("embedding" if config.tie_embeddings else "head", 0)
+    through_blocks = bool(in_blocks) or "embedding" in trained
+    through_head = through_blocks or "final_norm.scale" in trained
+    backward = own + blocks * through_blocks + head * through_head
+    return 2.0 * (blocks + head + backward) + 4.0 * attention * (3 if through_blocks else 1)
 
 
 class Memory(NamedTuple):
@@ -121,8 +150,8 @@ def memory_estimate(trainer: Trainer, config: ModelConfig, *, batch_size: int, a
         length: T, tokens of a sequence.
     """
     params = trainer.initial.params
-    count = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-    gradients = _bytes(params) + (4 * count if accumulate > 1 else 0)
+    trained, _ = trainer.split(params)
+    gradients = _bytes(trained) + (4 * sum(part.size for part in trainer.parts) if accumulate > 1 else 0)
     rows = batch_size // accumulate
     return Memory(
         parameters=_bytes(params),

@@ -26,6 +26,11 @@ MANIFEST = "files.json"
 BROKEN = ".broken"  # what is added to the name of a checkpoint that was passed over
 
 
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps that a folder has checkpoints of, broken ones among them; none where there is no folder."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
 class Checkpoints:
     """The checkpoints in a folder.
 
@@ -94,7 +99,7 @@ class Checkpoints:
         Broken ones later than it are told in `passed_over`.
 
         Args:
-            like: a state of the same shapes and dtypes.
+            like: a state of the same shapes and dtypes, or those alone (`jax.ShapeDtypeStruct`).
 
         Returns:
             (state, sampler).
@@ -125,7 +130,8 @@ class Checkpoints:
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         args = self._ocp.args
-        shapes = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like._asdict())
+        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), like._asdict())
         restored = self._manager.restore(
             step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
         )

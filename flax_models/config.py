@@ -9,30 +9,16 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax_models.errors import RunError
-from flax_models.families import PUBLISHED, published
+from flax_models.families import PUBLISHED
 from flax_models.model_config import ModelConfig
 
-ConfigName = Literal[
-    "tiny",
-    "micro",
-    "llama2-7b",
-    "llama3-8b",
-    "llama3.2-1b",
-    "llama3.2-3b",
-    "qwen2.5-0.5b",
-    "qwen2.5-1.5b",
-    "qwen2.5-7b",
-    "qwen3-0.6b",
-    "qwen3-8b",
-    "mistral-7b",
-    "gemma-2b",
-    "gemma2-2b",
-    "gemma2-9b",
-    "phi3-mini",
-]
+if TYPE_CHECKING:
+    type ConfigName = str
+else:  # at run time the names that there are, for the command line and for config.json
+    ConfigName = Literal["tiny", "micro", *PUBLISHED]
 
 # May differ between a run and its continuation: they change what is seen, never what is learned. The text may have
 # moved: its hash says whether it is the same.
@@ -65,6 +51,9 @@ class TrainConfig:
     """Adds so much times the square of the logits' log-sum-exp to each token's training loss; PaLM takes 1e-4."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
+    freeze: tuple[str, ...] = ()
+    """Parts of the model that keep their values, by name: embedding, head, norms, blocks, attention, feed_forward, ...;
+    their gradients are not computed."""
     held_out_windows: int = 256
     """Most held-out sequences the held-out loss and the baselines are measured on."""
     eval_every: int = 250
@@ -95,15 +84,20 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Train a small language model through the fused linear + cross-entropy loss."""
+    """Train a language model through the fused linear + cross-entropy loss."""
 
-    config: ConfigName = "tiny"
+    config: ConfigName | None = "tiny"
     """Named config that sets every default below: tiny (about two minutes on two cores), micro (seconds), or the shape
-    of a published model, for a large GPU."""
+    of a published model, for a large GPU; none: that of the folder of --weights."""
+    weights: Path | None = None
+    """Hugging Face folder whose weights and tokenizer the run starts from; none: random weights."""
+    tokenizer: Path | None = None
+    """Hugging Face folder whose tokenizer random weights are trained with; none: one made from the text."""
     data: tuple[Path, ...] = ()
     """Text files or folders to train on; none: the Python standard library's sources."""
     name: str | None = None
-    """Name of the run, its folder under --runs; none: the config's name, numbered if it is taken."""
+    """Name of the run, its folder under --runs; none: the config's name, or that of --weights, numbered if it is
+    taken."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     resume: bool = False
@@ -119,21 +113,45 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    def __post_init__(self) -> None:
+        if self.config is None and self.weights is None:
+            raise ValueError("--config must name a config where there are no --weights, got none")
+        if self.weights is not None and self.tokenizer is not None:
+            raise ValueError(f"--tokenizer goes with random weights, --weights has its own: got {self.tokenizer}")
 
-def _of_published_shape(name: ConfigName) -> RunConfig:
-    """Returns a run from random weights of a published model's shape: bf16 products, float32 parameters.
 
-    Sequences have 4,096 tokens at most; the optimiser's numbers are those of Llama's pretraining (Touvron et al.,
-    "LLaMA", section 2.3).
+def _to_train(shape: ModelConfig) -> ModelConfig:
+    """Returns a published shape as it is trained: 4,096 tokens at most, bf16 products over float32 parameters."""
+    return dataclasses.replace(shape, max_seq_len=min(shape.max_seq_len, 4096), dtype="bfloat16", remat="attention")
+
+
+def _of_published_shape(name: str) -> RunConfig:
+    """Returns a run from random weights of a published model's shape.
+
+    The optimiser's numbers are those of Llama's pretraining (Touvron et al., "LLaMA", section 2.3).
     """
-    shape = published(name)
-    model = dataclasses.replace(shape, max_seq_len=min(shape.max_seq_len, 4096), dtype="bfloat16", remat="attention")
-    return RunConfig(config=name, model=model, train=TrainConfig(learning_rate=3e-4, beta2=0.95, warmup_steps=200))
+    train = TrainConfig(learning_rate=3e-4, beta2=0.95, warmup_steps=200)
+    return RunConfig(config=name, model=_to_train(PUBLISHED[name]), train=train)
+
+
+def fine_tuning(name: str | None, weights: Path, shape: ModelConfig) -> RunConfig:
+    """Returns the defaults of a run that starts from a folder's weights.
+
+    The optimiser's numbers are those of Llama 2's fine-tuning (Touvron et al., "Llama 2", section 3.1).
+
+    Args:
+        name: of the config that the folder is said to be of, None for its own shape.
+        weights: the folder.
+        shape: what its config.json says.
+    """
+    named = RunConfig(config=None, weights=weights, model=_to_train(shape)) if name is None else CONFIGS[name]
+    train = TrainConfig(learning_rate=2e-5, beta2=0.95, warmup_steps=100)
+    return dataclasses.replace(named, weights=weights, train=train)
 
 
 # tiny, 2,000 steps, held-out loss: 4.89 at beta2 0.997, 4.96 at 0.99; 4.91 at learning rate 3e-3. At beta2 0.99 a width
 # of 192 gives 5.04 and takes a fifth longer, and an untied head 4.99. At beta2 0.95 and learning rate 1.5e-3: 5.16.
-CONFIGS: dict[ConfigName, RunConfig] = {
+CONFIGS: dict[str, RunConfig] = {
     "tiny": RunConfig(),
     "micro": RunConfig(
         config="micro",
@@ -150,7 +168,7 @@ CONFIGS: dict[ConfigName, RunConfig] = {
             steps=400, batch_size=4, learning_rate=1e-2, warmup_steps=40, eval_every=100, checkpoint_every=200
         ),
     ),
-    **{name: _of_published_shape(name) for name in get_args(ConfigName) if name in PUBLISHED},
+    **{name: _of_published_shape(name) for name in PUBLISHED},
 }
 
 
@@ -182,7 +200,9 @@ def _value(hint: Any, value: Any) -> Any:
         return _build(typing.cast(type, hint), value)
     if typing.get_origin(hint) is tuple:
         return tuple(typing.get_args(hint)[0](item) for item in value)
-    if typing.get_origin(hint) in (Literal, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # of a type and None
+        return None if value is None else _value(typing.get_args(hint)[0], value)
+    if typing.get_origin(hint) is Literal:
         return value
     return hint(value)
 

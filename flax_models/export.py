@@ -1,6 +1,7 @@
 """`python -m flax_models.export --run RUN_FOLDER --out DIR`: a trained run as a Hugging Face folder.
 
-transformers loads what it writes: weights, config.json, the tokenizer, and which token ends a text.
+transformers loads what it writes: weights, config.json, the tokenizer, and which token ends a text. A run that started
+from a folder gives that folder's tokenizer files and generation config as they were.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from flax_models.errors import RunError
 from flax_models.tokenizer import END, END_ID, write
-from flax_models.trained import read_run
+from flax_models.trained import TrainedRun, read_run
 from flax_models.weights import save
 
 PROGRAM = "python -m flax_models.export"
@@ -32,13 +33,22 @@ def export(run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: i
     Raises:
         RunError: the run has no checkpoint, or `out` holds something or cannot be written.
     """
+    trained = read_run(run)
+    if trained.vocabulary.folder is not None:
+        save(trained.model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, like=trained.vocabulary.folder)
+    else:
+        ends = {"bos_token_id": END_ID, "eos_token_id": END_ID}
+        save(trained.model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, fields=ends)
+        _write_own_tokenizer(trained, out, ends)
+    return trained.step
+
+
+def _write_own_tokenizer(trained: TrainedRun, out: Path, ends: dict[str, int]) -> None:
     from tokenizers.processors import TemplateProcessing
 
-    trained = read_run(run)
+    tokenizer = trained.vocabulary.tokenizer
     # In training every text followed END; transformers, and flax_models.generate, put it there by this.
-    trained.tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
-    ends = {"bos_token_id": END_ID, "eos_token_id": END_ID}
-    save(trained.model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, fields=ends)
+    tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END,
@@ -47,12 +57,11 @@ def export(run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: i
         "model_max_length": trained.model.config.max_seq_len,
     }
     try:
-        write(trained.tokenizer, out / "tokenizer.json")
+        write(tokenizer, out / "tokenizer.json")
         for name, values in (("tokenizer_config.json", tokenizer_config), ("generation_config.json", ends)):
             (out / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {out}: {error}") from None
-    return trained.step
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ training run: it has no cache, and goes on past the model's max_seq_len.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,9 @@ from flax import nnx
 from flax_models.errors import RunError
 from flax_models.model import Decoder
 from flax_models.sampling import Sampling, continue_prompts
-from flax_models.tokenizer import END_ID
+from flax_models.trained import read_run
+from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
+from flax_models.weights import load
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,12 +109,10 @@ def generate(
 
 
 class Source(NamedTuple):
-    """A model with all that turns text into its tokens and back."""
+    """A model with what turns text into its tokens and back."""
 
     model: Decoder
-    tokenizer: "Tokenizer"
-    ends: tuple[int, ...]
-    first: tuple[int, ...]  # tokens before every prompt, beside those of the tokenizer's own template
+    vocabulary: Vocabulary
 
 
 def read_weights(folder: Path, dtype: str) -> Source:
@@ -126,31 +125,7 @@ def read_weights(folder: Path, dtype: str) -> Source:
     Raises:
         RunError: a file is missing or cannot be read.
     """
-    from tokenizers import Tokenizer
-
-    from flax_models.weights import load
-
-    model = load(folder, dtype=dtype, param_dtype=dtype)
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a missing or broken file
-        raise RunError(f"cannot read the tokenizer {path}: {error}") from None
-    return Source(model, tokenizer, _ends(folder), ())
-
-
-def _ends(folder: Path) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):  # the first that says it
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise RunError(f"cannot read {path}: {error}") from None
-        if ends is not None:
-            return tuple(ends) if isinstance(ends, list) else (ends,)
-    return ()
+    return Source(load(folder, dtype=dtype, param_dtype=dtype), read_hub_vocabulary(folder))
 
 
 def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling) -> list[str]:
@@ -166,7 +141,7 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
     Raises:
         RunError: a text leaves no room for a token, or has no token at all.
     """
-    prompts = [[*source.first, *source.tokenizer.encode(text).ids] for text in texts]
+    prompts = [source.vocabulary.prompt(text) for text in texts]
     width, longest = max(map(len, prompts)), source.model.config.max_seq_len
     if not all(prompts):
         raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
@@ -178,9 +153,11 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         length=min(length, longest - width),
         key=jax.random.key(seed),
         sampling=sampling,
-        ends=source.ends,
+        ends=source.vocabulary.ends,
     )
-    return [_decoded_after(source.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
+    return [
+        _decoded_after(source.vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)
+    ]
 
 
 def _decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
@@ -219,10 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.length < 1:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
-            from flax_models.trained import read_run
-
             run = read_run(options.run)
-            source = Source(run.model, run.tokenizer, (END_ID,), (END_ID,))
+            source = Source(run.model, run.vocabulary)
         else:
             source = read_weights(options.weights, options.dtype)
         texts = continue_texts(source, options.prompt, length=options.length, seed=options.seed, sampling=sampling)

@@ -1,7 +1,8 @@
 """`config.json` of a Hugging Face folder: read into a `ModelConfig`, and written back.
 
-Reading fails closed. Each family has a table of the fields that it knows; a field in no table, or a value that this
-decoder does not compute, is an error that names it: a model with one unknown scale gives text that looks almost right.
+Reading fails closed. Each family has a table of the fields that it knows (flax_models.hub_fields); a field in no table,
+or a value that this decoder does not compute, is an error that names it: a model with one unknown scale gives text that
+looks almost right.
 """
 
 import json
@@ -10,138 +11,79 @@ from pathlib import Path
 from typing import Any
 
 from flax_models.errors import RunError
+from flax_models.hub_fields import ACTIVATIONS, ARCHITECTURES, COMMON, DEFAULTS, FAMILIES, FIXED, NEUTRAL, ROPE_FIELDS
 from flax_models.model_config import Family, ModelConfig
 from flax_models.rope import RopeScaling
 
-# Kept as they are when a model is written again; none says what is computed.
-NEUTRAL = frozenset(
-    {
-        "architectures",
-        "auto_map",
-        "_name_or_path",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "cache_implementation",
-        "initializer_range",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "id2label",
-        "label2id",
-        "problem_type",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "is_decoder",
-        "tokenizer_class",
-        "max_length",
-        "max_sequence_length",
-    }
-)
-# Known, and computed by no other value than these.
-FIXED: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None),
-    "mlp_bias": (False,),
-    "attention_bias": (False,),  # where the family's own table has it not
-    "use_mrope": (False,),
-    "use_bidirectional_attention": (None, False),
-    "add_cross_attention": (False,),
-    "attention_dropout": (0, None),
-    "resid_pdrop": (0,),
-    "embd_pdrop": (0,),
-}
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
-COMMON = {
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "hidden_act",
-}
-# Beyond those of all: what each family's files may say, and transformers' value where they say nothing.
-FAMILIES: dict[Family, dict[str, Any]] = {
-    "llama": {"attention_bias": False},
-    "mistral": {"sliding_window": 4096},
-    "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None},
-    "qwen3": {
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-        "layer_types": None,
-    },
-    "gemma": {"attention_bias": False, "hidden_activation": None},
-    "gemma2": {
-        "attention_bias": False,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "layer_types": None,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "phi3": {"sliding_window": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
-}
-ARCHITECTURES: dict[Family, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
-DEFAULTS: dict[str, dict[str, Any]] = {  # of the common fields that files leave out; "": every family's
-    "": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
-    "llama": {"max_position_embeddings": 2048},
-    "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
-    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
-    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
-    "gemma": {
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 16,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "gemma2": {
-        "max_position_embeddings": 8192,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-    },
-    "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-}
-ROPE_FIELDS = {  # of rope_scaling, beside its type
-    "default": set(),
-    "linear": {"factor"},
-    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "yarn": {
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    },
-    "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
-}
+
+def read_config(folder: Path) -> ModelConfig:
+    """Returns the config of a Hugging Face folder, computing in float32.
+
+    Args:
+        folder: holds config.json.
+
+    Returns:
+        The config; max_seq_len is max_position_embeddings.
+
+    Raises:
+        RunError: there is none, or it asks for something this decoder does not compute; names the field.
+
+    Source: transformers' configuration_llama.py and its likes, whose values stand for fields that are not there.
+    """
+    path = folder / "config.json"
+    return config_of(read_object(path), str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns what a JSON file holds; raises RunError naming it if it cannot be read or holds no object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from None
+    if not isinstance(values, dict):
+        raise RunError(f"cannot read {path}: it must hold an object, got {type(values).__name__}")
+    return values
+
+
+def config_of(values: dict[str, Any], where: str) -> ModelConfig:
+    """Returns the config that config.json's values stand for; see `read_config`."""
+    fields = _Fields(values, where)
+    family = fields.family
+    gemma = family in ("gemma", "gemma2")
+    heads = fields["num_attention_heads"]
+    attention_bias = family == "qwen2" or bool(fields.optional("attention_bias"))
+    num_layers = fields["num_hidden_layers"]
+    window, pattern = _windows(fields, num_layers)
+    rope = _rope(fields)
+    try:
+        return ModelConfig(
+            vocab_size=fields["vocab_size"],
+            hidden_size=fields["hidden_size"],
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=fields.optional("num_key_value_heads") or heads,
+            head_dim=fields.optional("head_dim") or fields["hidden_size"] // heads,
+            intermediate_size=fields["intermediate_size"],
+            max_seq_len=fields["max_position_embeddings"],
+            rms_norm_eps=fields["rms_norm_eps"],
+            tie_embeddings=fields["tie_word_embeddings"],
+            family=family,
+            activation=_activation(fields),
+            norm_plus_one=gemma,
+            post_norms=family == "gemma2",
+            embedding_scale=gemma,
+            attention_bias=attention_bias,
+            attention_out_bias=attention_bias and family != "qwen2",
+            query_key_norm=family == "qwen3",
+            query_scalar=fields.optional("query_pre_attn_scalar"),
+            attention_softcap=fields.optional("attn_logit_softcapping"),
+            sliding_window=window,
+            window_pattern=pattern,
+            logit_softcap=fields.optional("final_logit_softcapping"),
+            **rope,
+        )
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{where}: {error}") from None
 
 
 class _Fields:
@@ -174,73 +116,6 @@ class _Fields:
 
     def refuse(self, name: str, wanted: str, got: object) -> RunError:
         return RunError(f"{self.where}: {name} must be {wanted}, got {got!r}")
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """Returns the config of a Hugging Face folder, computing in float32.
-
-    Args:
-        folder: holds config.json.
-
-    Returns:
-        The config; max_seq_len is max_position_embeddings.
-
-    Raises:
-        RunError: there is none, or it asks for something this decoder does not compute; names the field.
-
-    Source: transformers' configuration_llama.py and its likes, whose values stand for fields that are not there.
-    """
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"cannot read {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise RunError(f"cannot read {path}: it must hold an object, got {type(values).__name__}")
-    return config_of(values, str(path))
-
-
-def config_of(values: dict[str, Any], where: str) -> ModelConfig:
-    """Returns the config that config.json's values stand for; see `read_config`."""
-    fields = _Fields(values, where)
-    family = fields.family
-    gemma = family in ("gemma", "gemma2")
-    heads = fields["num_attention_heads"]
-    attention_bias = family == "qwen2" or bool(fields.optional("attention_bias"))
-    num_layers = fields["num_hidden_layers"]
-    window, pattern = _windows(fields, num_layers)
-    rope, partial = _rope(fields)
-    try:
-        return ModelConfig(
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=fields.optional("num_key_value_heads") or heads,
-            head_dim=fields.optional("head_dim") or fields["hidden_size"] // heads,
-            intermediate_size=fields["intermediate_size"],
-            max_seq_len=fields["max_position_embeddings"],
-            rope_theta=float(_rope_theta(fields)),
-            rms_norm_eps=fields["rms_norm_eps"],
-            tie_embeddings=fields["tie_word_embeddings"],
-            family=family,
-            rope=rope,
-            partial_rotary_factor=partial,
-            activation=_activation(fields),
-            norm_plus_one=gemma,
-            post_norms=family == "gemma2",
-            embedding_scale=gemma,
-            attention_bias=attention_bias,
-            attention_out_bias=attention_bias and family != "qwen2",
-            query_key_norm=family == "qwen3",
-            query_scalar=fields.optional("query_pre_attn_scalar"),
-            attention_softcap=fields.optional("attn_logit_softcapping"),
-            sliding_window=window,
-            window_pattern=pattern,
-            logit_softcap=fields.optional("final_logit_softcapping"),
-        )
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{where}: {error}") from None
 
 
 def _activation(fields: _Fields) -> Any:
@@ -282,62 +157,63 @@ def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, 
     return window, sliding
 
 
-def _rope_values(fields: _Fields) -> dict[str, Any]:
-    scaling = fields.optional("rope_scaling") or fields.optional("rope_parameters") or {}
-    if not isinstance(scaling, dict):
-        raise fields.refuse("rope_scaling", "an object", scaling)
-    return dict(scaling)
-
-
-def _rope_theta(fields: _Fields) -> float:
-    return _rope_values(fields).get("rope_theta", fields["rope_theta"])
-
-
-def _rope(fields: _Fields) -> tuple[RopeScaling, float]:
-    """Returns the scaling and the part of a head's features that turn."""
-    values = _rope_values(fields)
-    values.pop("rope_theta", None)
+def _rope(fields: _Fields) -> dict[str, Any]:
+    """Returns the fields of `ModelConfig` that say how heads turn."""
+    values = fields.optional("rope_scaling") or fields.optional("rope_parameters") or {}
+    if not isinstance(values, dict):
+        raise fields.refuse("rope_scaling", "an object", values)
+    values = dict(values)
+    theta = values.pop("rope_theta", fields["rope_theta"])
     partial = values.pop("partial_rotary_factor", fields.optional("partial_rotary_factor") or 1.0)
+    if partial != 1.0 and fields.family != "phi3":
+        raise fields.refuse("partial_rotary_factor", f"1.0 for model_type {fields.family}", partial)
+    try:
+        scaling = _rope_scaling_of(_rope_type(values, fields), values, fields)
+        return {"rope_theta": float(theta), "partial_rotary_factor": partial, "rope": scaling}
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{fields.where}: rope_scaling: {error}") from None
+
+
+def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:
+    """Takes the type out of rope_scaling's values and returns it; raises RunError unless the others are that type's."""
     kind, old_kind = values.pop("rope_type", None), values.pop("type", None)
     kind = kind or old_kind or "default"
     if fields.family == "phi3" and kind in ("su", "yarn"):  # what longrope was called at first
         kind = "longrope"
     if kind not in ROPE_FIELDS:
         raise fields.refuse("rope_scaling's rope_type", f"one of {', '.join(ROPE_FIELDS)}", kind)
-    if partial != 1.0 and fields.family != "phi3":
-        raise fields.refuse("partial_rotary_factor", f"1.0 for model_type {fields.family}", partial)
-    top = fields.optional("original_max_position_embeddings")
     if kind == "default":
         values.pop("original_max_position_embeddings", None)  # says nothing without a scaling
     if unknown := sorted(set(values) - ROPE_FIELDS[kind]):
         raise fields.refuse("rope_scaling", f"of known fields for rope_type {kind}", ", ".join(unknown))
-    for name in ROPE_FIELDS[kind] & {"short_factor", "long_factor", "low_freq_factor", "high_freq_factor"}:
-        if values.get(name) is None:
-            raise RunError(f"{fields.where}: rope_scaling's {name} is missing")
+    needed = {"short_factor", "long_factor", "low_freq_factor", "high_freq_factor"}
+    if kind in ("linear", "llama3"):  # of the others, the factor follows from the lengths
+        needed.add("factor")
+    if missing := sorted(name for name in ROPE_FIELDS[kind] & needed if values.get(name) is None):
+        raise RunError(f"{fields.where}: rope_scaling's {missing[0]} is missing")
+    return kind
+
+
+def _rope_scaling_of(kind: Any, values: dict[str, Any], fields: _Fields) -> RopeScaling:
     longest = fields["max_position_embeddings"]
-    original = top or values.get("original_max_position_embeddings") or longest
+    original = fields.optional("original_max_position_embeddings")
+    original = original or values.get("original_max_position_embeddings") or longest
     factor = values.get("factor")
     if factor is None:
-        if kind in ("linear", "llama3"):
-            raise RunError(f"{fields.where}: rope_scaling's factor is missing")
-        factor = longest / original if kind in ("yarn", "longrope") else 1.0
-    try:
-        scaling = RopeScaling(
-            rope_type=kind,
-            rope_factor=float(factor),
-            rope_original_seq_len=original if kind in ("llama3", "yarn", "longrope") else 0,
-            rope_low_freq_factor=float(values.get("low_freq_factor", 1.0)),
-            rope_high_freq_factor=float(values.get("high_freq_factor", 4.0)),
-            rope_beta_fast=float(values.get("beta_fast") or 32.0),
-            rope_beta_slow=float(values.get("beta_slow") or 1.0),
-            rope_truncate=values.get("truncate", True),
-            rope_attention_factor=_attention_factor(values, float(factor)),
-            rope_short_factor=tuple(map(float, values.get("short_factor", ()))),
-            rope_long_factor=tuple(map(float, values.get("long_factor", ()))),
-        )
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{fields.where}: rope_scaling: {error}") from None
-    return scaling, partial
+        factor = 1.0 if kind == "default" else longest / original
+    return RopeScaling(
+        rope_type=kind,
+        rope_factor=float(factor),
+        rope_original_seq_len=original if kind in ("llama3", "yarn", "longrope") else 0,
+        rope_low_freq_factor=float(values.get("low_freq_factor", 1.0)),
+        rope_high_freq_factor=float(values.get("high_freq_factor", 4.0)),
+        rope_beta_fast=float(values.get("beta_fast") or 32.0),
+        rope_beta_slow=float(values.get("beta_slow") or 1.0),
+        rope_truncate=values.get("truncate", True),
+        rope_attention_factor=_attention_factor(values, float(factor)),
+        rope_short_factor=tuple(map(float, values.get("short_factor", ()))),
+        rope_long_factor=tuple(map(float, values.get("long_factor", ()))),
+    )
 
 
 def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
@@ -406,9 +282,8 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
     if config.family == "phi3":
         values["partial_rotary_factor"] = config.partial_rotary_factor
         values["original_max_position_embeddings"] = config.rope.rope_original_seq_len or config.max_seq_len
-    wanted, written = _meaning(config), _meaning(config_of(values, "config.json"))
-    if lost := [name for name, value in wanted.items() if written[name] != value]:
-        shown = ", ".join(f"{name} {wanted[name]!r}" for name in lost)
+    if lost := differing(config, config_of(values, "config.json")):
+        shown = ", ".join(f"{name} {wanted!r}" for name, (wanted, _) in lost.items())
         raise RunError(f"the files of family {config.family} cannot say {shown}")
     return values
 
@@ -428,6 +303,17 @@ def _rope_scaling(rope: RopeScaling) -> dict[str, Any] | None:
     if rope.rope_attention_factor is not None:
         values["attention_factor"] = rope.rope_attention_factor
     return values
+
+
+def differing(first: ModelConfig, second: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns the fields in which two configs ask for different models, with both values; how they run may differ.
+
+    Example:
+        >>> differing(ModelConfig(num_layers=3, remat="full"), ModelConfig(num_layers=4))
+        {'num_layers': (3, 4)}
+    """
+    ours, theirs = _meaning(first), _meaning(second)
+    return {name: (value, theirs[name]) for name, value in ours.items() if theirs[name] != value}
 
 
 def _meaning(config: ModelConfig) -> dict[str, Any]:

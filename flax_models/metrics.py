@@ -57,7 +57,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, after: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import scalar
 

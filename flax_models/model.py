@@ -24,7 +24,7 @@ from flax_models.attention import EVERYTHING, Attention, Cache, CacheSlots, Norm
 from flax_models.model_config import Dtype, ModelConfig
 from flax_models.rope import rotary_frequencies, rotary_tables
 
-__all__ = ["Block", "Cache", "Decoder", "Dtype", "FeedForward", "ModelConfig"]
+__all__ = ["Block", "Cache", "Decoder", "Dtype", "FeedForward", "ModelConfig", "decoder_shapes"]
 
 
 class FeedForward(nnx.Module):
@@ -187,3 +187,8 @@ class Decoder(nnx.Module):
         return (
             logits if config.logit_softcap is None else config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         )
+
+
+def decoder_shapes(config: ModelConfig) -> Decoder:
+    """Returns a decoder whose parameters are `jax.ShapeDtypeStruct`: its structure, with nothing drawn."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

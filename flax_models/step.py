@@ -1,6 +1,6 @@
 """One training step and the held-out loss, as compiled functions over plain trees of arrays."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.tree_util import GetAttrKey
 
 from flax_models.batches import IGNORED, Batch, padded
 from flax_models.config import TrainConfig
+from flax_models.errors import RunError
 from flax_models.model import Decoder
 from jax_pallas.linear_ce import linear_cross_entropy
 
@@ -57,6 +59,34 @@ def learning_rate_schedule(config: TrainConfig) -> Callable[[jax.typing.ArrayLik
     return rate
 
 
+def name_of(path: tuple[Any, ...]) -> str:
+    """Returns a parameter's name, as "blocks.attention.query.kernel", of its path in an nnx.State or in its tree."""
+    return ".".join(str(getattr(entry, "key", entry)) for entry in path if not isinstance(entry, GetAttrKey))
+
+
+def is_frozen(name: str, patterns: Sequence[str]) -> bool:
+    """Returns whether a parameter keeps its value: a pattern is its name, or a run of the name's parts.
+
+    Example:
+        >>> is_frozen("blocks.attention.query.kernel", ["attention"]), is_frozen("final_norm.scale", ["norms"])
+        (True, True)
+    """
+    parts = name.split(".")
+    if "norms" in patterns and parts[-1] == "scale":  # of every norm, wherever it stands
+        return True
+    runs = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
+    return not runs.isdisjoint(patterns)
+
+
+def _check_frozen(names: Sequence[str], patterns: Sequence[str]) -> None:
+    """Raises RunError for a pattern that no parameter fits, and where nothing is left to train."""
+    for pattern in patterns:
+        if not any(is_frozen(name, [pattern]) for name in names):
+            raise RunError(f"--freeze: no parameter is named {pattern}; there are {', '.join(names)}")
+    if all(is_frozen(name, patterns) for name in names):
+        raise RunError(f"--freeze leaves nothing to train: got {' '.join(patterns)}")
+
+
 def _stacked(path: tuple[Any, ...]) -> bool:
     """Returns whether a parameter holds all layers, stacked along its first axis."""
     return any(getattr(entry, "key", None) == "blocks" for entry in path)
@@ -94,15 +124,23 @@ class Trainer:
     mean however the counted tokens lie. A micro-batch is differentiated where it is computed, which keeps one gradient
     of the head alive and not N.
 
+    Parameters that `config.freeze` names are read by the model and by nothing else: no gradient is asked for (the loss
+    then leaves d_weight out, if the head is among them), and the optimiser has no state of them.
+
     Args:
-        model: gives the structure and the initial parameters.
+        model: gives the structure and the initial parameters; with those of `decoder_shapes`, nothing is computed and
+            `initial` says shapes alone.
         config: of the optimiser and the loss.
 
     Attributes:
         initial: the state before the first step; `del` it once another is at hand, for it holds memory.
-        parts: what `StepMetrics.trained` tells of, in its order.
+        parts: what trains, and what `StepMetrics.trained` tells of, in its order.
+        trained: names and sizes of the parameters that train.
         step: (state, batch) -> (state, metrics), compiled; the state is donated. Its batch has (B, T) int32 tokens and
             targets, of which IGNORED ones count for nothing.
+
+    Raises:
+        RunError: `config.freeze` names what is not there, or everything.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig) -> None:
@@ -110,10 +148,24 @@ class Trainer:
         self._optimizer = make_optimizer(config)
         self._schedule = learning_rate_schedule(config)
         self._config = config
-        self.initial = TrainState(params, self._optimizer.init(params), jnp.zeros((), jnp.int32))
-        self.parts = tuple(_parts(params))
+        _check_frozen([name_of(path) for path, _ in nnx.to_flat_state(params)], config.freeze)
+        drawn = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+        self.initial = self._begin(params) if drawn else jax.eval_shape(self._begin, params)
+        trained = self.split(params)[0]
+        self.parts = tuple(_parts(trained))
+        self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = jax.jit(self._step, donate_argnums=0)
         self._loss_sum = jax.jit(self._negative_log_likelihood)
+
+    def _begin(self, params: nnx.State) -> TrainState:
+        return TrainState(params, self._optimizer.init(self.split(params)[0]), jnp.zeros((), jnp.int32))
+
+    def split(self, params: nnx.State) -> tuple[nnx.State, nnx.State]:
+        """Returns the parameters that train, and those that are frozen."""
+        trained, frozen = nnx.split_state(
+            params, lambda path, _: not is_frozen(name_of(path), self._config.freeze), ...
+        )
+        return trained, frozen
 
     def _hidden(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, Decoder]:
         model = nnx.merge(self._graph, params)
@@ -149,9 +201,16 @@ class Trainer:
         )
 
     def _gradients(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, nnx.State]:
+        """Returns the loss, and its gradient by the parameters that train."""
+        trained, frozen = self.split(params)
+
+        @jax.value_and_grad
+        def differentiated(trained: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
+            return self._loss(nnx.merge_state(trained, frozen), batch, counted)
+
         counted = jnp.sum(jnp.asarray(batch.targets) != IGNORED).astype(jnp.float32)
         if self._config.accumulate == 1:
-            return jax.value_and_grad(self._loss)(params, batch, counted)
+            return differentiated(trained, batch, counted)
         rows = batch.tokens.shape[0]
         if rows % self._config.accumulate:
             raise ValueError(f"batch must have a multiple of {self._config.accumulate} rows (accumulate), got {rows}")
@@ -160,22 +219,23 @@ class Trainer:
         )
 
         def add(carry: tuple[jax.Array, nnx.State], micro: Batch) -> tuple[tuple[jax.Array, nnx.State], None]:
-            loss, gradients = jax.value_and_grad(self._loss)(params, micro, counted)
+            loss, gradients = differentiated(trained, micro, counted)
             sums = jax.tree.map(lambda total, leaf: total + leaf.astype(jnp.float32), carry[1], gradients)
             return (carry[0] + loss, sums), None
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
         (loss, sums), _ = jax.lax.scan(add, (jnp.zeros((), jnp.float32), zeros), micro_batches)
-        return loss, jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, params)
+        return loss, jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, trained)
 
     def _step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         loss, gradients = self._gradients(state.params, batch)
+        trained, frozen = self.split(state.params)
         with jax.named_scope("optimizer"):
-            updates, optimizer = self._optimizer.update(gradients, state.optimizer, state.params)
-            params = cast(nnx.State, optax.apply_updates(state.params, updates))  # optax keeps the tree, not its type
+            updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
+            trained = cast(nnx.State, optax.apply_updates(trained, updates))  # optax keeps the tree, not its type
         norm = optax.tree.norm(gradients)
         metrics = StepMetrics(loss, norm, self._schedule(state.step), _trained(gradients))
-        return TrainState(params, optimizer, state.step + 1), metrics
+        return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
         """Returns the mean loss over windows, nats a token, without z-loss and smoothing; waits for the device."""
@@ -194,7 +254,7 @@ class Trainer:
 
 def _parts(params: nnx.State) -> Iterator[Part]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = ".".join(str(entry.key) for entry in path if hasattr(entry, "key"))
+        name = name_of(path)
         if not _stacked(path):
             yield Part(name, leaf.size)
             continue

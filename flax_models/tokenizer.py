@@ -105,8 +105,20 @@ def write(tokenizer: "Tokenizer", path: Path) -> None:
     os.replace(temporary, path)
 
 
-def encode(tokenizer: "Tokenizer", documents: Sequence[Document]) -> np.ndarray:
-    """Returns the documents' tokens, int32, END after each."""
-    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
-    parts = [np.asarray([*encoding.ids, END_ID], np.int32) for encoding in encodings]
+def encode(
+    tokenizer: "Tokenizer", documents: Sequence[Document], *, end: int = END_ID, template: bool = False
+) -> np.ndarray:
+    """Returns the documents' tokens (n,) int32, `end` after each.
+
+    Args:
+        tokenizer: any of the tokenizers library.
+        documents: in this order.
+        end: the token; a template that puts it there itself is not asked twice.
+        template: put around each document what the tokenizer's template says.
+    """
+    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=template)
+    parts = []
+    for ids in (encoding.ids for encoding in encodings):
+        ended = template and ids[-1:] == [end]
+        parts.append(np.asarray(ids if ended else [*ids, end], np.int32))
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -4,8 +4,6 @@ Without an argument it trains the `tiny` config on the Python standard library's
 loss beside three baselines and a sample of generated text. Everything it learns stays in runs/NAME/.
 """
 
-import argparse
-import dataclasses
 import json
 import logging
 import signal
@@ -13,16 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from flax_models import tokenizer as tokenizers_of_runs
+from flax_models import tokenizer as own_tokenizer
 from flax_models.accounting import (
     describe_bytes,
     device_memory,
@@ -30,69 +29,35 @@ from flax_models.accounting import (
     flops_per_token,
     memory_estimate,
 )
+from flax_models.arguments import check_shape, parse
 from flax_models.baselines import Baselines, baselines
 from flax_models.batches import Batch, BatchSampler, Places, held_out_windows
-from flax_models.checkpoint import Checkpoints
-from flax_models.config import CONFIGS, RunConfig, TrainConfig, check_same
+from flax_models.checkpoint import Checkpoints, steps_in
+from flax_models.config import RunConfig, TrainConfig
 from flax_models.corpus import Corpus, load_corpus
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.generate import generate
+from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
 from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig
+from flax_models.model import Decoder, ModelConfig, decoder_shapes
 from flax_models.plot import plot_losses
 from flax_models.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
-from flax_models.run_folder import RunRecord, folder_to_resume, make_folder, new_folder, read_record
+from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder, read_record
 from flax_models.step import Trainer, TrainState
-from flax_models.tokenizer import END_ID
+from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
+from flax_models.weights import load
 from jax_pallas.linear_ce import explain
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
-PROGRAM = "python -m flax_models.train"
+class Text(NamedTuple):
+    """What a run learns from and is judged by."""
 
-
-def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """Returns the options, and the folder of the run to continue if one is.
-
-    `--config` names the defaults of all other options, and `--resume` takes them from the run that it continues, so
-    both are looked for before the rest is read.
-
-    Args:
-        arguments: of the command line.
-
-    Returns:
-        (config, folder to continue or None).
-
-    Raises:
-        RunError: there is nothing to continue, or an option differs from the run's.
-        SystemExit: an option is wrong, or --help.
-    """
-    import tyro
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
-    first.add_argument("--config", choices=tuple(CONFIGS), default="tiny")
-    first.add_argument("--name")
-    first.add_argument("--runs", type=Path, default=RunConfig.runs)
-    first.add_argument("--resume", action="store_true")
-    known, _ = first.parse_known_args(arguments)
-    defaults, folder = CONFIGS[known.config], None
-    if known.resume:
-        folder = folder_to_resume(known.runs, known.name, known.config)
-        stored = read_record(folder).config
-        defaults = dataclasses.replace(stored, name=folder.name)
-    config = tyro.cli(
-        RunConfig,
-        prog=PROGRAM,
-        args=list(arguments),
-        default=defaults,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
-    if folder is not None:
-        check_same(config, stored, folder / "config.json")
-    return config, folder
+    corpus: Corpus
+    vocabulary: Vocabulary
+    stream: np.ndarray  # (n,) int32, to train on
+    held_out: np.ndarray  # (m,) int32
 
 
 def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
@@ -108,96 +73,117 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
     """
     began = time.monotonic()
     folder = resumed or new_folder(config)
-    display.fact("run", f"{folder} ({'continued' if resumed else config.config})")
-    corpus = load_corpus(config.data)
-    display.fact("corpus", _describe_corpus(corpus))
-    if resumed:
-        if read_record(folder).corpus_sha256 != corpus.sha256:
-            raise RunError(f"--resume: the text has changed since {folder} was started (its hash is another)")
-        tokenizer, origin = tokenizers_of_runs.read(folder / "tokenizer.json"), "the run's own"
-    else:
-        tokenizer, origin = tokenizers_of_runs.load_or_train(
-            corpus.train, config.model.vocab_size, tokenizers_of_runs.cache_folder()
+    with ExitStack() as stack:
+        if resumed:
+            _hold(stack, RunLock(folder), display)
+        display.fact("run", f"{folder} ({'continued' if resumed else config.config or config.weights})")
+        text = _read_text(config, resumed, display)
+        model_config, train_config = text.vocabulary.fit(config.model), config.train
+        length = model_config.max_seq_len
+        sampler = BatchSampler(text.stream, train_config.batch_size, length, config.seed)
+        windows = held_out_windows(text.held_out, length, train_config.held_out_windows)
+        judged = baselines(text.stream, windows.tokens.ravel(), windows.targets.ravel(), model_config.vocab_size)
+
+        from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
+        model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
+        trainer = Trainer(model, train_config)
+        del model  # or it would take the device's memory beside the state for as long as the run lasts
+        cost = _describe_costs(trainer, model_config, train_config, display)
+        tokens = train_config.batch_size * length
+        display.fact(
+            "training",
+            f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = {tokens:,} tokens, "
+            f"{train_config.steps * tokens / len(text.stream):.2f} passes over the text",
         )
-    vocab_size = tokenizer.get_vocab_size()
-    display.fact("tokenizer", f"{vocab_size:,} entries, {origin}")
-    stream = tokenizers_of_runs.encode(tokenizer, corpus.train)
-    held_out = tokenizers_of_runs.encode(tokenizer, corpus.held_out)
-    display.fact("tokens", f"{len(stream):,} to train on, {len(held_out):,} held out")
 
-    train_config = config.train
-    # Little text may not fill the vocabulary asked for; rows without a token would flatter nobody and cost time.
-    model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
-    length = model_config.max_seq_len
-    sampler = BatchSampler(stream, train_config.batch_size, length, config.seed)
-    windows = held_out_windows(held_out, length, train_config.held_out_windows)
-    judged = baselines(stream, windows.tokens.ravel(), windows.targets.ravel(), vocab_size)
-
-    trainer = Trainer(Decoder(model_config, rngs=nnx.Rngs(config.seed)), train_config)
-    cost = _describe_costs(trainer, model_config, train_config, display)
-    tokens = train_config.batch_size * length
-    display.fact(
-        "training",
-        f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = {tokens:,} tokens, "
-        f"{train_config.steps * tokens / len(stream):.2f} passes over the text",
-    )
-
-    if not resumed:
-        make_folder(
-            folder,
-            RunRecord(config, corpus.sha256),
-            lambda part: tokenizers_of_runs.write(tokenizer, part / "tokenizer.json"),
+        if not resumed:
+            record, with_weights = RunRecord(config, text.corpus.sha256), config.weights is not None
+            lock = make_folder(folder, record, lambda part: text.vocabulary.write(part, weights=with_weights))
+            _hold(stack, lock, display)
+        checkpoints = Checkpoints(folder / "checkpoints", writes=True)
+        stack.callback(checkpoints.close)
+        state = _continued(trainer, sampler, checkpoints, display) if from_checkpoint else trainer.initial
+        if resumed and not from_checkpoint:
+            display.fact("continued", "from the beginning: it ended before its first checkpoint")
+        state = jax.device_put(state, jax.devices()[0])  # as a restored one is: both take the same compiled step
+        del trainer.initial  # as the model above
+        start = int(state.step)
+        places = Places(text.stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
+        parts = RunParts(
+            trainer,
+            sampler,
+            windows,
+            checkpoints,
+            MetricsLog(folder, after=start),
+            display,
+            cost,
+            lambda starts: places.describe(starts, length),
+            Clock(),
+            Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps),
         )
-    checkpoints = Checkpoints(folder / "checkpoints", writes=True)
-    state = _continued(folder, trainer, sampler, checkpoints, train_config, display) if resumed else trainer.initial
-    state = jax.device_put(state, jax.devices()[0])  # as a restored one is: both take the same compiled step
-    del trainer.initial  # or it would take the device's memory beside the state for as long as the run lasts
-    start = int(state.step)
-    metrics = MetricsLog(folder, after=start)
-    places = Places(stream, END_ID, [document.name for document in corpus.train])
-    clock = Clock()
-    tracer = Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps)
-    parts = RunParts(
-        trainer,
-        sampler,
-        windows,
-        checkpoints,
-        metrics,
-        display,
-        cost,
-        lambda starts: places.describe(starts, length),
-        clock,
-        tracer,
-    )
-    trained = time.monotonic()
-    try:
-        state = train(state, train_config, parts)
-        trained = time.monotonic() - trained
-    finally:
-        tracer.stop()
-        metrics.close()
-        checkpoints.close()
-        _plot(folder, judged, display)
-    if config.profile:
-        _report_times(parts, state, train_config.steps - start, trained)
+        trained = time.monotonic()
+        try:
+            state = train(state, train_config, parts)
+            trained = time.monotonic() - trained
+        finally:
+            parts.tracer.stop()
+            parts.metrics.close()
+            _plot(folder, judged, display)
+        if config.profile:
+            _report_times(parts, state, train_config.steps - start, trained)
 
-    loss = trainer.held_out_loss(state.params, windows)
-    _report(loss, judged, windows, display)
-    display.say()
-    display.say(_sample(trainer.model(state.params), tokenizer, config))
-    seconds = time.monotonic() - began
-    result = {
-        "held_out_loss": loss,
-        **judged._asdict(),
-        "held_out_tokens": windows.targets.size,
-        "train_seconds": round(trained, 1),
-        "seconds": round(seconds, 1),
-    }
-    (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        loss = trainer.held_out_loss(state.params, windows)
+        _report(loss, judged, windows, display)
+        display.say()
+        display.say(_sample(trainer.model(state.params), text.vocabulary, config))
+        seconds = time.monotonic() - began
+        result = {
+            "held_out_loss": loss,
+            **judged._asdict(),
+            "held_out_tokens": windows.targets.size,
+            "train_seconds": round(trained, 1),
+            "seconds": round(seconds, 1),
+        }
+        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     display.say()
     display.say(
         f"{duration(seconds)} in all, {duration(trained)} of them training; {folder}/ holds the run and loss.png"
     )
+
+
+def _hold(stack: ExitStack, lock: RunLock, display: Display) -> None:
+    """Keeps a run's lock until the stack ends."""
+    stack.enter_context(lock)
+    if lock.fault is not None:
+        display.fact("warning", f"no lock on the run's folder ({lock.fault}): let no other process write there")
+
+
+def _read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text:
+    """Reads the corpus and the tokenizer, says what they are, and encodes the one with the other."""
+    corpus = load_corpus(config.data)
+    display.fact("corpus", _describe_corpus(corpus))
+    if resumed and read_record(resumed).corpus_sha256 != corpus.sha256:
+        raise RunError(f"--resume: the text has changed since {resumed} was started (its hash is another)")
+    if resumed:
+        vocabulary, origin = read_run_vocabulary(resumed), "the run's own"
+    elif source := config.weights or config.tokenizer:
+        vocabulary, origin = read_hub_vocabulary(source), f"of {source}"
+    else:
+        cache = own_tokenizer.cache_folder()
+        tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)
+        vocabulary = made_from_text(tokenizer)
+    display.fact("tokenizer", f"{vocabulary.tokenizer.get_vocab_size():,} entries, {origin}")
+    stream, held_out = vocabulary.encode(corpus.train), vocabulary.encode(corpus.held_out)
+    display.fact("tokens", f"{len(stream):,} to train on, {len(held_out):,} held out")
+    return Text(corpus, vocabulary, stream, held_out)
+
+
+def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
+    """Returns the model that a run begins with: random, or the folder's of --weights."""
+    if config.weights is None:
+        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
+    check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
+    return load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
 
 
 def _describe_corpus(corpus: Corpus) -> str:
@@ -216,7 +202,7 @@ def _describe_costs(trainer: Trainer, config: ModelConfig, train_config: TrainCo
     trainable = sum(part.size for part in trainer.parts)
     display.fact(
         "model",
-        f"{parameters:,} parameters, {trainable / parameters:.0%} of them to train, on {device.device_kind}",
+        f"{parameters:,} parameters, {100 * trainable / parameters:.3g}% of them to train, on {device.device_kind}",
     )
     memory = memory_estimate(
         trainer, config, batch_size=train_config.batch_size, accumulate=train_config.accumulate, length=length
@@ -228,12 +214,11 @@ def _describe_costs(trainer: Trainer, config: ModelConfig, train_config: TrainCo
         much = "MORE THAN" if memory.total > found[0] else "of"
         display.fact("", f"{much} the {describe_bytes(found[0])} {found[1]}")
     rows = train_config.batch_size // train_config.accumulate * length
-    chosen = explain(
-        jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype),  # type: ignore[arg-type]
-        jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype),  # type: ignore[arg-type]
-    )
+    hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
+    head: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype)
+    chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
-    cost = Cost(flops_per_token(config, length), device_peak(device.device_kind))
+    cost = Cost(flops_per_token(config, length, trainer.trained), device_peak(device.device_kind))
     if cost.peak is None:
         display.fact("throughput", f"in FLOP/s: the peak of {device.device_kind}, to be a share of, is not known")
     else:
@@ -241,18 +226,13 @@ def _describe_costs(trainer: Trainer, config: ModelConfig, train_config: TrainCo
     return cost
 
 
-def _continued(
-    folder: Path,
-    trainer: Trainer,
-    sampler: BatchSampler,
-    checkpoints: Checkpoints,
-    config: TrainConfig,
-    display: Display,
-) -> TrainState:
-    """Returns the state that a run goes on from, with the sampler put where it belongs."""
-    if checkpoints.latest_step() is None and _last_step(folder) <= config.checkpoint_every:
-        display.fact("continued", "from the beginning: it ended before its first checkpoint")
-        return trainer.initial
+def _has_checkpoint(folder: Path, config: TrainConfig) -> bool:
+    """Returns whether a run has a checkpoint to go on from, or should have one: losing it must not start it anew."""
+    return bool(steps_in(folder / "checkpoints")) or _last_step(folder) > config.checkpoint_every
+
+
+def _continued(trainer: Trainer, sampler: BatchSampler, checkpoints: Checkpoints, display: Display) -> TrainState:
+    """Returns the state of the latest checkpoint, with the sampler put where it belongs."""
     state, place = checkpoints.restore(trainer.initial)
     sampler.restore(place)
     for fault in checkpoints.passed_over:
@@ -298,10 +278,11 @@ def _report(loss: float, judged: Baselines, windows: Batch, display: Display) ->
     display.say(f"  {'model':<10}{loss:6.3f}   {gaps}")
 
 
-def _sample(model: Decoder, tokenizer: "Tokenizer", config: RunConfig) -> str:
-    prompt = [END_ID, *tokenizer.encode(config.prompt, add_special_tokens=False).ids]
-    drawn = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), end=END_ID)
-    return f"sample:\n{config.prompt}{tokenizer.decode(drawn)}"
+def _sample(model: Decoder, vocabulary: Vocabulary, config: RunConfig) -> str:
+    end = vocabulary.needed_end()
+    prompt = vocabulary.prompt(config.prompt) or [end]
+    drawn = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), end=end)
+    return f"sample:\n{config.prompt}{vocabulary.tokenizer.decode(drawn)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,32 +1,30 @@
-"""What a finished or stopped run of `flax_models.train` holds: its model and its tokenizer."""
+"""What a finished or stopped run of `flax_models.train` holds: its model and its vocabulary."""
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from flax import nnx
-
-from flax_models import tokenizer as tokenizers_of_runs
 from flax_models.checkpoint import Checkpoints
 from flax_models.errors import RunError
-from flax_models.model import Decoder
+from flax_models.hub_config import read_config
+from flax_models.model import Decoder, decoder_shapes
 from flax_models.run_folder import read_record
 from flax_models.step import Trainer
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from flax_models.vocabulary import HUB, Vocabulary, read_run_vocabulary
 
 
 class TrainedRun(NamedTuple):
-    """The model of a run's latest checkpoint, and the run's tokenizer."""
+    """The model of a run's latest checkpoint, and the run's vocabulary."""
 
     model: Decoder
-    tokenizer: "Tokenizer"
+    vocabulary: Vocabulary
     step: int
 
 
 def read_run(folder: Path) -> TrainedRun:
     """Returns what a run has learned.
+
+    A model that started from a folder's weights takes sequences as long as before, however long those of the run were.
 
     Args:
         folder: of the run, as `runs/tiny`.
@@ -34,12 +32,14 @@ def read_run(folder: Path) -> TrainedRun:
     Raises:
         RunError: it is no run, or has no checkpoint that can be read.
     """
-    record = read_record(folder)
-    tokenizer = tokenizers_of_runs.read(folder / "tokenizer.json")
+    config = read_record(folder).config
+    vocabulary = read_run_vocabulary(folder)
     if not (folder / "checkpoints").is_dir():
         raise RunError(f"{folder} has no checkpoint yet")
-    config = dataclasses.replace(record.config.model, vocab_size=tokenizer.get_vocab_size())
-    trainer = Trainer(Decoder(config, rngs=nnx.Rngs(record.config.seed)), record.config.train)
+    shape = vocabulary.fit(config.model)
+    if config.weights is not None:
+        shape = dataclasses.replace(shape, max_seq_len=read_config(folder / HUB).max_seq_len)
+    trainer = Trainer(decoder_shapes(shape), config.train)
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
         if checkpoints.latest_step() is None:
@@ -47,4 +47,4 @@ def read_run(folder: Path) -> TrainedRun:
         state, _ = checkpoints.restore(trainer.initial)
     finally:
         checkpoints.close()
-    return TrainedRun(trainer.model(state.params), tokenizer, int(state.step))
+    return TrainedRun(trainer.model(state.params), vocabulary, int(state.step))

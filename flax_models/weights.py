@@ -24,8 +24,9 @@ import numpy as np
 from flax import nnx
 
 from flax_models.errors import RunError
-from flax_models.hub_config import NEUTRAL, RUN_FIELDS, read_config, values_of
-from flax_models.model import Decoder
+from flax_models.hub_config import RUN_FIELDS, read_config, read_object, values_of
+from flax_models.hub_fields import NEUTRAL
+from flax_models.model import Decoder, decoder_shapes
 from flax_models.model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
@@ -147,7 +148,7 @@ def load(folder: Path | str, **changes: Any) -> Decoder:
     if odd := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
         raise ValueError(f"changes may name {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(odd)}")
     config = dataclasses.replace(read_config(folder), **changes)
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, shapes = nnx.split(decoder_shapes(config))
     with ExitStack() as stack:
         files = _Files(folder, stack)
         files.check(config)
@@ -268,9 +269,8 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
-        for name in COMPANIONS if like is not None else ():
-            if like is not None and (like / name).is_file():
-                shutil.copyfile(like / name, folder / name)
+        if like is not None:
+            copy_companions(like, folder)
         (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error}") from None
@@ -278,13 +278,15 @@ def save(
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
     """Returns the fields of another folder's config.json that say nothing of the computation."""
-    if like is None:
-        return {}
-    try:
-        values = json.loads((like / "config.json").read_text(encoding="utf-8"))
-        return {name: value for name, value in values.items() if name in NEUTRAL - {"dtype", "torch_dtype"}}
-    except (OSError, ValueError, AttributeError) as error:
-        raise RunError(f"cannot read {like / 'config.json'}: {error}") from None
+    values = {} if like is None else read_object(like / "config.json")
+    return {name: value for name, value in values.items() if name in NEUTRAL - {"dtype", "torch_dtype"}}
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies a folder's tokenizer files and generation config, those that there are; raises OSError."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:

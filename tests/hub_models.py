@@ -3,6 +3,7 @@
 import json
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,18 @@ def write_folder(model: Any, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="30KB")
     for name in TOKENIZER_FILES:
         (folder / name).write_text(json.dumps({"kind": name}))
+
+
+def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
+    """Saves a tokenizer of whole words, which puts <s> before a text, as transformers lays it out."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    entries = ["<pad>", "<s>", "</s>", "<unk>", *words]
+    tokenizer = Tokenizer(models.WordLevel({entry: i for i, entry in enumerate(entries)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    import_transformers().PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
 def load_transformers(folder: Path) -> Any:

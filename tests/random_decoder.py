@@ -1,18 +1,43 @@
-"""Decoders with random parameters made by NumPy: JAX's own initialisation compiles for seconds."""
+"""Small decoders for the tests, with random parameters made by NumPy: JAX's own initialisation compiles for seconds."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_models.model import Decoder
+from flax_models.model import Decoder, decoder_shapes
 from flax_models.model_config import ModelConfig
+
+SMALL = ModelConfig(
+    vocab_size=97,
+    hidden_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    intermediate_size=40,
+    max_seq_len=32,
+)
+
+
+@contextmanager
+def quick_compilation() -> Iterator[None]:
+    """Compiles with few optimisations: the tests' programs run for milliseconds and compile for seconds."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, spread: float = 1.0) -> Decoder:
     """Returns a decoder whose matrices are normal with variance spread**2 / features_in, norms near their start."""
     generator = np.random.default_rng(seed)
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, shapes = nnx.split(decoder_shapes(config))
 
     def values(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         name, drawn = str(path), generator.normal(size=leaf.shape)

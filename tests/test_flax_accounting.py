@@ -43,7 +43,8 @@ def product_flops(jaxpr: Jaxpr) -> float:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             contracted = equation.params["dimension_numbers"][0][0]
-            left, out = (variable.aval.shape for variable in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
+            avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
+            left, out = (aval.shape for aval in avals)
             total += 2.0 * np.prod(out) * np.prod([left[axis] for axis in contracted])
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for inner in jax.tree.leaves(
@@ -122,7 +123,7 @@ def test_memory_is_about_what_xla_plans(remat, accumulate):
     trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), train_config)
     estimate = memory_estimate(trainer, config, batch_size=8, accumulate=accumulate, length=64)
     batch = random_batch(8, length=64)
-    plan: Any = trainer.step.lower(trainer.initial, batch).compile().memory_analysis()  # type: ignore[attr-defined]
+    plan: Any = trainer.step.lower(trainer.initial, batch).compile().memory_analysis()
     state = estimate.parameters + estimate.optimizer
     assert plan.argument_size_in_bytes - state == batch.tokens.nbytes + batch.targets.nbytes + 4  # and the step
     temporary = estimate.total - state

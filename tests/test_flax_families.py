@@ -11,6 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from hub_models import (
+    CASES,
+    import_transformers,
+    load_transformers,
+    make,
+    their_hidden_states,
+    their_loss,
+    tokens,
+    write_folder,
+)
+from random_decoder import quick_compilation, random_decoder
 
 from flax_models import export
 from flax_models.checkpoint import Checkpoints
@@ -22,29 +33,15 @@ from flax_models.step import Trainer
 from flax_models.tokenizer import load_or_train, write
 from flax_models.weights import load, save
 from jax_pallas.linear_ce import linear_cross_entropy
-from tests.hub_models import (
-    CASES,
-    import_transformers,
-    load_transformers,
-    make,
-    their_hidden_states,
-    their_loss,
-    tokens,
-    write_folder,
-)
-from tests.random_decoder import random_decoder
 
 # Two float32 computations of three layers that sum in different orders.
 TOLERANCE = 5e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Programs here run for milliseconds and compile for seconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _quick() -> Iterator[None]:
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -11,28 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoder import SMALL, quick_compilation, random_decoder
 
 from flax_models import generate as program
 from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
 from flax_models.corpus import Document
-from flax_models.model import Decoder, ModelConfig
+from flax_models.model import Decoder
 from flax_models.rope import RopeScaling
 from flax_models.sampling import Sampling, continue_prompts, draw
 from flax_models.step import Trainer
 from flax_models.tokenizer import load_or_train, write
 from flax_models.weights import save
-from tests.random_decoder import random_decoder
 
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=40,
-    max_seq_len=32,
-)
 CAPPED = {  # as Gemma 2: every option that the cache's products have to know
     "sliding_window": 4,
     "window_pattern": (True, False),
@@ -52,12 +42,9 @@ KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Programs here run for milliseconds and compile for seconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _quick() -> Iterator[None]:
+    with quick_compilation():
+        yield
 
 
 def make(**changes: Any) -> Decoder:
@@ -227,11 +214,11 @@ def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys
 
 
 def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
-    assert program.read_weights(place / "weights", "float32").ends == (3, 4)
+    assert program.read_weights(place / "weights", "float32").vocabulary.ends == (3, 4)
     generation = place / "weights" / "generation_config.json"
     generation.write_text("{}")
     try:
-        assert program.read_weights(place / "weights", "bfloat16").ends == (3,)
+        assert program.read_weights(place / "weights", "bfloat16").vocabulary.ends == (3,)
     finally:
         generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
 

@@ -10,33 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_decoder import SMALL, quick_compilation, random_decoder
 
 from flax_models.config import TrainConfig
 from flax_models.generate import generate
 from flax_models.model import Decoder, ModelConfig
 from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
 from flax_models.step import make_optimizer
-from tests.random_decoder import random_decoder
-
-SMALL = ModelConfig(
-    vocab_size=97,
-    hidden_size=24,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=40,
-    max_seq_len=16,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Programs here run for milliseconds and compile for seconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+def _quick() -> Iterator[None]:
+    with quick_compilation():
+        yield
 
 
 def make(config: ModelConfig = SMALL) -> Decoder:

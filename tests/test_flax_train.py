@@ -72,6 +72,7 @@ def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     assert {path.name for path in folder.iterdir() if not path.name.startswith("events.out")} == {
         "config.json",
         "tokenizer.json",
+        "lock",
         "metrics.jsonl",
         "loss.png",
         "result.json",
@@ -253,7 +254,7 @@ def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
 
     def read(self):
         reads.append(current)
-        return value.fget(self)  # type: ignore[attr-defined]
+        return value.fget(self)
 
     def note(state):
         nonlocal current
@@ -312,7 +313,7 @@ def test_training_computes_no_logits_of_the_whole_vocabulary_outside_the_loss():
 
 def test_head_is_never_transposed_into_a_copy():
     trainer = small_trainer()
-    compiled = trainer.step.lower(trainer.initial, random_batch(2)).compile().as_text()  # type: ignore[attr-defined]
+    compiled = trainer.step.lower(trainer.initial, random_batch(2)).compile().as_text()
     assert "f32[280,16]" in compiled
     assert not re.search(r"f32\[16,280\]\S* (transpose|copy)\(", compiled)
 

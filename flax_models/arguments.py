@@ -1,0 +1,84 @@
+"""The command line of `python -m flax_models.train`, read into a `RunConfig`.
+
+Defaults come from elsewhere than the class: `--config` names a set of them, `--weights` takes the model's shape from a
+folder, and `--resume` takes all of them from the run that it continues. So these are looked for first.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from flax_models.config import CONFIGS, RunConfig, check_same, fine_tuning
+from flax_models.errors import RunError
+from flax_models.hub_config import differing, read_config
+from flax_models.model_config import ModelConfig
+from flax_models.run_folder import default_name, folder_to_resume, read_record
+
+PROGRAM = "python -m flax_models.train"
+
+
+def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """Returns the options, and the folder of the run to continue if one is.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        (config, folder to continue or None).
+
+    Raises:
+        RunError: there is nothing to continue, an option differs from the run's, or the folder of --weights cannot be
+            read or holds another model than the options ask for.
+        SystemExit: an option is wrong, or --help.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
+    first.add_argument("--config", choices=tuple(CONFIGS))
+    first.add_argument("--weights", type=Path)
+    first.add_argument("--name")
+    first.add_argument("--runs", type=Path, default=RunConfig.runs)
+    first.add_argument("--resume", action="store_true")
+    known, _ = first.parse_known_args(arguments)
+    if known.resume:
+        folder = folder_to_resume(known.runs, known.name, default_name(known.config, known.weights))
+        stored = read_record(folder).config
+        config = _read_all(arguments, dataclasses.replace(stored, name=folder.name))
+        check_same(config, stored, folder / "config.json")
+        return config, folder
+    if known.weights is None:
+        return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
+    config = _read_all(arguments, fine_tuning(known.config, known.weights, _shape_of(known.weights)))
+    check_shape(config.model, known.weights)
+    return config, None
+
+
+def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
+    import tyro
+
+    return tyro.cli(
+        RunConfig,
+        prog=PROGRAM,
+        args=list(arguments),
+        default=defaults,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _shape_of(weights: Path) -> ModelConfig:
+    try:
+        return read_config(weights)
+    except RunError as error:
+        raise RunError(f"--weights: {error}") from None
+
+
+def check_shape(asked: ModelConfig, weights: Path) -> None:
+    """Raises RunError unless a folder holds the model that is asked for; it may be trained on shorter sequences."""
+    found = _shape_of(weights)
+    if odd := differing(dataclasses.replace(asked, max_seq_len=found.max_seq_len), found):
+        shown = ", ".join(f"{name} {theirs!r} there and {ours!r} here" for name, (ours, theirs) in odd.items())
+        raise RunError(f"--weights: {weights} holds another model than the options ask for: {shown}")
+    if asked.max_seq_len > found.max_seq_len:
+        raise RunError(
+            f"--max-seq-len must be at most {found.max_seq_len} (max_position_embeddings in {weights}), "
+            f"got {asked.max_seq_len}"
+        )

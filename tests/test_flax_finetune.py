@@ -1,0 +1,303 @@
+"""Runs that start from a Hugging Face folder: their first loss against transformers, resumption, export, errors."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_runs import WORDS, before_step, compilation_cache, learned, train, write_texts
+from hub_models import SIZES, import_transformers, load_transformers, make, their_loss, write_folder, write_tokenizer
+from random_decoder import quick_compilation
+from rich.console import Console
+
+import flax_models.train as program
+from flax_models import export, generate
+from flax_models.arguments import parse
+from flax_models.batches import BatchSampler
+from flax_models.config import CONFIGS, RunConfig
+from flax_models.corpus import Document, load_corpus
+from flax_models.display import Display
+from flax_models.errors import RunError
+from flax_models.families import published
+from flax_models.hub_config import differing, read_config, values_of
+from flax_models.metrics import read_rows
+from flax_models.model import ModelConfig
+from flax_models.run_folder import folder_to_resume, new_folder, read_record
+from flax_models.trained import read_run
+from flax_models.vocabulary import read_hub_vocabulary
+
+OPTIONS = [
+    "--dtype=float32",
+    "--remat=none",
+    "--max-seq-len=16",
+    "--steps=6",
+    "--batch-size=2",
+    "--warmup-steps=2",
+    "--learning-rate=1e-3",
+    "--eval-every=0",
+    "--checkpoint-every=2",
+    "--log-every=3",
+    "--held-out-windows=4",
+    "--sample-tokens=4",
+    "--prompt=the fox",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+        yield
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> tuple[Any, Path]:
+    """A model of the transformers library with every option of the loss, and the folder that it was saved to."""
+    model, folder = make("gemma2"), tmp_path_factory.mktemp("hub") / "small-gemma2"
+    write_folder(model, folder)
+    write_tokenizer(folder, [*WORDS, *(f"word{i}" for i in range(SIZES["vocab_size"] - 4 - len(WORDS)))])
+    return model, folder
+
+
+def start(place: Path, name: str, weights: Path, *options: str) -> int:
+    return train(place, "--name", name, "--weights", str(weights), "--data", str(place / "data"), *OPTIONS, *options)
+
+
+@pytest.fixture(scope="module")
+def tuned(hub, tmp_path_factory) -> tuple[Path, str]:
+    """A place whose run `whole` started from the folder and is finished, and what the run printed."""
+    place = tmp_path_factory.mktemp("tuned")
+    write_texts(place / "data")
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert start(place, "whole", hub[1]) == 0
+    return place, out.getvalue()
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+def test_the_first_steps_loss_is_that_of_transformers_on_its_batch(hub, tuned):
+    theirs, folder = hub
+    place, out = tuned
+    stream = read_hub_vocabulary(folder).encode(load_corpus([place / "data"]).train)
+    batch = BatchSampler(stream, 2, 16, seed=0).next()
+    rows = np.concatenate((batch.tokens, batch.targets[:, -1:]), axis=1).astype(np.int64)
+    first = read_rows(place / "runs" / "whole")[0]
+    assert first["step"] == 1
+    assert first["loss"] == pytest.approx(their_loss(theirs, rows), rel=2e-6)
+    assert re.search(r"^model +[\d,]+ parameters, 100% of them to train", out, re.MULTILINE)
+    assert re.search(rf"^tokenizer +61 entries, of {folder}$", out, re.MULTILINE)
+    assert "sample:\nthe fox" in out
+
+
+def test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transformers(hub, tuned, tmp_path, capsys):
+    theirs, folder = hub
+    run, out = tuned[0] / "runs" / "whole", tmp_path / "out"
+    assert export.main(["--run", str(run), "--out", str(out)]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (folder / name).read_bytes(), name
+    before, after = (json.loads((where / "config.json").read_text()) for where in (folder, out))
+    for name in ("max_position_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "architectures"):
+        assert after[name] == before[name], name
+    assert not differing(read_config(out), read_config(folder))
+
+    trained = load_transformers(out)
+    ids = np.random.default_rng(0).integers(61, size=(2, 40))
+    ours = read_run(run).model
+    expected = jnp.asarray(ours.logits(ours(jnp.asarray(ids))))
+    import torch
+
+    with torch.no_grad():
+        got = trained(torch.from_numpy(ids)).logits.numpy()
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
+    assert their_loss(trained, ids) != their_loss(theirs, ids), "it has learned something"
+    text = "the quick fox </s>"
+    tokenizers = [import_transformers().AutoTokenizer.from_pretrained(where) for where in (out, folder)]
+    assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
+
+    texts = []
+    capsys.readouterr()
+    for source in (["--run", str(run)], ["--weights", str(out)]):
+        # Longer than the run's own sequences: the model still takes as many tokens as the folder's did.
+        assert generate.main([*source, "--prompt", "the fox", "--length", "30", "--min-tokens=20"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("the fox ")
+
+
+def test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_gives(
+    hub, tuned, place, monkeypatch, capsys
+):
+    moved = shutil.copytree(hub[1], place / "hub")
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, interrupt)
+        assert start(place, "broken", moved) == 130
+    shutil.rmtree(moved)
+    capsys.readouterr()
+    for option, message in [
+        (["--weights", str(hub[1])], "--weights is .*/hub in .*config.json, got .*small-gemma2"),
+        (["--config", "micro"], "--config is None in .*, got micro"),
+        (["--freeze", "head"], r"--freeze is \[\] in .*, got \['head'\]"),
+    ]:
+        assert train(place, "--name", "broken", "--resume", *option) == 1
+        assert re.match(f"error: --resume continues a run with its own options: {message}", capsys.readouterr().err)
+    assert train(place, "--name", "broken", "--resume", "--weights", str(moved)) == 0
+    assert "from step 4" in capsys.readouterr().out
+    whole, broken = tuned[0] / "runs" / "whole", place / "runs" / "broken"
+    assert learned(broken) == learned(whole)
+    results = [json.loads((folder / "result.json").read_text()) for folder in (whole, broken)]
+    assert results[0]["held_out_loss"] == results[1]["held_out_loss"]
+
+
+def interrupt(state: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_folders_weights(
+    hub, tuned, place, monkeypatch, capsys
+):
+    moved = shutil.copytree(hub[1], place / "hub")
+    with monkeypatch.context() as patch:
+        before_step(patch, 1, interrupt)
+        assert start(place, "broken", moved) == 130
+    shutil.rmtree(moved)
+    capsys.readouterr()
+    assert train(place, "--name", "broken", "--resume") == 1
+    assert re.match(r"error: --weights: cannot read .*hub/config.json", capsys.readouterr().err)
+    shutil.copytree(hub[1], moved)
+    assert train(place, "--name", "broken", "--resume") == 0
+    assert "from the beginning" in capsys.readouterr().out
+    assert learned(place / "runs" / "broken") == learned(tuned[0] / "runs" / "whole")
+
+
+def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(hub, place, capsys):
+    def without(name: str, **changes: Any) -> Path:
+        folder = shutil.copytree(hub[1], place / f"without-{name}")
+        if changes:
+            values = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({**values, **changes}))
+        else:
+            (folder / name).unlink()
+        return folder
+
+    no_end = without("config.json", eos_token_id=None)
+    for name, field in (("tokenizer_config.json", "eos_token"), ("generation_config.json", "eos_token_id")):
+        values = json.loads((no_end / name).read_text())
+        (no_end / name).write_text(json.dumps({**values, field: None}))
+    broken = shutil.copytree(hub[1], place / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    for folder, options, message in [
+        (place / "absent", [], "--weights: cannot read .*absent/config.json"),
+        (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; transformers makes one"),
+        (broken, [], "cannot read the tokenizer .*broken/tokenizer.json"),
+        (no_end, [], "names no token that ends a text: eos_token_id is in none of its files"),
+        (without("tokenizer_config.json", eos_token="<eos>"), [], "eos_token must be an entry of .*, got '<eos>'"),
+        (hub[1], ["--config", "gemma2-2b"], "another model than the options ask for: vocab_size 61 there and 256000"),
+        (hub[1], ["--hidden-size=48", "--num-layers=2"], "hidden_size 32 there and 48 here, num_layers 3 there"),
+        (hub[1], ["--max-seq-len", "65"], "--max-seq-len must be at most 64 .*small-gemma2.*, got 65"),
+        (hub[1], ["--freeze", "head"], "--freeze: no parameter is named head; there are .*embedding, final_norm.scale"),
+    ]:
+        assert start(place, "a", folder, *options) == 1, message
+        err = capsys.readouterr().err
+        assert re.match(f"error: .*{message}", err), err
+        assert err.count("\n") == 1
+        assert not (place / "runs").exists()
+    with pytest.raises(SystemExit):
+        start(place, "a", hub[1], "--tokenizer", str(hub[1]))
+    assert "--tokenizer goes with random weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "gemma2-2b"])
+def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values_of(published(name))))
+    named, _ = parse(["--config", name, "--weights", str(tmp_path)])
+    unnamed, _ = parse(["--weights", str(tmp_path)])
+    assert (named.config, unnamed.config) == (name, None)
+    assert not differing(named.model, unnamed.model)
+    for config in (named, unnamed):
+        assert (config.model.dtype, config.model.param_dtype, config.model.max_seq_len) == ("bfloat16", "float32", 4096)
+        assert config.train.learning_rate < CONFIGS[name].train.learning_rate / 10, "fine-tuning takes small steps"
+    assert parse(["--weights", str(tmp_path), "--learning-rate", "0.5"])[0].train.learning_rate == 0.5
+
+
+def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continued(hub, tmp_path):
+    config = RunConfig(None, hub[1], runs=tmp_path)
+    assert new_folder(config) == tmp_path / "small-gemma2"
+    (tmp_path / "small-gemma2").mkdir()
+    (tmp_path / "small-gemma2" / "config.json").write_text("{}")
+    assert new_folder(config) == tmp_path / "small-gemma2-2"
+    assert folder_to_resume(tmp_path, None, "small-gemma2") == tmp_path / "small-gemma2"
+    with pytest.raises(ValueError, match="--config must name a config where there are no --weights, got none"):
+        RunConfig(None)
+
+
+# The tokenizer of a folder
+
+
+def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
+    like = read_record(tuned[0] / "runs" / "whole").config  # of one shape, so that nothing is compiled again
+    config = dataclasses.replace(like, config="tiny", weights=None, tokenizer=hub[1], name="a", runs=place / "runs")
+    program.run(config, None, Display(Console()))
+    run = read_run(place / "runs" / "a")
+    assert (run.step, run.vocabulary.ends) == (6, (2,))
+    rows = read_rows(place / "runs" / "a")
+    assert rows[0]["loss"] != read_rows(tuned[0] / "runs" / "whole")[0]["loss"]
+    assert train(place, "--name", "a", "--resume") == 0
+    assert read_rows(place / "runs" / "a") == rows
+    capsys.readouterr()
+    assert export.main(["--run", str(place / "runs" / "a"), "--out", str(place / "out")]) == 0
+    assert json.loads((place / "out" / "config.json").read_text())["eos_token_id"] == 2
+    assert (place / "out" / "tokenizer.json").read_bytes() == (hub[1] / "tokenizer.json").read_bytes()
+    assert read_hub_vocabulary(place / "out").ends == (2,)
+
+
+def test_a_model_has_rows_for_every_token_and_keeps_those_without_one(hub):
+    vocabulary = read_hub_vocabulary(hub[1])
+    for rows in (61, 70):
+        assert vocabulary.fit(ModelConfig(vocab_size=rows)).vocab_size == rows
+    with pytest.raises(RunError, match=r"the tokenizer of .* has 61 entries, and --vocab-size is 60"):
+        vocabulary.fit(ModelConfig(vocab_size=60))
+
+
+def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
+    vocabulary = read_hub_vocabulary(hub[1])
+    documents = [Document("a", "the fox"), Document("b", "lazy</s>dog")]
+    word = vocabulary.tokenizer.token_to_id
+    stream = vocabulary.encode(documents).tolist()
+    assert stream == [1, word("the"), word("fox"), 2, 1, word("<unk>"), 2]
+    assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "in a prompt it is the token"
+    vocabulary.tokenizer.enable_truncation(2)
+    vocabulary.tokenizer.save(str(hub[1].parent / "tokenizer.json"))
+    again = read_hub_vocabulary(hub[1].parent)
+    assert len(again.tokenizer.encode("the fox the fox").ids) == 5, "no text is cut"
+    assert (again.end, again.ends) == (None, ())
+    with pytest.raises(RunError, match="names no token that ends a text"):
+        again.encode(documents)
+
+
+@pytest.mark.parametrize(
+    ("files", "end", "ends"),
+    [
+        ({"config.json": {"eos_token_id": 4}}, 4, (4,)),
+        ({"config.json": {"eos_token_id": [5, 4]}, "generation_config.json": {"eos_token_id": [4, 6]}}, 5, (4, 6)),
+        ({"config.json": {}, "generation_config.json": {"eos_token_id": 6}}, 6, (6,)),
+        ({"config.json": {"eos_token_id": 4}, "tokenizer_config.json": {"eos_token": "</s>"}}, 2, (4, 2)),
+        ({"tokenizer_config.json": {"eos_token": {"content": "the", "lstrip": False}}}, 4, (4,)),
+    ],
+)
+def test_the_end_of_a_text_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, end, ends):
+    (tmp_path / "tokenizer.json").write_bytes((hub[1] / "tokenizer.json").read_bytes())
+    for name, values in files.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    vocabulary = read_hub_vocabulary(tmp_path)
+    assert (vocabulary.end, vocabulary.ends) == (end, ends)

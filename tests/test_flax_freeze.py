@@ -1,0 +1,169 @@
+"""`--freeze`: what does not train keeps its bits and costs nothing, and the run says so."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
+from jax.interpreters import partial_eval
+from random_decoder import quick_compilation, random_decoder
+from test_flax_accounting import product_flops
+
+import flax_models.step as step_module
+from flax_models.accounting import flops_per_token, mean_keys, memory_estimate
+from flax_models.config import TrainConfig
+from flax_models.errors import RunError
+from flax_models.model import Decoder, ModelConfig, decoder_shapes
+from flax_models.step import Trainer, is_frozen, name_of
+from flax_models.trained import read_run
+from jax_pallas.linear_ce import linear_cross_entropy
+
+UNTIED = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16, tie_embeddings=False)
+TIED = dataclasses.replace(UNTIED, tie_embeddings=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+        yield
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+def trainer_of(config: ModelConfig, *freeze: str, **options) -> Trainer:
+    return Trainer(random_decoder(config), TrainConfig(steps=8, batch_size=2, warmup_steps=1, freeze=freeze, **options))
+
+
+def parameters(params: nnx.State) -> dict[str, np.ndarray]:
+    return {name_of(path): np.array(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_frozen_parameters_keep_their_bits_and_all_others_move(accumulate):
+    trainer = trainer_of(UNTIED, "head", "norms", "attention.value", accumulate=accumulate)
+    before = parameters(trainer.initial.params)
+    state, metrics = trainer.step(trainer.initial, random_batch(2))
+    after = parameters(state.params)
+    kept = {name for name in before if np.array_equal(before[name], after[name])}
+    norms = {"blocks.attention_norm.scale", "blocks.feed_forward_norm.scale", "final_norm.scale"}
+    assert kept == {"head", "blocks.attention.value.kernel", *norms}
+    assert set(trainer.trained) == set(before) - kept
+    assert metrics.trained.shape == (len(trainer.parts),)
+    assert sum(part.size for part in trainer.parts) == sum(before[name].size for name in set(before) - kept)
+    _, second = trainer.step(state, random_batch(2))
+    assert bool(second.trained.all())
+
+
+def test_the_gradients_are_those_without_freezing():
+    batch = random_batch(2)
+    whole, part = trainer_of(UNTIED), trainer_of(UNTIED, "head", "embedding")
+    loss, gradients = whole._gradients(whole.initial.params, batch)
+    frozen_loss, some = part._gradients(part.initial.params, batch)
+    assert frozen_loss == loss
+    expected, got = parameters(gradients), parameters(some)
+    assert set(got) == {name for name in expected if name.startswith(("blocks.", "final_norm."))}
+    for name, gradient in got.items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-8, err_msg=name)
+
+
+def test_a_frozen_head_spares_its_product_and_all_memory_beside_its_own():
+    def flops(trainer: Trainer) -> float:
+        compiled = jax.jit(trainer._gradients).lower(trainer.initial.params, random_batch(2)).compile()
+        analysis = compiled.cost_analysis()
+        assert analysis is not None
+        return analysis["flops"]
+
+    whole, part = trainer_of(UNTIED), trainer_of(UNTIED, "head")
+    assert flops(whole) - flops(part) == 2 * 32 * 280 * 16, "d_weight: tokens, rows and width"
+    memories = [memory_estimate(each, UNTIED, batch_size=2, accumulate=1, length=16) for each in (whole, part)]
+    head = 4 * 280 * 16
+    assert memories[0].parameters == memories[1].parameters
+    assert memories[0].gradients - memories[1].gradients == head
+    assert memories[0].optimizer - memories[1].optimizer == 2 * head
+
+
+@pytest.mark.parametrize(
+    ("config", "freeze"),
+    [
+        (UNTIED, ("norms",)),
+        (UNTIED, ("head",)),
+        (UNTIED, ("embedding", "feed_forward")),
+        (UNTIED, ("blocks", "embedding")),
+        (UNTIED, ("blocks", "embedding", "norms")),
+        (UNTIED, ("blocks", "head", "norms")),
+        (TIED, ("embedding",)),
+        (TIED, ("blocks",)),
+    ],
+)
+def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
+    """Traced attention meets every key, masked or not; all else must agree to the last product."""
+    trainer = Trainer(decoder_shapes(config), TrainConfig(freeze=freeze))
+    params = trainer.initial.params
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def loss(trained: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array:
+        model = trainer.model(nnx.merge_state(trained, frozen))
+        return jnp.sum((model(tokens) @ model.head_weight().T) ** 2)
+
+    traced = jax.make_jaxpr(jax.grad(loss))(*trainer.split(params), tokens).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    masked = 16 - mean_keys(16)
+    back = {name.split(".")[0] for name in trainer.trained} & {"blocks", "embedding"}
+    attention = (12 if back else 4) * config.num_layers * config.num_heads * config.head_dim * masked
+    said = flops_per_token(config, 16, trainer.trained)
+    assert product_flops(needed) == pytest.approx(2 * 16 * (said + attention), rel=0)
+
+
+def test_names_that_are_not_there_and_freezing_everything_are_refused():
+    with pytest.raises(
+        RunError, match=r"--freeze: no parameter is named head; there are blocks\.attention\.key\.kernel, "
+    ):
+        trainer_of(TIED, "head")
+    with pytest.raises(RunError, match="--freeze leaves nothing to train: got blocks embedding norms"):
+        trainer_of(TIED, "blocks", "embedding", "norms")
+    assert not is_frozen("blocks.attention_norm.scale", ["attention"])
+    assert is_frozen("blocks.attention.query.kernel", ["attention.query"])
+
+
+def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
+    def stop(state):
+        raise KeyboardInterrupt
+
+    options = ["--no-tie-embeddings", "--freeze", "head", "norms"]
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, stop)
+        assert start(place, "broken", *options) == 130
+    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
+    assert found
+    frozen, count = 280 * 16 + 3 * 16, int(found[1].replace(",", ""))
+    assert float(found[2]) == pytest.approx(100 * (1 - frozen / count), abs=0.1)
+    assert train(place, "--name", "broken", "--resume") == 0
+    assert start(place, "whole", *options) == 0
+    assert learned(place / "runs" / "broken") == learned(place / "runs" / "whole")
+    model = read_run(place / "runs" / "whole").model
+    np.testing.assert_array_equal(model.final_norm.scale[...], 1.0)
+    np.testing.assert_array_equal(model.head_weight(), Decoder(model.config, rngs=nnx.Rngs(0)).head_weight())
+
+
+def test_fewer_parameters_than_asked_still_end_the_run(place, monkeypatch, capsys):
+    def stopped(hidden, weight, *arguments, **keywords):
+        return linear_cross_entropy(jax.lax.stop_gradient(hidden), weight, *arguments, **keywords)
+
+    monkeypatch.setattr(step_module, "linear_cross_entropy", stopped)
+    assert start(place, "a", "--no-tie-embeddings", "--freeze", "embedding", "norms") == 1
+    found = re.search(
+        r"error: no throughput to report: 4,480 parameters train where ([\d,]+) were to", capsys.readouterr().err
+    )
+    assert found
+    assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices"

@@ -1,0 +1,71 @@
+"""A run's folder has one writer: others are told which, and a dead one holds nothing."""
+
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flax_runs import train
+
+from flax_models.config import RunConfig
+from flax_models.errors import RunError
+from flax_models.run_folder import RunLock, RunRecord, make_folder
+
+
+def new_run(folder: Path) -> RunLock:
+    return make_folder(folder, RunRecord(RunConfig(), "0" * 64), lambda part: None)
+
+
+def test_a_second_writer_is_told_who_the_first_is(tmp_path, capsys):
+    folder = tmp_path / "runs" / "a"
+    with new_run(folder):
+        assert train(tmp_path, "--name", "a", "--resume") == 1
+        err = capsys.readouterr().err
+        assert re.match(rf"error: .*runs/a is being written by process {os.getpid()} on {socket.gethostname()}: ", err)
+        assert err.count("\n") == 1
+        with pytest.raises(RunError, match="is being written by process"):
+            RunLock(folder)
+    with RunLock(folder):
+        pass
+
+
+def test_a_killed_writer_holds_nothing(tmp_path):
+    folder = tmp_path / "a"
+    new_run(folder).close()
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom flax_models.run_folder import RunLock\n"
+        "lock = RunLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"is being written by process {process.pid} on "):
+            RunLock(folder)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    with RunLock(folder) as lock:
+        assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
+        assert lock.fault is None
+
+
+def test_a_file_system_without_locks_is_told_and_not_passed_over(tmp_path, monkeypatch):
+    def unsupported(file, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with new_run(tmp_path / "a") as lock:
+        assert lock.fault == "Operation not supported"
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_lock_behind(tmp_path):
+    new_run(tmp_path / "a").close()
+    with pytest.raises(RunError, match="another run has just taken the name"):
+        new_run(tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    with pytest.raises(RunError, match=r"cannot write .*absent/lock: No such file or directory"):
+        RunLock(tmp_path / "absent")
