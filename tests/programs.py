@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from os import environ, sched_getaffinity
+from os import environ, pathsep, sched_getaffinity
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
 # One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need.
-VARIABLES = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": str(HERE.parent)}
+VARIABLES = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": PATHS}
 
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name
