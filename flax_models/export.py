@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flax_models.errors import RunError
+from flax_models.model import Decoder
 from flax_models.tokenizer import END, END_ID, write
-from flax_models.trained import TrainedRun, read_run
+from flax_models.trained import read_run
+from flax_models.vocabulary import Vocabulary
 from flax_models.weights import save
 
 PROGRAM = "python -m flax_models.export"
@@ -34,19 +36,28 @@ def export(run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: i
         RunError: the run has no checkpoint, or `out` holds something or cannot be written.
     """
     trained = read_run(run)
-    if trained.vocabulary.folder is not None:
-        save(trained.model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, like=trained.vocabulary.folder)
-    else:
-        ends = {"bos_token_id": END_ID, "eos_token_id": END_ID}
-        save(trained.model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, fields=ends)
-        _write_own_tokenizer(trained, out, ends)
+    save_with_tokenizer(trained.model, trained.vocabulary, out, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return trained.step
 
 
-def _write_own_tokenizer(trained: TrainedRun, out: Path, ends: dict[str, int]) -> None:
+def save_with_tokenizer(
+    model: Decoder,
+    vocabulary: Vocabulary,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a model and its vocabulary as a Hugging Face folder; see `export` for what it takes and raises."""
+    if vocabulary.folder is not None:
+        save(model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, like=vocabulary.folder)
+        return
+    from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = trained.vocabulary.tokenizer
+    ends = {"bos_token_id": END_ID, "eos_token_id": END_ID}
+    save(model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, fields=ends)
+    tokenizer = Tokenizer.from_str(vocabulary.tokenizer.to_str())
     # In training every text followed END; transformers, and flax_models.generate, put it there by this.
     tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
     tokenizer_config = {
@@ -54,7 +65,7 @@ def _write_own_tokenizer(trained: TrainedRun, out: Path, ends: dict[str, int]) -
         "bos_token": END,
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": trained.model.config.max_seq_len,
+        "model_max_length": model.config.max_seq_len,
     }
     try:
         write(tokenizer, out / "tokenizer.json")

@@ -5,7 +5,6 @@ Every byte is in the alphabet, so any text can be encoded and no entry stands fo
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,10 +98,9 @@ def read(path: Path) -> "Tokenizer":
 def write(tokenizer: "Tokenizer", path: Path) -> None:
     """Writes a tokenizer so that a reader sees the whole file or none; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(tokenizer.to_str())
-    os.replace(temporary, path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(tokenizer.to_str(), encoding="utf-8")
+    os.replace(part, path)
 
 
 def encode(

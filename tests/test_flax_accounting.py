@@ -104,8 +104,16 @@ def test_peaks_are_those_of_the_whole_device():
     assert device_peak("NVIDIA A100-SXM4-80GB") == 312e12
     assert device_peak("NVIDIA L4") == 121e12
     assert device_peak("NVIDIA L40S") == 362e12
+    assert device_peak("NVIDIA GH200 480GB") == 989e12
+    assert device_peak("NVIDIA GB200") == 2500e12
+    assert device_peak("TPU v5") == device_peak("TPU v5p") == 459e12
+    assert device_peak("TPU v5 lite") == 197e12
+    assert device_peak("NVIDIA GeForce RTX 4090") == 165e12
     for unknown in ("cpu", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA A10G", "NVIDIA L40", "NVIDIA GeForce RTX 2080"):
         assert device_peak(unknown) is None, unknown
+    for alike in ("A100X", "A10M", "L40G", "H20", "A100-SXM-64GB", "GeForce RTX 4090 D", "GeForce RTX 4090 Laptop GPU"):
+        assert device_peak(f"NVIDIA {alike}") is None, alike
+    assert device_peak("TPU v4 lite") is None
     for earlier, name in enumerate(PEAK_BF16):
         assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), f"{name} is never reached"
 

@@ -182,14 +182,20 @@ def test_a_diverged_run_names_step_and_batch_and_keeps_its_last_good_checkpoint(
         monkeypatch, 5, lambda state: state._replace(params=jax.tree.map(lambda leaf: leaf * poison, state.params))
     )
     assert start(place, "a") == 1
-    err = one_line(capsys.readouterr().err)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out
+    err = one_line(captured.err)
     window = r"tokens [\d,]+ to [\d,]+ \(\d+\.txt, from its token \d+\)"
     assert re.match(
         rf"error: {what} at step 5; the checkpoint of step 3 is kept. Its batch: {window}, {window}\. ", err
     )
     folder = place / "runs" / "a"
-    assert kept(folder) == [3]
-    assert read_rows(folder)[-1]["step"] == 5
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["3"]
+    last = read_rows(folder)[-1]
+    assert last["step"] == 5
+    assert {last["loss"], last["grad_norm"]} & {"nan", "inf"}
+    if np.isnan(poison):
+        assert last["loss"] == "nan"
     assert (folder / "loss.png").exists()
 
 

@@ -1,0 +1,49 @@
+"""The examples, in reduced form."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from flax_runs import write_texts
+from random_decoder import quick_compilation
+
+from flax_models import generate
+from flax_models.model import ModelConfig
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder with texts in data/ and the cache of tokenizers beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypatch, capsys):
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "pretrain_text.py")))
+    monkeypatch.setitem(example.main.__globals__, "MODEL", ModelConfig(280, 16, 1, 2, 1, 8, 24, 16))
+    with quick_compilation():
+        example.main(["--data", str(place / "data"), "--steps=30", "--prompt=the fox", "--out", str(place / "out")])
+    out = capsys.readouterr().out
+    loss, guessing = (float(out.split(words)[1].split()[0]) for words in ("held-out loss ", "guessing would be "))
+    assert loss < guessing - 0.1
+    assert "sample:\nthe fox" in out
+    assert "python -m flax_models.train --weights FOLDER" in out
+    assert json.loads((place / "out" / "config.json").read_text())["model_type"] == "llama"
+    assert generate.main(["--weights", str(place / "out"), "--prompt", "the fox", "--length", "2"]) == 0
+
+
+def test_what_a_person_can_mend_is_one_line(place, monkeypatch):
+    for options, message in [
+        (["--data", str(place / "absent")], f"error: --data: no such file or folder: {place / 'absent'}"),
+        (["--steps", "0"], 2),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["pretrain_text.py", *options])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(EXAMPLES / "pretrain_text.py"), run_name="__main__")
+        assert stopped.value.code == message
