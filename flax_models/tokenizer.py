@@ -111,12 +111,13 @@ def encode(
     Args:
         tokenizer: any of the tokenizers library.
         documents: in this order.
-        end: the token; a template that puts it there itself is not asked twice.
+        end: the token; there is one between two documents, though a template put it before or after each, too.
         template: put around each document what the tokenizer's template says.
     """
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=template)
     parts = []
     for ids in (encoding.ids for encoding in encodings):
-        ended = template and ids[-1:] == [end]
-        parts.append(np.asarray(ids if ended else [*ids, end], np.int32))
+        first = int(template and ids[:1] == [end])
+        last = int(template and len(ids) > first and ids[-1] == end)
+        parts.append(np.asarray([*ids[first : len(ids) - last], end], np.int32))
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

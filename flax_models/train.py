@@ -187,10 +187,10 @@ def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
 
 
 def _describe_corpus(corpus: Corpus) -> str:
-    size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out)) / 1e6
+    size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out))
     skipped = f", {corpus.skipped} not UTF-8 left out" if corpus.skipped else ""
     return (
-        f"{corpus.source}: {len(corpus.train)} texts and {len(corpus.held_out)} held out, {size:.1f} million characters"
+        f"{corpus.source}: {len(corpus.train)} texts and {len(corpus.held_out)} held out, {size:,} characters"
         f"{skipped}, sha256 {corpus.sha256[:16]}"
     )
 

@@ -307,7 +307,12 @@ def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_byte
     for i, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         shard = {name: _tensor(tensors[name], arrays, dtype) for name in names}
+        (folder / file).touch()
+        mode = (
+            (folder / file).stat().st_mode
+        )  # that the person's umask gives; safetensors keeps its files to their owner
         save_file(shard, folder / file, metadata={"format": "pt"})  # transformers reads no other
+        (folder / file).chmod(mode)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

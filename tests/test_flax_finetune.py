@@ -17,6 +17,7 @@ from flax_runs import WORDS, before_step, compilation_cache, learned, train, wri
 from hub_models import SIZES, import_transformers, load_transformers, make, their_loss, write_folder, write_tokenizer
 from random_decoder import quick_compilation
 from rich.console import Console
+from tokenizers.processors import TemplateProcessing
 
 import flax_models.train as program
 from flax_models import export, generate
@@ -276,10 +277,13 @@ def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
     stream = vocabulary.encode(documents).tolist()
     assert stream == [1, word("the"), word("fox"), 2, 1, word("<unk>"), 2]
     assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "in a prompt it is the token"
+    for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
+        vocabulary.tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("</s>", 2)])
+        assert vocabulary.encode([*documents[:1], Document("b", "")]).tolist() == [word("the"), word("fox"), 2, 2]
     vocabulary.tokenizer.enable_truncation(2)
     vocabulary.tokenizer.save(str(hub[1].parent / "tokenizer.json"))
     again = read_hub_vocabulary(hub[1].parent)
-    assert len(again.tokenizer.encode("the fox the fox").ids) == 5, "no text is cut"
+    assert len(again.tokenizer.encode("the fox the fox").ids) == 6, "no text is cut"
     assert (again.end, again.ends) == (None, ())
     with pytest.raises(RunError, match="names no token that ends a text"):
         again.encode(documents)

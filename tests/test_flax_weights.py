@@ -58,6 +58,7 @@ def test_a_folder_laid_out_as_on_the_hub_makes_the_round_trip(tmp_path):
         "model.layers.1.self_attn.qkv_proj.weight"
     ].shape == (64, 24)
 
+    assert {path.stat().st_mode for path in first.iterdir()} == {(first / "config.json").stat().st_mode}
     again = load(first)
     assert again.config == config
     same_parameters(again, model)
