@@ -52,8 +52,8 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
     freeze: tuple[str, ...] = ()
-    """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks, attention,
-    feed_forward, attention.query, ...; their gradients are not computed."""
+    """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks,
+    attention, feed_forward, attention.query, ...; their gradients are not computed."""
     held_out_windows: int = 256
     """Most held-out sequences the held-out loss and the baselines are measured on."""
     eval_every: int = 250

@@ -318,8 +318,9 @@ def differing(first: ModelConfig, second: ModelConfig) -> dict[str, tuple[Any, A
 
 def _meaning(config: ModelConfig) -> dict[str, Any]:
     """Returns what a config computes: two that differ in writing alone give the same."""
-    values = {name: getattr(config, name) for name in config.__dataclass_fields__ if name not in RUN_FIELDS}
-    values["sliding_window"] = config.windows()
+    values = {name: value for name, value in vars(config).items() if name not in RUN_FIELDS}
+    values |= vars(values.pop("rope"))
+    values["sliding_window"] = config.windows() if any(config.windows()) else None
     del values["window_pattern"]
     values["query_scalar"] = config.query_scalar or config.head_dim
     return values
