@@ -53,7 +53,8 @@ class BatchSampler:
             needed = (batch_size + 1) * length + 1
             raise RunError(
                 f"too little text to train on: {len(stream):,} tokens, "
-                f"and a batch of {batch_size} x {length} needs {needed:,}"
+                f"and a batch of {batch_size} x {length} needs {needed:,}; "
+                f"a smaller --max-seq-len or --batch-size needs less"
             )
         self._stream, self._batch_size, self._length = stream, batch_size, length
         self._generator = np.random.Generator(np.random.PCG64(seed))
@@ -138,7 +139,10 @@ def held_out_windows(stream: np.ndarray, length: int, most: int) -> Batch:
     """
     count = (len(stream) - 1) // length
     if count < 1:
-        raise RunError(f"too little text to hold out: {len(stream):,} tokens, and one window needs {length + 1:,}")
+        raise RunError(
+            f"too little text to hold out: {len(stream):,} tokens, and one window needs {length + 1:,}; "
+            f"a smaller --max-seq-len needs less"
+        )
     chosen = np.linspace(0, count - 1, min(most, count)).round().astype(np.int64)
     return _windows(stream, chosen * length, length)
 

@@ -155,12 +155,10 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         sampling=sampling,
         ends=source.vocabulary.ends,
     )
-    return [
-        _decoded_after(source.vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)
-    ]
+    return [decoded_after(source.vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
 
 
-def _decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
+def decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
     """Returns what new tokens add to a prompt's text, decoded with it: some tokenizers drop a text's first space."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

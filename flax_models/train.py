@@ -37,7 +37,7 @@ from flax_models.config import RunConfig, TrainConfig
 from flax_models.corpus import Corpus, load_corpus
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
-from flax_models.generate import generate
+from flax_models.generate import decoded_after, generate
 from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
 from flax_models.metrics import MetricsLog, read_rows
@@ -76,7 +76,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
     with ExitStack() as stack:
         if resumed:
             _hold(stack, RunLock(folder), display)
-        display.fact("run", f"{folder} ({'continued' if resumed else config.config or config.weights})")
+        origin = config.config if config.weights is None else f"from {config.weights}"
+        display.fact("run", f"{folder} ({'continued' if resumed else origin})")
         text = _read_text(config, resumed, display)
         model_config, train_config = text.vocabulary.fit(config.model), config.train
         length = model_config.max_seq_len
@@ -282,7 +283,7 @@ def _sample(model: Decoder, vocabulary: Vocabulary, config: RunConfig) -> str:
     end = vocabulary.needed_end()
     prompt = vocabulary.prompt(config.prompt) or [end]
     drawn = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), end=end)
-    return f"sample:\n{config.prompt}{vocabulary.tokenizer.decode(drawn)}"
+    return f"sample:\n{config.prompt}{decoded_after(vocabulary.tokenizer, prompt, drawn)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
