@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 
 from flax_models.errors import RunError
+from flax_models.hub_config import read_config
 from flax_models.model import Decoder
 from flax_models.sampling import Sampling, continue_prompts
 from flax_models.trained import read_run
@@ -125,7 +126,9 @@ def read_weights(folder: Path, dtype: str) -> Source:
     Raises:
         RunError: a file is missing or cannot be read.
     """
-    return Source(load(folder, dtype=dtype, param_dtype=dtype), read_hub_vocabulary(folder))
+    read_config(folder)  # as the tokenizer: what is wrong with either is told before gigabytes are read
+    vocabulary = read_hub_vocabulary(folder)
+    return Source(load(folder, dtype=dtype, param_dtype=dtype), vocabulary)
 
 
 def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling) -> list[str]:

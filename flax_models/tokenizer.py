@@ -113,11 +113,17 @@ def encode(
         documents: in this order.
         end: the token; there is one between two documents, though a template put it before or after each, too.
         template: put around each document what the tokenizer's template says.
+
+    Raises:
+        RunError: a document has `end` within it, which would be two documents.
     """
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=template)
     parts = []
-    for ids in (encoding.ids for encoding in encodings):
+    for document, ids in zip(documents, (encoding.ids for encoding in encodings), strict=True):
         first = int(template and ids[:1] == [end])
         last = int(template and len(ids) > first and ids[-1] == end)
-        parts.append(np.asarray([*ids[first : len(ids) - last], end], np.int32))
+        inner = ids[first : len(ids) - last]
+        if end in inner:  # of tokenizers that know it as a word of its own, and not as a special token alone
+            raise RunError(f"--data: {document.name} spells {tokenizer.id_to_token(end)}, which ends a text")
+        parts.append(np.asarray([*inner, end], np.int32))
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_runs import compilation_cache, random_batch, start, write_texts
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from product_flops import product_flops
 
 from flax_models.accounting import (
     PEAK_BF16,
@@ -35,24 +35,6 @@ CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 
 
 # Floating-point operations
-
-
-def product_flops(jaxpr: Jaxpr) -> float:
-    """Two for each multiplication of each product in a traced program, loops as often as they run."""
-    total = 0.0
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            contracted = equation.params["dimension_numbers"][0][0]
-            avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
-            left, out = (aval.shape for aval in avals)
-            total += 2.0 * np.prod(out) * np.prod([left[axis] for axis in contracted])
-        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                total += times * product_flops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
-    return total
 
 
 @pytest.mark.parametrize("tie", [True, False])

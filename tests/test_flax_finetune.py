@@ -276,6 +276,8 @@ def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
     word = vocabulary.tokenizer.token_to_id
     stream = vocabulary.encode(documents).tolist()
     assert stream == [1, word("the"), word("fox"), 2, 1, word("<unk>"), 2]
+    with pytest.raises(RunError, match="--data: c spells </s>, which ends a text"):
+        vocabulary.encode([Document("c", "lazy </s> dog")])
     assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "in a prompt it is the token"
     for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
         vocabulary.tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("</s>", 2)])

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
 from jax.interpreters import partial_eval
+from product_flops import product_flops
 from random_decoder import quick_compilation, random_decoder
-from test_flax_accounting import product_flops
 
 import flax_models.step as step_module
 from flax_models.accounting import flops_per_token, mean_keys, memory_estimate

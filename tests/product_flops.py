@@ -1,0 +1,25 @@
+"""The flops of a traced program's products, counted one by one."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+
+def product_flops(jaxpr: Jaxpr) -> float:
+    """Two for each multiplication of each product in a traced program, loops as often as they run."""
+    total = 0.0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            contracted = equation.params["dimension_numbers"][0][0]
+            avals: list[Any] = [equation.invars[0].aval, equation.outvars[0].aval]
+            left, out = (aval.shape for aval in avals)
+            total += 2.0 * np.prod(out) * np.prod([left[axis] for axis in contracted])
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
+        ):
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                total += times * product_flops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return total
