@@ -171,6 +171,6 @@ def read_record(folder: Path) -> RunRecord:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop("corpus_sha256")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return RunRecord(from_json(values), sha256)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"cannot read {path}: {type(error).__name__}: {error}") from None
-    return RunRecord(from_json(values), sha256)

@@ -111,16 +111,16 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         start = int(state.step)
         places = Places(text.stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
         parts = RunParts(
-            trainer,
-            sampler,
-            windows,
-            checkpoints,
-            MetricsLog(folder, after=start),
-            display,
-            cost,
-            lambda starts: places.describe(starts, length),
-            Clock(),
-            Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps),
+            trainer=trainer,
+            sampler=sampler,
+            held_out=windows,
+            checkpoints=checkpoints,
+            metrics=MetricsLog(folder, after=start),
+            display=display,
+            cost=cost,
+            describe=lambda starts: places.describe(starts, length),
+            clock=Clock(),
+            tracer=Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps),
         )
         trained = time.monotonic()
         try:

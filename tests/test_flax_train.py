@@ -162,9 +162,10 @@ def test_a_taken_name_and_a_changed_option_or_text_are_refused(copied, capsys):
     record.write_text(json.dumps({**values, "corpus_sha256": "0" * 64}))
     assert train(copied, *resume) == 1
     assert "the text has changed" in capsys.readouterr().err
-    record.write_text("{")
-    assert train(copied, *resume) == 1
-    assert re.match("error: cannot read .*config.json", capsys.readouterr().err)
+    for broken in ("{", "[]", json.dumps({**values, "train": {**values["train"], "steps": 0}})):
+        record.write_text(broken)
+        assert train(copied, *resume) == 1
+        assert re.match("error: cannot read .*config.json", capsys.readouterr().err)
 
 
 def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
