@@ -72,11 +72,11 @@ def anchored(
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
         if carry.held is not None:
-            rows_, start = carry.held, chunk.start
+            rows_, start = carry.held, jnp.int32(chunk.start)
         elif any(wanted):
-            rows_, start = problem.rows(chunk), 0
+            rows_, start = problem.rows(chunk), jnp.int32(0)
         else:  # what a row holds reaches no sum but its own
-            rows_, start = x, chunk.start
+            rows_, start = x, jnp.int32(chunk.start)
         e, sums = _store_exponentials(
             problem, kernels, chunk, rows_, start, chunk.of(anchor), stores=any(wanted), statistics=statistics
         )
@@ -202,10 +202,12 @@ def _store_exponentials(
     }
     operands = (x, problem.linear_weight, bias)
     e, sums, top = kernels.exponentials(*operands, anchor, start, **shared, stores=stores, largest=statistics)
+    assert sums is not None
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
     block = fused_tiles.ROW_BLOCK
     blocks = -(-chunk.size // block)
     flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
+    flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
     redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
     again = jnp.repeat(flags, block)[: chunk.size]
     _, _, largest = kernels.exponentials(*operands, anchor, start, **shared, stores=False, largest=True, redo=redo)
@@ -215,6 +217,7 @@ def _store_exponentials(
     e, new_sums, _ = kernels.exponentials(
         *operands, anchor, start, **shared, stores=stores, largest=False, redo=redo, e=e
     )
+    assert new_sums is not None
     total = jnp.where(again, new_sums, sums)
     return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top)
 
@@ -305,7 +308,7 @@ def _store_d_input(
     if kernels.d_input is not None:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
-        return kernels.d_input(e, w, held, rho, theta, chunk.start, **shared)
+        return kernels.d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
 

@@ -9,7 +9,7 @@ from jax_pallas.tiles import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
-CLASS_BLOCK = 256  # and its classes: partial sums for each
+CLASS_BLOCK = 192  # and its classes at least: partial sums for each
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def choose_anchored(
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         sums = 4 * (1 + statistics) * blocks * padded_rows
         size = fixed + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
-        most = budget // PRODUCT_SHARE
+        most = max(0, min(budget // PRODUCT_SHARE, budget - size))
         return AnchoredConfig(rows, most, size + max(sums, scratch(rows, most)))
 
     chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -58,37 +58,35 @@ def programs() -> int:
         return MULTIPROCESSORS
 
 
+# Mosaic works out layouts for itself otherwise: the same machine code, lowered in more than twice the time.
+COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
 HALF = 64  # rows of a warpgroup: the least that wgmma takes
 
 BLOCK_N = 2 * HALF  # rows of a tile of logits
 
-BLOCK_V = 256  # and its classes: the most that wgmma takes
+# And its classes. A thread holds 96 sums of them, as many of the tile before, and what it computes with: for 256, the
+# most that wgmma takes, there would be no room.
+BLOCK_V = 192
 
-PIECE = 64  # classes that an epilogue takes at a time: 128 bytes of 16 bits, the widest swizzle
+# Classes that an epilogue takes at a time: more, and the tensor cores run out of work meanwhile.
+PIECE = 32
 
 PIECES = BLOCK_V // PIECE
 
-# Registers of a thread, of 65,536: one that multiplies holds 128 sums and, packed, half as many finished numbers.
+# Registers of a thread, of 65,536.
 LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 
 
-class Ring(NamedTuple):
-    """How tiles are loaded.
+# Units of the hidden size that are multiplied at a time, and how many such steps are loaded ahead: 163,840 bytes. A
+# stage's number is a mask, so a power of two.
+STEP, STAGES = 64, 4
 
-    Args:
-        step: units of the hidden size that are multiplied at a time; stages: steps that are loaded ahead.
-        lag: steps of each tile that the second warpgroup lets the first go ahead.
-        group: row blocks that share a block of classes before the next comes: its weights come from L2.
-    """
-
-    step: int
-    stages: int
-    lag: int
-    group: int
+GROUP_BYTES = 2**24  # of rows that share a block of classes before the next comes: both come from L2 then
 
 
-# 196,608 bytes, which leave room for the buffers of what is stored. A stage's number is a mask: powers of two.
-STORING, READING = Ring(64, 4, 0, 16), Ring(32, 8, 6, 8)
+def slot_of(number: Any) -> Any:
+    return number & (STAGES - 1)
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,13 @@ class Tiles:
     def class_blocks(self) -> int:
         return cdiv(self.classes, BLOCK_V)
 
-    def place(self, tile: Array, group: int) -> tuple[Array, Array]:
-        """Returns the row and class block of a tile: up to `group` row blocks share a class block before the next.
+    def place(self, tile: Array) -> tuple[Array, Array]:
+        """Returns the row and class block of a tile: row blocks of up to `GROUP_BYTES` share a class block.
 
         Divisors are known to the compiler, which then multiplies: a division takes a hundred instructions.
         """
-        size = cdiv(self.row_blocks, cdiv(self.row_blocks, group))
+        most = max(1, GROUP_BYTES // (2 * BLOCK_N * self.hidden))
+        size = cdiv(self.row_blocks, cdiv(self.row_blocks, most))
         last, rest = divmod(self.row_blocks, size)
         number = lax.div(tile, size * self.class_blocks)
         within = tile - number * (size * self.class_blocks)
@@ -151,21 +150,25 @@ class Half:
 
     Args:
         refs: the operands and results by name.
-        row, column: its first row and class, as the call counts them; class_block: the tile's.
+        by_row: operands that have a value for each row, (HALF,).
+        row: its first row, as the call counts them; class_block: the tile's.
         first, last: the columns that count, of the call; None: all do.
     """
 
     refs: dict[str, Any]
+    by_row: dict[str, Array]
     row: Array
-    column: Array
     class_block: Array
     first: Array | None
     last: int
 
+    @property
+    def column(self) -> Array:
+        return self.class_block * BLOCK_V
+
     def of_rows(self, name: str) -> Array:
         """Returns (HALF, PIECE), what there is one of for each row."""
-        values = plgpu.load(self.refs[name].at[pl.ds(self.row, HALF)], layout=ROW, optimized=False)
-        return lax.broadcast_in_dim(values, (HALF, PIECE), (0,))
+        return lax.broadcast_in_dim(self.by_row[name], (HALF, PIECE), (0,))
 
     def of_columns(self, name: str, piece: int) -> Array:
         """Returns (HALF, PIECE), what there is one of for each column."""
@@ -185,9 +188,46 @@ class Half:
         columns = self.columns(piece)
         return jnp.where((columns >= self.first) & (columns < self.last), values, other)
 
-    def put(self, name: str, values: Array) -> None:
-        """Writes (HALF,) of what there is one of for each row and block of classes."""
-        self.refs[name][self.class_block, pl.ds(self.row, HALF)] = values
+    def put_last(self, piece: int, values: dict[str, Array]) -> None:
+        """Writes, with the last piece, (HALF,) of what there is one of for each row and block of classes."""
+        if piece == PIECES - 1:
+            for name, value in values.items():
+                self.refs[name][self.class_block, pl.ds(self.row, HALF)] = value
+
+
+def pauses(steps: int) -> Array:
+    """Returns (2 * PIECES,) int32: after which steps of a tile each warpgroup turns to the pieces of the one before.
+
+    Evenly among the steps, those of one warpgroup between those of the other. Kernels read them from memory: loops
+    whose lengths the compiler knows it unrolls, and spills registers.
+    """
+    parts = 2 * PIECES + 1
+    return jnp.array([1 + (steps - 1) * (2 * i + j) // parts for j in (1, 2) for i in range(PIECES)], jnp.int32)
+
+
+def over_steps(
+    steps: int, pauses: list[Any], step: Callable[[Any], None], piece: Callable[[int], None], *, begin: int = 1
+) -> None:
+    """Takes the steps of a tile from `begin` on, and deals with a piece of the one before at each of the pauses."""
+    at: Any = begin
+    for i, pause in enumerate(pauses):
+        pl.loop(at, pause)(step)
+        piece(i)
+        at = pause
+    pl.loop(at, steps)(step)
+
+
+class Done(NamedTuple):
+    """A half tile that was multiplied: the tile's number, rows that its stores go too far, so that there are none, and
+    its products, PIECES of (HALF, PIECE) float32."""
+
+    tile: Array
+    shift: Array
+    raw: tuple[Array, ...]
+
+
+# (half tile, piece, raw products of the piece (HALF, PIECE), what the piece before returned) -> that, piece of `out`
+Epilogue = Callable[[Half, int, Array, Any], tuple[Any, Array | None]]
 
 
 def over_tiles(
@@ -196,9 +236,10 @@ def over_tiles(
     x: Array,
     w: Array,
     offsets: tuple[Array | int, Array | int, Array | int],
+    by_row: dict[str, Array | None],
     operands: dict[str, Array | None],
     results: dict[str, jax.ShapeDtypeStruct],
-    epilogue: Callable[[Half, list[Array]], list[Array]],
+    epilogue: Epilogue,
     *,
     stored: Any = None,
     updates: bool = False,
@@ -208,45 +249,38 @@ def over_tiles(
     """Runs an epilogue on every tile of x @ w, or on those of flagged row blocks.
 
     Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
-    multiply, each half of a tile's rows and all of its columns, then turn the float32 sums in their registers into what
-    `epilogue` makes of them. The ring of loaded tiles lets one warpgroup run ahead of the other. What is stored waits
-    in registers, packed, and leaves in pieces under the products of the next tile: a warpgroup that waits for stores
-    does not multiply.
+    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and `epilogue`
+    takes them a piece at a time, under the products of the next tile: the two warpgroups end their tiles at the same
+    time, and the tensor cores would stand idle for as long as an epilogue takes.
 
     Args:
         x, w: (N, D), (V, D) or (D, V).
         offsets: the first row of x, the first class of w, how many classes from there on are left out.
-        operands: what the epilogue reads, None where there is none.
+        by_row: what the epilogue reads of rows: `Tiles.by_row`; None where there is none.
+        operands: what else it reads.
         results: what it writes.
-        epilogue: takes its half tile and raw products (HALF, PIECE) of each piece; writes what there is one of for each
-            row, and returns the pieces of `out` (rows, padded).
+        epilogue: returns a piece of `out` (rows, padded) or None, and after the last piece has written what there is
+            one of for each row. It is called for each program's first tile once more, before, with zeros, to no effect.
         stored: dtype of `out`, an operand or a result, or None: nothing is stored.
         updates: the operand `out` is written in place.
         redo: (1 + row blocks,) int32. If the first is 0 nothing is done, else the row blocks whose flags are not 0.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
-    ring = STORING if stored is not None else READING
-    stages, steps = ring.stages, cdiv(tiles.hidden, ring.step)
-    lag = ring.lag if steps > stages else 0  # in fewer steps the first warpgroup could be two tiles ahead
-    skips = not (isinstance(offsets[2], int) and offsets[2] == 0)
-    edges = skips or tiles.classes % BLOCK_V != 0
+    steps = cdiv(tiles.hidden, STEP)
     traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
-    scalars = jnp.stack(traced or [jnp.int32(0)])
-    present = {key: value for key, value in {**operands, "redo": redo}.items() if value is not None}
+    scalars = jnp.concatenate([pauses(steps), *(number[None] for number in traced)])
+    present = {key: value for key, value in {**by_row, **operands, "redo": redo}.items() if value is not None}
     count = tiles.row_blocks * tiles.class_blocks
     many = min(count, programs())
 
-    def slot_of(number: Any) -> Any:
-        return number & (stages - 1)
-
     def numbers(scalar_ref: Any) -> list[Any]:
         """Returns the offsets: what was known when the call was traced costs no launch that would write it."""
-        places = iter(range(len(traced)))
+        places = iter(range(2 * PIECES, 2 * PIECES + len(traced)))
         return [jnp.int32(known) if isinstance(known, int) else scalar_ref[next(places)] for known in offsets]
 
     def body(x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
         refs = dict(zip((*present, *results), rest, strict=False))
-        x_all, w_all, full, empty, turn, *buffers = rest[len(refs) :]
+        x_all, w_all, full, empty, *buffers = rest[len(refs) :]
         x_moved, x_ring = views(x_all, interpret=interpret)
         w_moved, w_ring = views(w_all, interpret=interpret or tiles.vocab_axis == 1)
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
@@ -254,16 +288,16 @@ def over_tiles(
         if redo is not None:
             mine = jnp.where(refs["redo"][0] == 0, 0, mine)
 
-        def each[T](tile: Callable[[Array, Array, Array, T], T], carry: T) -> T:
-            """Calls `tile` with the number of steps before it, its row block and its class block."""
+        def each[T](tile: Callable[[Array, Array, T], T], carry: T) -> T:
+            """Calls `tile` with the number of steps before it and its own number."""
 
             def step(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
                 before, carry = carried
-                place = tiles.place(program + t * many, ring.group)
+                number = program + t * many
                 if redo is None:
-                    return before + steps, tile(before, *place, carry)
-                flagged = refs["redo"][1 + place[0]] != 0
-                carry = lax.cond(flagged, lambda carry: tile(before, *place, carry), lambda carry: carry, carry)
+                    return before + steps, tile(before, number, carry)
+                flagged = refs["redo"][1 + tiles.place(number)[0]] != 0
+                carry = lax.cond(flagged, lambda carry: tile(before, number, carry), lambda carry: carry, carry)
                 return before + jnp.where(flagged, steps, 0), carry
 
             return lax.fori_loop(0, mine, step, (jnp.int32(0), carry))[1]
@@ -275,32 +309,31 @@ def over_tiles(
             if tiles.vocab_axis and not isinstance(offsets[1], int):
                 first_class = pl.multiple_of(first_class, 64)
 
-            def tile(before: Array, row_block: Array, class_block: Array, _: tuple[()]) -> tuple[()]:
+            def tile(before: Array, number: Array, _: tuple[()]) -> tuple[()]:
+                row_block, class_block = tiles.place(number)
                 rows = pl.ds(first_row + row_block * BLOCK_N, BLOCK_N)
                 classes = pl.ds(first_class + class_block * BLOCK_V, BLOCK_V)
 
                 @pl.loop(0, steps)
                 def _step(s: Array) -> None:
                     slot = slot_of(before + s)
-                    k = pl.ds(s * ring.step, ring.step)
+                    k = pl.ds(s * STEP, STEP)
                     plgpu.barrier_wait(empty.at[slot])
-                    plgpu.copy_gmem_to_smem(x_ref.at[rows, k], x_moved.at[slot], full.at[slot])
                     source = w_ref.at[k, classes] if tiles.vocab_axis else w_ref.at[classes, k]
+                    plgpu.copy_gmem_to_smem(x_ref.at[rows, k], x_moved.at[slot], full.at[slot])
                     plgpu.copy_gmem_to_smem(source, w_moved.at[slot], full.at[slot])
 
                 return ()
 
             each(tile, ())
-            for slot in range(stages):  # a program must not end before all have arrived
+            for slot in range(STAGES):  # a program must not end before all have arrived
                 plgpu.barrier_wait(empty.at[slot])
 
         @pl.when(warpgroup < 2)
         def _multiply() -> None:
             plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-            nothing = (
-                scalar_ref[0] >> 31
-            )  # 0: loops of a length that the compiler knows it unrolls, and spills registers
-            for slot in range(stages):
+            own_pauses = [scalar_ref[warpgroup * PIECES + i] for i in range(PIECES)]
+            for slot in range(STAGES):
                 plgpu.barrier_arrive(empty.at[slot])
 
             def store(values: Array, row: Array, column: Array, piece: int) -> None:
@@ -308,92 +341,82 @@ def over_tiles(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
                 buffer[warpgroup, piece % 2] = values
                 plgpu.commit_smem()
-                at = (pl.ds(row, HALF), pl.ds(column + piece * PIECE, PIECE))
+                at = (pl.ds(row, HALF), pl.ds(column, PIECE))
                 plgpu.copy_smem_to_gmem(moved.at[warpgroup, piece % 2], refs["out"].at[at])
 
-            def multiply(acc: Any, before: Array, done: tuple[Array, ...]) -> Array:
-                """Returns the half tile's raw products, (HALF, BLOCK_V) float32; stores what is `done` meanwhile."""
+            def finishing(done: Done) -> Callable[[int], None]:
+                """Returns what runs the epilogue of a piece of a tile that was multiplied."""
+                row_block, class_block = tiles.place(done.tile)
+                row = row_block * BLOCK_N + warpgroup * HALF
+                rows = {
+                    key: plgpu.load(refs[key].at[pl.ds(row, HALF)], layout=ROW, optimized=False)
+                    for key, values in by_row.items()
+                    if values is not None
+                }
+                whole = Half(refs, rows, row, class_block, None, tiles.classes)
+                left_out = numbers(scalar_ref)[2]
+                masked = replace(whole, first=left_out)
+                cut = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+                carried = None
 
-                def step(s: Array | int, *, releases: bool = True, awaits: bool = True) -> None:
-                    """Takes a step. What it waits for and releases is that of others, so that between the end of the
-                    step before and the start of the next there is nothing to do."""
-                    number = before + s
-                    slot = slot_of(number)
+                def finish(piece: int) -> None:
+                    nonlocal carried
+
+                    def of(half: Half) -> Any:
+                        found, values = epilogue(half, piece, done.raw[piece], carried)
+                        return found, None if values is None else values.astype(stored)
+
+                    # Where no tile is cut too: without the branch ptxas waits for every product, C7514.
+                    carried, values = lax.cond(cut, lambda: of(masked), lambda: of(whole))
+                    if values is not None:
+                        store(values, row + done.shift, whole.column + piece * PIECE, piece)
+
+                return finish
+
+            def multiply(acc: Any, before: Array, done: Done) -> tuple[Array, ...]:
+                """Returns the half tile's raw products, PIECES of (HALF, PIECE) float32; finishes what is `done`."""
+
+                def step(s: Array | int, *, releases: bool = True) -> None:
+                    slot = slot_of(before + s)
+                    plgpu.barrier_wait(full.at[slot])
                     right = w_ring.at[slot]
                     if not tiles.vocab_axis:
                         right = right.transpose((1, 0))
                     plgpu.wgmma(acc, x_ring.at[slot, pl.ds(warpgroup * HALF, HALF)], right)
-                    if releases:
-                        plgpu.barrier_arrive(empty.at[slot_of(number - 2)])
-                    if awaits:
-                        plgpu.barrier_wait(full.at[slot_of(number + 1)])
                     plgpu.wgmma_wait(1)  # this product stays in flight; the one before is done with its stage
+                    if releases:
+                        plgpu.barrier_arrive(empty.at[slot_of(before + s - 1)])
 
-                def take(begin: int, end: int) -> None:
-                    pl.loop(begin, end + nothing)(step)
-
-                plgpu.barrier_wait(full.at[slot_of(before)])
-                for s in range(min(steps, 2)):
-                    step(s, releases=False, awaits=s + 1 < steps)
-                begin, last = 2, max(steps - 1, 2)
-                if lag:
-                    take(begin, lag)
-                    pl.when(warpgroup == 0)(lambda: plgpu.barrier_arrive(turn))
-                    begin = lag
-                for piece, values in enumerate(done[2:]):
-                    store(values, done[0], done[1], piece)
-                    end = begin + (last - begin) // (PIECES + 1 - piece)
-                    take(begin, end)
-                    begin = end
-                take(begin, last)
-                if steps > 2:
-                    step(steps - 1, awaits=False)
+                step(0, releases=False)
+                over_steps(steps, own_pauses, step, finishing(done))
                 plgpu.wgmma_wait(0)
-                for s in range(max(steps - 2, 0), steps):
-                    plgpu.barrier_arrive(empty.at[slot_of(before + s)])
-                return acc[...]
+                plgpu.barrier_arrive(empty.at[slot_of(before + steps - 1)])
+                raw = acc[...]
+                return tuple(raw[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE))
 
-            def tile(before: Array, row_block: Array, class_block: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
-                if lag:
-                    pl.when(warpgroup == 1)(lambda: plgpu.barrier_wait(turn))
+            def tile(before: Array, number: Array, done: Done) -> Done:
                 accumulator = plgpu.WGMMAAccumulatorRef((HALF, BLOCK_V), jnp.float32)
                 raw = pl.run_scoped(lambda acc: multiply(acc, before, done), accumulator)
-                pieces = [raw[:, i * PIECE : (i + 1) * PIECE] for i in range(PIECES)]
-                row, column = row_block * BLOCK_N + warpgroup * HALF, class_block * BLOCK_V
-                left_out = numbers(scalar_ref)[2]
+                return Done(number, jnp.int32(0), raw)
 
-                def finish(first: Array | None) -> list[Array]:
-                    half = Half(refs, row, column, class_block, first, tiles.classes)
-                    return [values.astype(stored) for values in epilogue(half, pieces)]
-
-                if edges:
-                    edge = (column < left_out) | (column + BLOCK_V > tiles.classes)
-                    found = lax.cond(edge, lambda: finish(left_out), lambda: finish(None))
-                else:
-                    found = finish(None)
-                return (row, column, *found) if buffers else ()
-
-            done = ()
+            zeros = plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+            nowhere = jnp.int32(tiles.row_blocks * BLOCK_N)
+            none = Done(program, nowhere, (zeros,) * PIECES)
+            finish = finishing(each(tile, none))
+            for piece in range(PIECES):
+                finish(piece)
             if buffers:
-                zeros = plgpu.layout_cast(jnp.zeros((HALF, PIECE), stored), plgpu.Layout.WGMMA)
-                outside = jnp.int32(tiles.row_blocks * BLOCK_N)  # the first stores are dropped
-                done = (outside, jnp.int32(0), *[zeros] * PIECES)
-            done = each(tile, done)
-            if buffers:
-                for piece in range(PIECES):
-                    store(done[2 + piece], done[0], done[1], piece)
                 plgpu.wait_smem_to_gmem(0)
 
     if tiles.vocab_axis:
-        w_type = plgpu.SMEM((stages, ring.step, BLOCK_V), x.dtype, transforms=transforms(ring.step))
+        w_type = plgpu.SMEM((STAGES, STEP, BLOCK_V), x.dtype, transforms=transforms(STEP))
     else:
-        w_type = two_views((stages, BLOCK_V, ring.step), x.dtype, interpret=interpret)
+        w_type = two_views((STAGES, BLOCK_V, STEP), x.dtype, interpret=interpret)
     scratch = [
-        two_views((stages, BLOCK_N, ring.step), x.dtype, interpret=interpret),
+        two_views((STAGES, BLOCK_N, STEP), x.dtype, interpret=interpret),
         w_type,
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=1),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
     ]
     if stored is not None:
         scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
@@ -405,7 +428,7 @@ def over_tiles(
         grid_names=("program",),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=replace(COMPILER, approx_math=True),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
         kernel_name=name,
     )

@@ -6,6 +6,7 @@ d_input = rho (E W) + theta w_target        (n, D), summed over classes
 import itertools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import COLUMN, HALF, cdiv, padded, programs, two_views, views
-from jax_pallas.hopper_gradients import D_BLOCK, STAGES, STEP, as_roles, barriers, in_order, run_kernel, slot_of
+from jax_pallas.hopper import COLUMN, HALF, STAGES, STEP, cdiv, padded, programs, slot_of, two_views, views
+from jax_pallas.hopper_gradients import D_BLOCK, as_roles, barriers, in_order, run_kernel
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def finish(
     plgpu.copy_smem_to_gmem(moved, place)
 
 
+@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "shares"))
 def d_input(
     e: Array,
     w: Array,

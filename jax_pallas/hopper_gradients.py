@@ -8,6 +8,7 @@ multiply, 64 columns of D each.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,24 +18,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas.hopper import (
+    BLOCK_V,
+    COMPILER,
     HALF,
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
+    PIECE,
+    PIECES,
+    STAGES,
+    STEP,
     cdiv,
+    over_steps,
     padded,
+    pauses,
     programs,
+    slot_of,
     transforms,
     two_views,
     views,
 )
 
 D_BLOCK = 2 * HALF  # columns of D of a tile
-
-CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
-
-# Steps of the inner products and stages of the ring that they are loaded into, 192 KiB beside the epilogue's buffers.
-# Steps of 32 with 8 stages, whose rows are 64 bytes wide, were as fast or up to 7% slower.
-STEP, STAGES = 64, 4
 
 
 def limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
@@ -65,7 +69,7 @@ def run_kernel(
         grid_names=("program", "piece")[: len(grid)],
         num_threads=threads,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        compiler_params=COMPILER,
         kernel_name=name,
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(*operands)
@@ -96,20 +100,19 @@ def as_roles(empty: Any, load: Callable[[], None], multiply: Callable[[], None])
         plgpu.wait_smem_to_gmem(0)
 
 
-def slot_of(count: Any) -> Any:
-    return count & (STAGES - 1)
-
-
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
     """Returns the index of classes and of columns of D as an array with this vocab_axis has them."""
     return (first, second) if vocab_axis == 0 else (second, first)
 
 
-PARTS = 5  # a tile's steps are cut in so many: after each but the last a quarter of the tile before leaves
+OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
 
-FETCHES = (1, 3)  # and after these, two quarters of the old one have come in a stage
+OLD_AHEAD = 1  # how many pieces before they are wanted
 
 
+@partial(
+    jax.jit, static_argnames=("vocab", "classes", "vocab_axis", "interpret")
+)  # chunks of one size are lowered once
 def d_weight(
     e: Array,
     x: Array,
@@ -123,8 +126,8 @@ def d_weight(
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old`, rounded once: (33).
 
-    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the products,
-    and the finished one waits there, packed, to be stored under those of the next.
+    A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
+    products of the next tile (`hopper.over_steps`).
 
     Args:
         e: (n, padded(classes)) bfloat16, zeros past the classes; n is a multiple of 8.
@@ -141,135 +144,130 @@ def d_weight(
     if columns != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {columns}")
     d_blocks, steps = cdiv(hidden, D_BLOCK), cdiv(n, STEP)
-    tiles = d_blocks * cdiv(classes if adds else vocab, CLASS_BLOCK)
+    tiles = d_blocks * cdiv(classes if adds else vocab, BLOCK_V)
     many = min(tiles, programs())
-    fetches = [adds and part in FETCHES for part in range(PARTS)]
-    uses = steps + sum(fetches)  # of stages, for a tile
-    copies = 3  # of a stage
-    e_types: dict[str, Any] = {"e": plgpu.SMEM((STAGES, STEP, CLASS_BLOCK), e.dtype, transforms=transforms(STEP))}
-    if adds and vocab_axis == 0:
-        found = two_views((STAGES, 2, 2 * HALF, 64), e.dtype, interpret=interpret)
-        e_types |= {"old": found} if interpret else dict(zip(("moved", "old"), found.refs, strict=True))
-    elif adds:
-        e_types["old"] = plgpu.SMEM((STAGES, 2, HALF, 2 * HALF), e.dtype, transforms=transforms(64))
+    piece_shape = in_order(PIECE, HALF, vocab_axis)
 
-    def body(start_ref: Any, share_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
-        x_all, e_all, buffers, full, empty = scratch
+    def body(scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
+        x_all, e_ring, buffers, full, empty, *of_old = scratch
         (x_moved, x_ring), (moved, buffer) = (views(ref, interpret=interpret) for ref in (x_all, buffers))
-        e_views = dict(zip(e_types, e_all if len(e_types) > 1 else [e_all], strict=True))
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         mine = lax.div(tiles - program + many - 1, many)
 
         def place(index: Any) -> tuple[Any, Any]:
             """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
             tile = program + index * many
-            return lax.rem(tile, d_blocks) * D_BLOCK, lax.div(tile, d_blocks) * CLASS_BLOCK
+            return lax.rem(tile, d_blocks) * D_BLOCK, lax.div(tile, d_blocks) * BLOCK_V
 
-        def at(d: Any, v: Any, count: int) -> tuple[Any, Any]:
-            return in_order(pl.ds(v, count), pl.ds(d, HALF), vocab_axis)
-
-        def begin_of(part: int) -> Any:
-            return steps if part == PARTS else part * share_ref[0] if part else 0
+        def at(d: Any, v: Any) -> tuple[Any, Any]:
+            return in_order(pl.ds(v, PIECE), pl.ds(d, HALF), vocab_axis)
 
         def load() -> None:
-            start = start_ref[0]
+            start = scalar_ref[2 * PIECES]
+
+            def fetch(index: Any, piece: int) -> None:
+                """Loads a piece of the old tile that is wanted while tile `index` is multiplied."""
+                if not adds:
+                    return
+                index, piece = index + piece // PIECES, piece % PIECES
+                (old_moved, _), old_full, old_empty = views(of_old[0], interpret=interpret), *of_old[1:]
+                d, v = place(jnp.maximum(index - 1, 0))
+                slot = (index * PIECES + piece) & (OLD_STAGES - 1)
+                plgpu.barrier_wait(old_empty.at[slot])
+                for i in range(2):
+                    source = d_weight_ref.at[at(d + i * HALF, v + piece * PIECE)]
+                    plgpu.copy_gmem_to_smem(source, old_moved.at[slot, i], old_full.at[slot])
+
+            for piece in range(OLD_AHEAD):
+                fetch(0, piece)
 
             @pl.loop(0, mine)
             def _tile(index: Any) -> None:
                 d, v = place(index)
-                count = index * uses
-                for part in range(PARTS):
 
-                    @pl.loop(begin_of(part), begin_of(part + 1))
-                    def _step(step: Any, count: Any = count) -> None:
-                        slot = slot_of(count + step)
-                        plgpu.barrier_wait(empty.at[slot])
-                        for i in range(2):
-                            source = x_ref.at[pl.ds(start + step * STEP, STEP), pl.ds(d + i * HALF, HALF)]
-                            plgpu.copy_gmem_to_smem(source, x_moved.at[slot, i], full.at[slot])
-                        source = e_ref.at[pl.ds(step * STEP, STEP), pl.ds(v, CLASS_BLOCK)]
-                        plgpu.copy_gmem_to_smem(source, e_views["e"].at[slot], full.at[slot])
+                def step(s: Any) -> None:
+                    slot = slot_of(index * steps + s)
+                    plgpu.barrier_wait(empty.at[slot])
+                    for i in range(2):
+                        source = x_ref.at[pl.ds(start + s * STEP, STEP), pl.ds(d + i * HALF, HALF)]
+                        plgpu.copy_gmem_to_smem(source, x_moved.at[slot, i], full.at[slot])
+                    source = e_ref.at[pl.ds(s * STEP, STEP), pl.ds(v, BLOCK_V)]
+                    plgpu.copy_gmem_to_smem(source, e_ring.at[slot], full.at[slot])
 
-                    if fetches[part]:
-                        slot = slot_of(count + begin_of(part + 1))
-                        plgpu.barrier_wait(empty.at[slot])
-                        old = e_views.get("moved", e_views["old"])
-                        for i in range(2):
-                            source = d_weight_ref.at[at(d + i * HALF, v + (part - 1) * HALF, 2 * HALF)]
-                            plgpu.copy_gmem_to_smem(source, old.at[slot, i], full.at[slot])
-                        plgpu.barrier_arrive(full.at[slot])  # for the third copy
-                        count += 1
+                first_pauses = [scalar_ref[i] for i in range(PIECES)]
+                over_steps(steps, first_pauses, step, lambda i: fetch(index, i + OLD_AHEAD), begin=0)
+
+            for piece in range(OLD_AHEAD, PIECES):
+                fetch(mine, piece)
+            for slot in range(OLD_STAGES * adds):
+                plgpu.barrier_wait(of_old[2].at[slot])
 
         def multiply() -> None:
-            def store(quarter: Array, d: Any, v: Any, i: int) -> None:
+            own_pauses = [scalar_ref[warpgroup * PIECES + i] for i in range(PIECES)]
+            for slot in range(OLD_STAGES * adds):
+                plgpu.barrier_arrive(of_old[2].at[slot])
+
+            def finish(sums: Array, index: Any, d: Any, v: Any, i: int) -> None:
+                """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
+                if adds:
+                    (_, old), old_full, old_empty = views(of_old[0], interpret=interpret), *of_old[1:]
+                    slot = (index * PIECES + i) & (OLD_STAGES - 1)
+                    plgpu.barrier_wait(old_full.at[slot])
+                    piece = old.at[slot, warpgroup]
+                    piece = piece.transpose((1, 0)) if vocab_axis == 0 else piece
+                    sums += plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    plgpu.barrier_arrive(old_empty.at[slot])
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
                 target = buffer.at[warpgroup, i % 2]
                 target = target.transpose((1, 0)) if vocab_axis == 0 else target
-                target[...] = quarter
+                target[...] = sums.astype(e.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(moved.at[warpgroup, i % 2], d_weight_ref.at[at(d, v + i * HALF, HALF)])
+                plgpu.copy_smem_to_gmem(moved.at[warpgroup, i % 2], d_weight_ref.at[at(d, v + i * PIECE)])
 
             def tile(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                done_d, done_v, *done = carry
+                d, v, *done = carry
 
                 def products(acc: Any) -> tuple[Any, ...]:
-                    old_quarters, count = [], index * uses
-                    for part in range(PARTS):
+                    def step(s: Any, *, releases: bool = True) -> None:
+                        slot = slot_of(index * steps + s)
+                        plgpu.barrier_wait(full.at[slot])
+                        plgpu.wgmma(acc, x_ring.at[slot, warpgroup].transpose((1, 0)), e_ring.at[slot])
+                        plgpu.wgmma_wait(1)
+                        if releases:
+                            plgpu.barrier_arrive(empty.at[slot_of(index * steps + s - 1)])
 
-                        def one(step: Any, before: int, count: Any = count) -> None:
-                            """Takes a step, and frees the stage of the one before it, so many stages ago."""
-                            slot = slot_of(count + step)
-                            plgpu.barrier_wait(full.at[slot])
-                            plgpu.wgmma(acc, x_ring.at[slot, warpgroup].transpose((1, 0)), e_views["e"].at[slot])
-                            plgpu.wgmma_wait(1)
-                            if before:
-                                plgpu.barrier_arrive(empty.at[slot_of(count + step - before)])
-
-                        if steps >= PARTS or part == PARTS - 1:
-                            one(begin_of(part), 1 + fetches[part - 1] if part and steps >= PARTS else 0)
-                            pl.loop(begin_of(part) + 1, begin_of(part + 1))(lambda step, one=one: one(step, 1))
-                        if part < PARTS - 1:
-                            store(done[part], done_d, done_v, part)
-                        if fetches[part]:
-                            slot = slot_of(count + begin_of(part + 1))
-                            plgpu.barrier_wait(full.at[slot])
-                            for i in range(2):
-                                piece = in_order(pl.ds(i * HALF, HALF), slice(None), vocab_axis)
-                                quarter = e_views["old"].at[slot, warpgroup].at[piece]
-                                quarter = quarter.transpose((1, 0)) if vocab_axis == 0 else quarter
-                                old_quarters.append(plgpu.load(quarter, layout=plgpu.Layout.WGMMA))
-                            plgpu.barrier_arrive(empty.at[slot])
-                            count += 1
+                    step(0, releases=False)
+                    over_steps(steps, own_pauses, step, lambda i: finish(done[i], index, d, v, i))
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[slot_of(count + steps - 1)])
-                    return acc[...], *old_quarters
+                    plgpu.barrier_arrive(empty.at[slot_of(index * steps + steps - 1)])
+                    sums = acc[...]
+                    return tuple(sums[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE))
 
-                acc, *found = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((HALF, CLASS_BLOCK), jnp.float32))
-                quarters = [acc[:, i : i + HALF] for i in range(0, CLASS_BLOCK, HALF)]
-                if adds:
-                    quarters = [a + b.astype(jnp.float32) for a, b in zip(quarters, found, strict=True)]
-                d, v = place(index)
-                return d + warpgroup * HALF, v, *(quarter.astype(e.dtype) for quarter in quarters)
+                found = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((HALF, BLOCK_V), jnp.float32))
+                new_d, new_v = place(index)
+                return new_d + warpgroup * HALF, new_v, *found
 
-            zeros = plgpu.layout_cast(jnp.zeros((HALF, HALF), e.dtype), plgpu.Layout.WGMMA)
-            outside = jnp.int32(cdiv(vocab, CLASS_BLOCK) * CLASS_BLOCK)  # the first stores are dropped
-            done_d, done_v, *done = lax.fori_loop(0, mine, tile, (jnp.int32(0), outside, *[zeros] * 4))
-            for i, quarter in enumerate(done):
-                store(quarter, done_d, done_v, i)
+            zeros = plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
+            outside = jnp.int32(cdiv(vocab, BLOCK_V) * BLOCK_V)  # the first stores are dropped
+            d, v, *done = lax.fori_loop(0, mine, tile, (jnp.int32(0), outside, *[zeros] * PIECES))
+            for i, sums in enumerate(done):
+                finish(sums, mine, d, v, i)
 
         as_roles(empty, load, multiply)
 
-    # Loops whose length the compiler knows it unrolls, and spills registers.
-    numbers = jnp.asarray(start, jnp.int32)[None], jnp.array([steps // PARTS], jnp.int32)
+    scalars = jnp.concatenate([pauses(steps), jnp.asarray(start, jnp.int32)[None]])
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
-        plgpu.RefUnion(*e_types.values()) if len(e_types) > 1 else e_types["e"],
-        two_views((2, 2, HALF, 64), e.dtype, interpret=interpret),
-        *barriers(copies),
+        plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
+        two_views((2, 2, *piece_shape), e.dtype, interpret=interpret),
+        *barriers(3),
     ]
+    if adds:
+        scratch.append(two_views((OLD_STAGES, 2, *piece_shape), e.dtype, interpret=interpret))
+        scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=OLD_STAGES) for _ in range(2)]
     if old is None:
         result = jax.ShapeDtypeStruct(in_order(vocab, hidden, vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (*numbers, e, x), [result], scratch, (many,), interpret)[0]
+        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, (many,), interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (*numbers, e, x, ref), [], scratch, (many,), interpret)
+    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, (many,), interpret)
     return jax.freeze(ref)

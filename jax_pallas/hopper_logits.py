@@ -1,13 +1,13 @@
 """Kernels for Hopper (sm_90) whose epilogues take tiles of logits: exponentials, statistics and d_logits.
 
-In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 256 classes
-(`hopper.over_tiles`). Its exponentials take 2048 cycles, whatever the hidden size, and its products 16 per unit of it.
+In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 192 classes
+(`hopper.over_tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its products 12 per unit of it.
 
 What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
 blocks: nothing is added in an order that could change. Equations: parity/MATH.md.
 """
 
-from functools import reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax_pallas.hopper import Half, Tiles, cdiv, over_tiles, padded
 
 LOG2_E = 1.4426950408889634
+
+SHARED = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
@@ -50,10 +52,7 @@ def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float 
     return softcap * ratio, ratio
 
 
-def _sum(parts: list[Array]) -> Array:
-    return sum(parts[1:], parts[0])
-
-
+@partial(jax.jit, static_argnames=(*SHARED, "stores", "largest"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -71,7 +70,7 @@ def exponentials(
     redo: Array | None = None,
     e: Array | None = None,
     interpret: bool = False,
-) -> tuple[Array | None, Array, Array | None]:
+) -> tuple[Array | None, Array | None, Array | None]:
     """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
 
     Args:
@@ -84,42 +83,41 @@ def exponentials(
         stores: whether the exponentials are wanted.
         largest: whether the largest logits are.
         redo: (1 + rows / 128 rounded up,) int32. If its first is 0 nothing is done, else what belongs to the blocks of
-            128 rows whose flags, which follow, are not 0.
+            128 rows whose flags, which follow, are not 0: the largest logits alone where those are wanted.
         e: with `redo` and `stores`, the exponentials, brought up to date in place.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
 
     Returns:
         e (rows or up to 7 more, padded) bfloat16, times the cap's slope, 0 past the last row and class, or None.
-        sums (rows,) float32 of the exponentials before they are rounded; with `redo`, of the flagged rows only.
+        sums (rows,) float32 of the exponentials before they are rounded; with `redo`, of the flagged rows only, or
+            None.
         tops (rows,) float32, likewise, or None.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    operands = {"bias": tiles.by_column(bias, 0), "anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
-    results = {"sums": tiles.by_block}
-    if largest:
-        results["tops"] = tiles.by_block
+    by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
+    operands = {"bias": tiles.by_column(bias, 0)}
+    names = [*["sums"] * (redo is None or not largest), *["tops"] * largest]
+    results = dict.fromkeys(names, tiles.by_block)
     updates = stores and redo is not None
     if updates:
         operands["out"] = e
     elif stores:
         results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
 
-    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
-        anchors = half.of_rows("anchor")
-        sums, tops, out = [], [], []
-        for piece, part in enumerate(raw):
-            capped, ratio = _cap(half, part, piece, logit_scale, softcap)
-            capped = half.masked(capped, piece, -jnp.inf)
-            values = jnp.exp2(capped * LOG2_E - anchors)
-            sums.append(values.sum(1))
-            if largest:
-                tops.append(capped.max(1))
-            if stores:
-                out.append(values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0))
-        half.put("sums", _sum(sums))
+    def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, Array | None]:
+        capped, ratio = _cap(half, raw, piece, logit_scale, softcap)
+        capped = half.masked(capped, piece, -jnp.inf)
+        values = jnp.exp2(capped * LOG2_E - half.of_rows("anchor"))
+        found = {}
+        if "sums" in names:
+            found["sums"] = values.sum(1) if carried is None else carried["sums"] + values.sum(1)
         if largest:
-            half.put("tops", reduce(jnp.maximum, tops))
-        return out
+            top = capped.max(1)
+            found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
+        half.put_last(piece, found)
+        if not stores:
+            return found, None
+        return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
     found = over_tiles(
         "exponentials" if redo is None else "exponentials_again",
@@ -127,6 +125,7 @@ def exponentials(
         x,
         w,
         (start, 0, 0),
+        by_row,
         operands,
         results,
         epilogue,
@@ -135,10 +134,11 @@ def exponentials(
         redo=redo,
         interpret=interpret,
     )
-    sums = found["sums"].sum(0)[:rows]
+    sums = found["sums"].sum(0)[:rows] if "sums" in names else None
     return found.get("out"), sums, found["tops"].max(0)[:rows] if largest else None
 
 
+@partial(jax.jit, static_argnames=(*SHARED, "weighted", "entropy"))
 def statistics(
     x: Array,
     w: Array,
@@ -176,29 +176,33 @@ def statistics(
     operands = {"bias": tiles.by_column(bias, first_class), "class_weight": tiles.by_column(weights, first_class)}
     names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
 
-    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
-        capped = [_cap(half, part, piece, logit_scale, softcap)[0] for piece, part in enumerate(raw)]
-        if weighted:
-            products = capped
-            if weights is not None:
-                products = [part * half.of_columns("class_weight", piece) for piece, part in enumerate(capped)]
-            half.put("weighted_sums", _sum([half.masked(part, i, 0.0).sum(1) for i, part in enumerate(products)]))
-        logits = [half.masked(part, piece, -jnp.inf) for piece, part in enumerate(capped)]
-        top = reduce(jnp.maximum, [part.max(1) for part in logits])
+    def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, None]:
+        capped, _ = _cap(half, raw, piece, logit_scale, softcap)
+        logits = half.masked(capped, piece, -jnp.inf)
+        top = logits.max(1) if carried is None else jnp.maximum(carried["tops"], logits.max(1))
         shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
-        shifted = [part - lax.broadcast_in_dim(shift, part.shape, (0,)) for part in logits]
-        exponentials = [jnp.exp2(part * LOG2_E) for part in shifted]
-        half.put("tops", top)
-        half.put("sums", _sum([part.sum(1) for part in exponentials]))
+        shifted = logits - lax.broadcast_in_dim(shift, logits.shape, (0,))
+        exponentials = jnp.exp2(shifted * LOG2_E)
+        found = {"tops": top, "sums": exponentials.sum(1)}
         if entropy:
-            finite = [jnp.maximum(part, NO_PROBABILITY) for part in shifted]
-            products = [a * b for a, b in zip(exponentials, finite, strict=True)]
-            half.put("sums_exp_log", _sum([part.sum(1) for part in products]))
-        return []
+            found["sums_exp_log"] = (exponentials * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
+        if weighted:
+            products = capped if weights is None else capped * half.of_columns("class_weight", piece)
+            found["weighted_sums"] = half.masked(products, piece, 0.0).sum(1)
+        if carried is not None:  # pieces are joined as stretches of the vocabulary are: (26)
+            moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
+            factor = jnp.exp2(moved * LOG2_E)
+            found["sums"] += factor * carried["sums"]
+            if entropy:
+                found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
+            if weighted:
+                found["weighted_sums"] += carried["weighted_sums"]
+        half.put_last(piece, found)
+        return found, None
 
     results = dict.fromkeys(names, tiles.by_block)
     offsets = (start, first_class, skip)
-    found = over_tiles("statistics", tiles, x, w, offsets, operands, results, epilogue, interpret=interpret)
+    found = over_tiles("statistics", tiles, x, w, offsets, {}, operands, results, epilogue, interpret=interpret)
     out = {key: value[:, :rows] for key, value in found.items()}
     tops = out["tops"]
     top = tops.max(0)  # (26), all blocks at once
@@ -213,6 +217,7 @@ def statistics(
     )
 
 
+@partial(jax.jit, static_argnames=SHARED)
 def d_logits(
     x: Array,
     w: Array,
@@ -247,7 +252,7 @@ def d_logits(
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     weights = None if sigma is None else class_weight
-    by_row = {
+    values = {
         "target": target.astype(jnp.int32) - first_class,  # its column
         "lse": lse,
         "alpha": alpha,
@@ -256,34 +261,30 @@ def d_logits(
         "sigma": sigma,
         "contributes": contributes.astype(jnp.int32),
     }
-    operands = {key: tiles.by_row(value) for key, value in by_row.items()}
-    operands["bias"] = tiles.by_column(bias, first_class)
-    operands["class_weight"] = tiles.by_column(weights, first_class)
+    by_row = {key: tiles.by_row(value) for key, value in values.items()}
+    operands = {"bias": tiles.by_column(bias, first_class), "class_weight": tiles.by_column(weights, first_class)}
 
-    def epilogue(half: Half, raw: list[Array]) -> list[Array]:
-        row = {key: half.of_rows(key) for key, value in by_row.items() if value is not None}
-        out = []
-        for piece, part in enumerate(raw):
-            logits, ratio = _cap(half, part, piece, logit_scale, softcap)
-            log_prob = logits - row["lse"]
-            factor = row["alpha"]
-            if beta is not None:
-                log_prob = jnp.maximum(log_prob, NO_PROBABILITY)
-                factor = factor + row["beta"] * log_prob
-            values = jnp.exp2(log_prob * LOG2_E) * factor
-            if sigma is not None:
-                smooth = row["sigma"] if weights is None else row["sigma"] * half.of_columns("class_weight", piece)
-                values = values - smooth
-            values = jnp.where(half.columns(piece) == row["target"], values - row["tau"], values)
-            if ratio is not None:
-                values = values * (1.0 - jnp.square(ratio))
-            values = jnp.where(row["contributes"] != 0, values, 0.0)
-            out.append(half.masked(values, piece, 0.0))
-        return out
+    def epilogue(half: Half, piece: int, raw: Array, _: None) -> tuple[None, Array]:
+        row = {key: half.of_rows(key) for key in half.by_row}
+        logits, ratio = _cap(half, raw, piece, logit_scale, softcap)
+        log_prob = logits - row["lse"]
+        factor = row["alpha"]
+        if beta is not None:
+            log_prob = jnp.maximum(log_prob, NO_PROBABILITY)
+            factor = factor + row["beta"] * log_prob
+        values = jnp.exp2(log_prob * LOG2_E) * factor
+        if sigma is not None:
+            smooth = row["sigma"] if weights is None else row["sigma"] * half.of_columns("class_weight", piece)
+            values = values - smooth
+        values = jnp.where(half.columns(piece) == row["target"], values - row["tau"], values)
+        if ratio is not None:
+            values = values * (1.0 - jnp.square(ratio))
+        values = jnp.where(row["contributes"] != 0, values, 0.0)
+        return None, half.masked(values, piece, 0.0)
 
     results = {"out": jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)}
     offsets = (start, first_class, skip)
     found = over_tiles(
-        "d_logits", tiles, x, w, offsets, operands, results, epilogue, stored=x.dtype, interpret=interpret
+        "d_logits", tiles, x, w, offsets, by_row, operands, results, epilogue, stored=x.dtype, interpret=interpret
     )
     return found["out"]

@@ -218,7 +218,7 @@ def _exponentials_kernel(
     product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, redo_ref: Any, _: Any,
     e_ref: Any, sum_ref: Any, top_ref: Any,
 ) -> None:  # fmt: skip
-    """Writes sum (class blocks, rows), and where asked for e (rows, padded) and top (class blocks, rows): (29), (31).
+    """Writes what is asked for of sum and top (class blocks, rows) and e (rows, padded): (29), (31).
 
     A program owns a tile; with redo, every REDO_PROGRAMS-th tile, of which it does those of flagged rows.
     """
@@ -227,7 +227,8 @@ def _exponentials_kernel(
         part = _part(product, blocks, scalars_ref, x_ref, w_ref, bias_ref)
         anchor = _load(anchor_ref, part.row, mask=part.inside)[:, None]
         exponentials = part.only_seen(jnp.exp2(part.logits * LOG2_E - anchor))
-        _store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+        if sum_ref is not None:
+            _store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
         if top_ref is not None:
             _store(top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
         if e_ref is not None:
@@ -253,24 +254,22 @@ def exponentials(
     x: Array, w: Array, bias: Array | None, anchor: Array, start: Array | int, *, rows: int, classes: int,
     vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool, redo: Array | None = None,
     e: Array | None = None,
-) -> tuple[Array | None, Array, Array | None]:  # fmt: skip
+) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
     """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
-        bias: at least (classes,) float32, or None.
-        anchor: (rows,) float32 integers.
+        bias, anchor: at least (classes,) float32, or None; (rows,) float32 integers.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
-        redo: (1 + rows / 128 rounded up,) int32, or None, which does everything. If its first is 0 nothing is done,
-            else the blocks of 128 rows whose flags, which follow, are not 0.
+        redo: (1 + rows / 128 rounded up,) int32, or None: everything. If its first is 0 nothing is done, else the
+            blocks of 128 rows whose flags, which follow, are not 0: the largest logits alone, if wanted.
         e: where `redo` is given and `stores`: the exponentials, of which those blocks are written, in place.
 
     Returns:
         e (rows, padded) bfloat16, times the cap's slope, 0 past the last class, or None.
-        sums (rows,) float32 of the exponentials before they are rounded; with `redo`, anything in rows not done.
-        tops (rows,) float32, likewise, or None.
+        sums of the exponentials before they are rounded, and tops; (rows,) float32 or None, anything in rows not done.
     """
     tile = tile_of(x.dtype, sloped=stores and softcap is not None)
     if redo is not None:
@@ -278,10 +277,11 @@ def exponentials(
     product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile, stretch=False)
     by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
-    operands, results = (x, w, bias, anchor, redo, e), (stored, by_block, by_block if largest else None)
+    wanted = redo is None or not largest, largest
+    operands, results = (x, w, bias, anchor, redo, e), (stored, *(by_block if one else None for one in wanted))
     programs = product.tiles if redo is None else min(product.tiles, REDO_PROGRAMS)
     e, sums, tops = product.run(_exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
-    return e, sums.sum(0), None if tops is None else tops.max(0)
+    return e, None if sums is None else sums.sum(0), None if tops is None else tops.max(0)
 
 
 def _statistics_kernel(
