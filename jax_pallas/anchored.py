@@ -15,7 +15,7 @@ d_input's own memory holds the input's rows, zeros in those that do not contribu
 replace them: then a chunk takes its exponentials and little else.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -155,6 +155,17 @@ def target_logits(problem: Problem, x: Array, column: Array) -> tuple[Array, Arr
     return logit, error
 
 
+def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
+    """Returns what kernels of tiles of logits know when a call is traced."""
+    return {
+        "rows": rows,
+        "classes": classes,
+        "vocab_axis": problem.vocab_axis,
+        "logit_scale": problem.spec.logit_scale,
+        "softcap": problem.spec.softcap,
+    }
+
+
 def _is_class(problem: Problem, target: Array) -> Array:
     return (target >= 0) & (target < problem.classes)
 
@@ -193,13 +204,7 @@ def _store_exponentials(
     know which: the launches that see to it find nothing to do where none is.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    shared = {
-        "rows": chunk.size,
-        "classes": problem.classes,
-        "vocab_axis": problem.vocab_axis,
-        "logit_scale": problem.spec.logit_scale,
-        "softcap": problem.spec.softcap,
-    }
+    shared = known(problem, chunk.size, problem.classes)
     operands = (x, problem.linear_weight, bias)
     e, sums, top = kernels.exponentials(*operands, anchor, start, **shared, stores=stores, largest=statistics)
     assert sums is not None

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas import chunked, fused_tiles, launch
-from jax_pallas.anchored import anchored, target_logits
+from jax_pallas.anchored import anchored, known, target_logits
 from jax_pallas.chunked import Problem, RowGradient, Tiles
 from jax_pallas.pieces import Piece
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
@@ -84,7 +84,7 @@ def _serves_exponentials(problem: Problem) -> bool:
     vocab = problem.linear_weight.shape[problem.vocab_axis]
     limits = launch.load(problem.implementation).gradient_limits
     if limits is not None:
-        return limits(problem.input.dtype, problem.input.shape[1], vocab, problem.vocab_axis) is None
+        return limits(problem.input.dtype, problem.input.shape[1], vocab) is None
     return vocab == problem.classes == fused_tiles.padded(vocab)  # XLA's products take whole arrays: nothing is padded
 
 
@@ -99,11 +99,7 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
         0,
         first,
         skip,
-        rows=len(x),
-        classes=slab.size,
-        vocab_axis=problem.vocab_axis,
-        logit_scale=problem.spec.logit_scale,
-        softcap=problem.spec.softcap,
+        **known(problem, len(x), slab.size),
         weighted=weighted,
         entropy=entropy,
     )
@@ -138,11 +134,7 @@ def _d_logits(
         0,
         first,
         skip,
-        rows=len(x),
-        classes=slab.size,
-        vocab_axis=problem.vocab_axis,
-        logit_scale=problem.spec.logit_scale,
-        softcap=problem.spec.softcap,
+        **known(problem, len(x), slab.size),
     )[:, : slab.size]
     if not row.bias:
         return d_logits, None

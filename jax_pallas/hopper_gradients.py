@@ -41,18 +41,14 @@ from jax_pallas.hopper import (
 D_BLOCK = 2 * HALF  # columns of D of a tile
 
 
-def limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+def limits(dtype: Any, hidden: int, vocab: int) -> str | None:
+    """Returns a sentence that names what keeps these kernels from a call that those of logits serve, or None."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the Hopper kernels of gradients multiply bfloat16, not {jnp.dtype(dtype).name}"
     if not 0 < hidden < 2**25 or not 0 < vocab < 2**25:  # d_input multiplies steps by programs and tiles, in int32
         return f"the Hopper kernels of gradients need sizes from 1 to 2**25 - 1, got {hidden} hidden, {vocab} classes"
     if hidden % 64:
         return f"the Hopper kernels of gradients need a hidden size that is a multiple of 64, got {hidden}"
-    if vocab_axis not in (0, 1):
-        return f"the Hopper kernels need vocab_axis 0 or 1, got {vocab_axis}"
-    if vocab_axis == 1 and vocab % 64:
-        return f"with vocab_axis 1 the Hopper kernels need a multiple of 64 classes, got {vocab}"
     return None
 
 

@@ -111,9 +111,9 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary; 1 is Flax's own kernel layout, never copied
             transposed.
         memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "chunked" (any device), or None for the best on each platform that the call is lowered for
-            (`explain` tells which). On trial, by name only: "mosaic" (NVIDIA Hopper) and "pallas_triton" (compute
-            capability 8.0 and later; on a CPU in Pallas' interpreter). A named one never falls back.
+        implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
+            later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
+            the call is lowered for (`explain` tells which). A named one never falls back.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -298,15 +298,24 @@ def explain(
         >>> explain(jnp.ones((6, 16)), jnp.ones((100, 16)), implementation="chunked").reason
         'asked for by name'
     """
-    shape = (input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis)
     if implementation is not None:
-        check_choice("implementation", implementation, IMPLEMENTATIONS)
-        obstacle = launch.limits(implementation, *shape)
-        if obstacle is not None:
-            raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
+        _check_implementation(implementation, input, linear_weight, vocab_axis)
         return Implementation(implementation, "asked for by name")
     platform = launch.traced_platform(input)
-    return Implementation(*launch.choose(platform, launch.known_capability(platform), *shape))
+    capability = launch.known_capability(platform)
+    return Implementation(*launch.choose(platform, capability, *_shape(input, linear_weight, vocab_axis)))
+
+
+def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:
+    return input.dtype, input.shape[-1], linear_weight.shape[vocab_axis], vocab_axis
+
+
+def _check_implementation(implementation: str, input: Array, linear_weight: Array, vocab_axis: int) -> None:
+    """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
+    if obstacle is not None:
+        raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
 
 
 class _Call(NamedTuple):
@@ -355,7 +364,7 @@ def _prepare(
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
     if implementation is not None:
-        explain(named["input"], named["linear_weight"], vocab_axis=vocab_axis, implementation=implementation)
+        _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = _signed(named["target"].reshape(-1))
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)

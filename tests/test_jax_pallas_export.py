@@ -17,7 +17,6 @@ from jax import Array, export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import FUNCTIONS, gradients, problem
 
-from jax_pallas import launch
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 
 TRITON = "__gpu$xla.gpu.triton"
@@ -35,11 +34,6 @@ def traced_for(kind: str) -> Iterator[None]:
     """Has what is traced and lowered know of a GPU that is not there."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "gpu"))):
         yield
-
-
-@pytest.fixture
-def kernels_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_TRIAL", False)
 
 
 def gradients_of(function: str = "mean", implementation: str | None = None) -> Any:
@@ -63,7 +57,7 @@ def assert_close(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("function", ["mean", "log_probs"])
-def test_one_program_for_a_cpu_and_a_gpu(function: str, kernels_by_default: None) -> None:
+def test_one_program_for_a_cpu_and_a_gpu(function: str) -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16")
     with traced_for("NVIDIA A100-SXM4-80GB"):
         for_gpu = kernels_in(exported(gradients_of(function), arrays, "cuda").mlir_module())
@@ -74,7 +68,7 @@ def test_one_program_for_a_cpu_and_a_gpu(function: str, kernels_by_default: None
 
 
 @pytest.mark.parametrize("kind", GPUS)
-def test_a_gpu_gets_its_kernels(kind: str, kernels_by_default: None) -> None:
+def test_a_gpu_gets_its_kernels(kind: str) -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16")
     with traced_for(kind):
         assert explain(jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), arrays["linear_weight"]).name == GPUS[kind]  # pyright: ignore[reportArgumentType]
@@ -82,16 +76,9 @@ def test_a_gpu_gets_its_kernels(kind: str, kernels_by_default: None) -> None:
         assert not kernels_in(exported(gradients_of(), arrays, "cpu").mlir_module())
 
 
-def test_no_gpu_to_ask_means_no_kernel(kernels_by_default: None) -> None:
+def test_no_gpu_to_ask_means_no_kernel() -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16")
     assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
-
-
-def test_no_kernel_while_they_are_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_TRIAL", True)
-    arrays = problem(40, 64, 128, dtype="bfloat16")
-    with traced_for("NVIDIA H200"):
-        assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

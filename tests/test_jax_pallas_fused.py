@@ -109,21 +109,19 @@ def names_of(capability: Any, dtype: str, hidden: int, vocab: int, vocab_axis: i
     return "mosaic" if capability == (9, 0) and aligned else "pallas_triton"
 
 
-@pytest.mark.parametrize("on_trial", [True, False])
-def test_choice_without_a_name(on_trial: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_TRIAL", on_trial)
+def test_choice_without_a_name() -> None:
     names = set()
     every: Any = itertools.product(PLATFORMS, CAPABILITIES, DTYPES, HIDDEN, VOCAB, (0, 1))
     for platform, *shape in every:
         name, reason = launch.choose(platform, *shape)
         names.add(name)
-        assert name == ("chunked" if on_trial or platform != "cuda" else names_of(*shape)), (platform, *shape)
+        assert name == ("chunked" if platform != "cuda" else names_of(*shape)), (platform, *shape)
         assert reason
         if name != "chunked":  # what is chosen is also what may be asked for
             assert launch.limits(name, *shape[1:]) is None
             assert launch.resolve(name, None, *shape[1:]) == name
             assert launch.device_limits(name, platform, shape[0]) is None
-    assert names == ({"chunked"} if on_trial else {"chunked", *launch.NAMES})
+    assert names == {"chunked", *launch.NAMES}
 
 
 @pytest.mark.parametrize(
@@ -138,14 +136,8 @@ def test_choice_without_a_name(on_trial: bool, monkeypatch: pytest.MonkeyPatch) 
         (("cuda", (7, 5)), ("float16", 64, 128, 0), r"pallas_triton needs compute capability 8\.0, .* has 7\.5"),
     ],
 )
-def test_choice_says_why(device: Any, shape: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_TRIAL", False)
+def test_choice_says_why(device: Any, shape: Any, reason: str) -> None:
     assert re.search(reason, launch.choose(*device, *shape)[1])
-
-
-def test_trial_is_the_reason_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ON_TRIAL", True)
-    assert launch.choose("cuda", (9, 0), "bfloat16", 64, 128, 0)[1] == "the kernels are on trial: name them"
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
