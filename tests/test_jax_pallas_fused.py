@@ -60,7 +60,10 @@ def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
     assert grown(8192, 2**29, holds=False).rows < 2048
     assert grown(65536, 2**29).rows == 2048
     assert grown(8192, 2**29, stores=False, holds=False).bytes <= 2**26
-    assert grown(8192, 2**29, scratch=lambda rows, most: most).rows < 2048
+    assert grown(8192, 2**29, scratch=lambda rows, most: 2**25).rows < 2048
+    left = grown(8192, 2**29, scratch=lambda rows, most: most)  # what adapts gets what is left
+    assert left.rows == 2048
+    assert left.bytes <= 2**29
 
 
 def test_a_budget_too_small_for_exponentials_names_the_least() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,17 +138,20 @@ def test_redo_writes_the_flagged_blocks_and_no_other() -> None:
     problem = Problem(case)
     sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16)
 
-    @jax.jit
-    def run(redo: jax.Array) -> Any:
-        options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
+    @partial(jax.jit, static_argnames="largest")
+    def run(redo: jax.Array, largest: bool = False) -> Any:
+        options = {**case.known, "classes": case.classes, "stores": True, "largest": largest}
         anchor = jnp.asarray(problem.anchor)
         return kernels.exponentials(problem.x, problem.w, None, anchor, START, redo=redo, e=sevens, **options)
 
     expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
     e, sums, tops = run(jnp.asarray([1, 0, 1], jnp.int32))
+    assert tops is None
     assert (e[:128] == 7).all()
     judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
     judge("sums", sums[128:], expected.sum(1)[128:], FLOAT32)
+    _, sums, tops = run(jnp.asarray([1, 0, 1], jnp.int32), largest=True)
+    assert sums is None
     judge("tops", tops[128:], problem.logits.max(1)[128:], FLOAT32)
     assert (run(jnp.asarray([0, 1, 1], jnp.int32))[0] == 7).all(), "the first flag is that of all"
 
