@@ -77,8 +77,9 @@ class ModelConfig:
     """Compile one block and loop over the layers; otherwise compile each layer by itself."""
     remat: Remat = "none"
     """What the backward pass computes again: nothing, the attention's scores, or all of each block."""
-    attention_implementation: AttentionImplementation = "xla"
-    """Of the attention's products; cudnn needs a GPU, 16-bit dtypes, and the same window in every layer."""
+    attention_implementation: AttentionImplementation | None = None
+    """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
+    an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "max_seq_len"):
@@ -105,16 +106,8 @@ class ModelConfig:
         if not self.window_pattern:
             raise ValueError("window_pattern must have at least one entry, got none")
         self.rope.check(self.rotary_dim)
-        if self.attention_implementation == "cudnn":
-            for name, refused in (
-                ("attention_softcap", self.attention_softcap is not None),
-                ("window_pattern", len(set(self.windows())) > 1),
-                ("dtype", self.dtype == "float32"),
-            ):
-                if refused:
-                    raise ValueError(
-                        f"attention_implementation cudnn cannot take {name} {getattr(self, name)}: use xla"
-                    )
+        if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
+            raise ValueError(f"attention_implementation cudnn cannot take {obstacle}: use xla")
 
     @property
     def rotary_dim(self) -> int:
@@ -125,6 +118,18 @@ class ModelConfig:
         """Returns each layer's window, None where a layer attends to all earlier positions."""
         pattern = self.window_pattern
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
+
+    def cudnn_obstacle(self) -> str | None:
+        """Returns what of this shape cuDNN's attention cannot take, None if it can take it; see `explain_attention`."""
+        if self.dtype == "float32":
+            return "dtype float32"
+        if self.attention_softcap is not None:
+            return f"attention_softcap {self.attention_softcap}"
+        if len(set(self.windows())) > 1:
+            return f"window_pattern {self.window_pattern}"
+        if self.head_dim % 8 or self.head_dim > 256:
+            return f"head_dim {self.head_dim} (multiples of 8 up to 256)"
+        return None
 
     def loss_options(self) -> dict[str, Any]:
         """Returns the options with which `linear_cross_entropy` takes this model's hidden states and head."""
