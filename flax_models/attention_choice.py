@@ -1,8 +1,8 @@
 """Which products attention runs by: XLA's plain ones, or cuDNN's fused kernels, which keep no (T, T) scores.
 
-A name runs or is refused, before anything is traced into the step. Without one, cuDNN runs where it serves: an NVIDIA
-GPU, a 16-bit dtype, heads and lengths that its training takes. What it refuses stands in two places, by what is known
-when: of the shape alone `ModelConfig.cudnn_obstacle`, of the device and the length `_obstacle` here.
+A name runs or is refused, before anything is traced into the step. Without one, cuDNN runs where it serves. What it
+needs stands in two places, by what is known when: of the shape in `ModelConfig.cudnn_obstacle`, of the device and the
+length here.
 
 Source: jax/_src/cudnn/fused_attention_stablehlo.py, check_is_flash_attention and check_layout.
 """
@@ -42,13 +42,15 @@ def explain_attention(config: ModelConfig, length: int, device: Any = None) -> A
     device = _default_device() if device is None else device
     if config.attention_implementation == "xla":
         return AttentionChoice("xla", "asked for by name")
-    obstacle = config.cudnn_obstacle() or _obstacle(config, length, device)
+    obstacle = _device_obstacle(config.head_dim, device) or config.cudnn_obstacle()
+    if obstacle is None and length % 2:  # served without gradients, but a trace does not know whether it is for some
+        obstacle = f"needs an even number of tokens in a sequence (max_seq_len in training), got {length}"
     if config.attention_implementation is None:
         if obstacle is not None:
-            return AttentionChoice("xla", f"cudnn cannot take {obstacle}")
+            return AttentionChoice("xla", f"cudnn {obstacle}")
         return AttentionChoice("cudnn", f"its kernels serve compute capability {device.compute_capability}")
     if obstacle is not None:
-        raise ValueError(f"attention_implementation cudnn cannot take {obstacle}: use xla")
+        raise ValueError(f"attention_implementation cudnn {obstacle}")
     return AttentionChoice("cudnn", "asked for by name")
 
 
@@ -59,15 +61,13 @@ def _default_device() -> Any:
     return jax.devices()[0] if device is None else device
 
 
-def _obstacle(config: ModelConfig, length: int, device: Any) -> str | None:
-    """Returns what keeps cuDNN from serving a device or a length, None if nothing does."""
+def _device_obstacle(head_dim: int, device: Any) -> str | None:
+    """Returns what cuDNN needs of a device and does not get, None if nothing."""
     if device.platform != "gpu" or "cuda" not in device.client.platform_version:
-        return f"a {device.platform} device (it needs an NVIDIA GPU with cuDNN)"
+        return f"needs an NVIDIA GPU with cuDNN, got a {device.platform} device"
     capability = tuple(int(part) for part in device.compute_capability.split("."))
     if capability < (8, 0):  # before it no bfloat16, and no fused attention
-        return f"compute capability {device.compute_capability} (it needs 8.0)"
-    if capability < (9, 0) and config.head_dim > 128:
-        return f"head_dim {config.head_dim} on compute capability {device.compute_capability} (at most 128)"
-    if length % 2:  # served without gradients; which of the two a call is for, its trace does not know
-        return f"a sequence of {length} tokens (JAX trains by it on even numbers of them alone)"
+        return f"needs compute capability 8.0 or later, got {device.compute_capability}"
+    if capability < (9, 0) and head_dim > 128:
+        return f"needs head_dim up to 128 on compute capability {device.compute_capability}, got {head_dim}"
     return None

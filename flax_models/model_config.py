@@ -107,7 +107,7 @@ class ModelConfig:
             raise ValueError("window_pattern must have at least one entry, got none")
         self.rope.check(self.rotary_dim)
         if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
-            raise ValueError(f"attention_implementation cudnn cannot take {obstacle}: use xla")
+            raise ValueError(f"attention_implementation cudnn {obstacle}")
 
     @property
     def rotary_dim(self) -> int:
@@ -120,15 +120,15 @@ class ModelConfig:
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
 
     def cudnn_obstacle(self) -> str | None:
-        """Returns what of this shape cuDNN's attention cannot take, None if it can take it; see `explain_attention`."""
+        """Returns what cuDNN's attention needs of a shape and does not get, None if nothing; see `explain_attention`."""
         if self.dtype == "float32":
-            return "dtype float32"
+            return "needs dtype bfloat16 or float16, got float32"
         if self.attention_softcap is not None:
-            return f"attention_softcap {self.attention_softcap}"
+            return f"needs scores without attention_softcap, got {self.attention_softcap}"
         if len(set(self.windows())) > 1:
-            return f"window_pattern {self.window_pattern}"
+            return f"needs the same window in every layer, got window_pattern {self.window_pattern}"
         if self.head_dim % 8 or self.head_dim > 256:
-            return f"head_dim {self.head_dim} (multiples of 8 up to 256)"
+            return f"needs head_dim to be a multiple of 8 up to 256, got {self.head_dim}"
         return None
 
     def loss_options(self) -> dict[str, Any]:

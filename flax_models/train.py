@@ -207,7 +207,7 @@ def _attention(config: ModelConfig) -> AttentionChoice:
     try:
         return explain_attention(config, config.max_seq_len)
     except ValueError as error:
-        raise RunError(f"--attention-implementation: {error}") from None
+        raise RunError(f"--{str(error).replace('_', '-', 1)}") from None
 
 
 def _describe_costs(

@@ -14,7 +14,7 @@ from flax_runs import SMALL, train
 import flax_models.attention_choice as attention_choice
 from flax_models.attention_choice import explain_attention
 from flax_models.config import CONFIGS
-from flax_models.model import Decoder, ModelConfig
+from flax_models.model import ModelConfig, decoder_shapes
 
 SHAPE = ModelConfig(97, 32, 2, 4, 2, 16, 48, 16, dtype="bfloat16")
 CPU = jax.devices("cpu")[0]
@@ -28,27 +28,27 @@ def gpu(capability: str = "9.0", version: str = "PJRT C API\ncuda 13000") -> Any
 @pytest.mark.parametrize(
     ("changes", "length", "device", "obstacle"),
     [
-        ({"dtype": "float32"}, 16, gpu(), "dtype float32"),
-        ({"attention_softcap": 20.0}, 16, gpu(), "attention_softcap 20.0"),
+        ({"dtype": "float32"}, 16, gpu(), "needs dtype bfloat16 or float16, got float32"),
+        ({"attention_softcap": 20.0}, 16, gpu(), "needs scores without attention_softcap, got 20.0"),
         (
             {"sliding_window": 4, "window_pattern": (True, False)},
             16,
             gpu(),
-            "window_pattern (True, False)",
+            "needs the same window in every layer, got window_pattern (True, False)",
         ),
-        ({"head_dim": 12}, 16, gpu(), "head_dim 12 (multiples of 8 up to 256)"),
-        ({"head_dim": 264}, 16, gpu(), "head_dim 264 (multiples of 8 up to 256)"),
-        ({"head_dim": 256}, 16, gpu("8.9"), "head_dim 256 on compute capability 8.9 (at most 128)"),
-        ({}, 16, gpu("7.5"), "compute capability 7.5 (it needs 8.0)"),
-        ({}, 16, gpu(version="rocm 7"), "a gpu device (it needs an NVIDIA GPU with cuDNN)"),
-        ({}, 16, CPU, "a cpu device (it needs an NVIDIA GPU with cuDNN)"),
-        ({}, 131, gpu(), "a sequence of 131 tokens (JAX trains by it on even numbers of them alone)"),
+        ({"head_dim": 12}, 16, gpu(), "needs head_dim to be a multiple of 8 up to 256, got 12"),
+        ({"head_dim": 264}, 16, gpu(), "needs head_dim to be a multiple of 8 up to 256, got 264"),
+        ({"head_dim": 256}, 16, gpu("8.9"), "needs head_dim up to 128 on compute capability 8.9, got 256"),
+        ({}, 16, gpu("7.5"), "needs compute capability 8.0 or later, got 7.5"),
+        ({}, 16, gpu(version="rocm 7"), "needs an NVIDIA GPU with cuDNN, got a gpu device"),
+        ({}, 16, CPU, "needs an NVIDIA GPU with cuDNN, got a cpu device"),
+        ({}, 131, gpu(), "needs an even number of tokens in a sequence (max_seq_len in training), got 131"),
     ],
 )
 def test_what_cudnn_cannot_take_is_refused_by_name_and_said_without_one(changes, length, device, obstacle):
     config = dataclasses.replace(SHAPE, **changes)
-    assert explain_attention(config, length, device) == ("xla", f"cudnn cannot take {obstacle}")
-    with pytest.raises(ValueError, match=re.escape(f"attention_implementation cudnn cannot take {obstacle}: use xla")):
+    assert explain_attention(config, length, device) == ("xla", f"cudnn {obstacle}")
+    with pytest.raises(ValueError, match=re.escape(f"attention_implementation cudnn {obstacle}")):
         explain_attention(dataclasses.replace(config, attention_implementation="cudnn"), length, device)
 
 
@@ -82,7 +82,7 @@ def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
     monkeypatch.setattr(attention_choice, "_default_device", gpu)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
     config = dataclasses.replace(SHAPE, remat=remat, attention_implementation=asked)
-    graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, params = nnx.split(decoder_shapes(config))
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
     traced = str(jax.make_jaxpr(lambda params, tokens: nnx.merge(graph, params)(tokens))(params, tokens))
     expected = explain_attention(config, 16).name
@@ -93,10 +93,10 @@ def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
 
 
 def test_a_name_never_falls_back():
-    model = Decoder(dataclasses.replace(SHAPE, attention_implementation="cudnn"), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="attention_implementation cudnn cannot take a cpu device"):
-        model(jnp.zeros((1, 16), jnp.int32))
-    with pytest.raises(ValueError, match="attention_implementation cudnn cannot take dtype float32: use xla"):
+    graph, params = nnx.split(decoder_shapes(dataclasses.replace(SHAPE, attention_implementation="cudnn")))
+    with pytest.raises(ValueError, match="attention_implementation cudnn needs an NVIDIA GPU with cuDNN, got a cpu"):
+        jax.eval_shape(lambda params: nnx.merge(graph, params)(jnp.zeros((1, 16), jnp.int32)), params)
+    with pytest.raises(ValueError, match="attention_implementation cudnn needs dtype bfloat16 or float16, got float32"):
         ModelConfig(attention_implementation="cudnn")
 
 
@@ -104,9 +104,8 @@ def test_the_trainer_refuses_before_it_reads_anything(tmp_path, capsys):
     asked = ["--attention-implementation", "cudnn"]
     assert train(tmp_path, "--data", str(tmp_path / "absent"), *SMALL, *asked, "--dtype", "bfloat16") == 1
     assert capsys.readouterr().err == (
-        "error: --attention-implementation: attention_implementation cudnn cannot take a cpu device "
-        "(it needs an NVIDIA GPU with cuDNN): use xla\n"
+        "error: --attention-implementation cudnn needs an NVIDIA GPU with cuDNN, got a cpu device\n"
     )
     with pytest.raises(SystemExit):
         train(tmp_path, *SMALL, *asked)
-    assert "cudnn cannot take dtype float32: use xla" in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
+    assert "cudnn needs dtype bfloat16 or float16, got float32" in re.sub(r"[\s│]+", " ", capsys.readouterr().err)
