@@ -120,7 +120,7 @@ class ModelConfig:
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
 
     def cudnn_obstacle(self) -> str | None:
-        """Returns what cuDNN's attention needs of a shape and does not get, None if nothing; see `explain_attention`."""
+        """Returns what cuDNN's attention needs of a shape and does not get, or None; see `explain_attention`."""
         if self.dtype == "float32":
             return "needs dtype bfloat16 or float16, got float32"
         if self.attention_softcap is not None:
