@@ -76,7 +76,7 @@ class ModelConfig:
     scan_layers: bool = True
     """Compile one block and loop over the layers; otherwise compile each layer by itself."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, the attention's scores, or all of each block."""
+    """What the backward pass computes again: nothing, the scores that xla's attention keeps, or all of each block."""
     attention_implementation: AttentionImplementation | None = None
     """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
     an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""
