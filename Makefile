@@ -57,14 +57,14 @@ train: .venv/.train
 	@$(BIN)/python -m flax_models.train $(ARGS)
 
 test: .venv/.dev
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 test-slow: .venv/.dev
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(ARGS)
 
 test-latest: .venv-latest/.dev
 	@$(LATEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|jax|jaxlib|numpy|flax|optax) '
-	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
 
 parity: .venv/.dev
 	@$(BIN)/python -m parity $(ARGS)

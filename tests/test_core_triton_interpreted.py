@@ -67,6 +67,6 @@ def test_shards_of_the_vocabulary_make_the_whole(dtype: str) -> None:
     assert_within_budget(interpret("shards", dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_inputs_layout_changes_nothing(dtype: str) -> None:
     assert_within_budget(interpret("layouts", dtype))
