@@ -84,27 +84,28 @@ def _block_parameters(config: ModelConfig) -> int:
     return config.num_layers * block
 
 
-def mean_keys(length: int, window: int | None = None) -> float:
-    """Returns how many positions a query sees on average over a sequence, its own included.
+def mean_keys(length: int | np.ndarray, window: int | None = None) -> float:
+    """Returns how many positions a query sees on average, its own included.
 
     Args:
-        length: T, tokens of the sequence.
+        length: tokens of every sequence, or of each: (n,) integers.
         window: most positions that a query sees, None for all earlier ones.
 
     Example:
-        >>> mean_keys(4), mean_keys(4, window=2)
-        (2.5, 1.75)
+        >>> mean_keys(4), mean_keys(4, window=2), mean_keys(np.array([4, 1]))
+        (2.5, 1.75, 2.2)
     """
-    window = length if window is None else min(window, length)
-    return (window * (window + 1) / 2 + (length - window) * window) / length
+    lengths = np.atleast_1d(np.asarray(length, np.float64))
+    seen = lengths if window is None else np.minimum(window, lengths)
+    return float(np.sum(seen * (seen + 1) / 2 + (lengths - seen) * seen) / np.sum(lengths))
 
 
-def flops_per_token(config: ModelConfig, length: int, trained: Mapping[str, int] | None = None) -> float:
+def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapping[str, int] | None = None) -> float:
     """Returns the flops that a training step needs for one token, forward and backward.
 
     Args:
         config: of the model.
-        length: T, tokens of a sequence.
+        length: tokens of every sequence, or of each: (n,) integers.
         trained: names and sizes of the parameters that train (`Trainer.trained`); None: all of them.
     """
     blocks, head = _block_parameters(config), config.vocab_size * config.hidden_size

@@ -1,7 +1,8 @@
 """Causal grouped-query attention: its projections, its cache, and its products.
 
 Of what families differ in stand here: biases, norms of queries and keys, the scale and the cap of scores, windows. A
-query at position p sees keys at positions s with p - window < s <= p.
+query at position p sees keys at positions s with p - window < s <= p, and where several sequences share a row, those
+of its own alone.
 
 The cache has one slot a position for every row, so a row needs no padding on its left: slots past a row's last token
 hold what was never written or what padding left behind, no query's position reaches them, and the next token of the
@@ -9,7 +10,7 @@ row replaces the first of them.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +37,28 @@ class CacheSlots(NamedTuple):
     layer: jax.Array  # () int32
 
 
+class Sequences(NamedTuple):
+    """Sequences that lie one after another in a row, M of them at most; padding is one too, so that they fill it."""
+
+    lengths: jax.Array  # (B, M) int32, zeros after the last
+    starts: jax.Array  # (B, M) int32, T after the last
+    of: jax.Array  # (B, T) int32 in [0, M): each position's
+
+
+def make_sequences(lengths: jax.Array, length: int) -> Sequences:
+    """Returns the sequences of rows of `length` tokens, of their lengths (B, M), each row of which sums to it."""
+    ends = jnp.cumsum(lengths, axis=1)
+    of = jnp.sum(jnp.arange(length)[:, None] >= ends[:, None, :], axis=2)
+    return Sequences(lengths, ends - lengths, of)
+
+
 class Sight(NamedTuple):
     """Positions of a call and what they see."""
 
-    positions: jax.Array  # (B, T) or (T,) int32
+    positions: jax.Array  # (B, T) or (T,) int32: in the row, or in the cache
     cos: jax.Array  # (B, T, 1, R/2) or (T, 1, R/2)
     sin: jax.Array
+    sequences: Sequences | None = None  # None: a row is one
 
 
 def make_linear(
@@ -119,12 +136,15 @@ class Attention(nnx.Module):
 
         # Whole: every row is the whole sequence, and all layers see alike, without a cap.
         whole = slots is None and window is None and self.config.attention_softcap is None
-        by = explain_attention(self.config, x.shape[-2]).name if whole else "xla"
+        packed = sight.sequences is not None
+        by = explain_attention(self.config, x.shape[-2], packed=packed).name if whole else "xla"
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            if whole:
+            if sight.sequences is not None and by == "cudnn":
+                return _attend_packed(self.config, query, key, value, sight.sequences)
+            if whole and not packed:
                 return _attend_whole(self.config, query, key, value, by)
-            return _attend_seen(self.config, query, key, value, sight.positions, window)
+            return _attend_seen(self.config, query, key, value, sight, window)
 
         if self.config.remat == "attention" and by == "xla":  # cudnn keeps no scores: nothing to compute again
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
@@ -168,18 +188,51 @@ def _attend_whole(
     )
 
 
+def _attend_packed(
+    config: ModelConfig,
+    query: jax.Array,  # (B, T, num_heads, H)
+    key: jax.Array,  # (B, T, num_kv_heads, H)
+    value: jax.Array,
+    sequences: Sequences,
+) -> jax.Array:
+    """cuDNN's kernels over several sequences in a row, which jax.nn's function has no argument for.
+
+    They skip what lies outside a sequence, and keep (B * M, num_heads, T) float32 sums for the backward pass.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    there = sequences.lengths > 0
+    lengths = jnp.where(there, sequences.lengths, -1).astype(jnp.int32)
+    starts = jnp.where(there, sequences.starts, -1).astype(jnp.int32)
+    starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
+    attend: Any = cudnn.dot_product_attention
+    return attend(
+        query,
+        key,
+        value,
+        q_seqlen=lengths,
+        kv_seqlen=lengths,
+        q_offsets=starts,
+        kv_offsets=starts,
+        scale=_scale(config),
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+    )
+
+
 def _attend_seen(
     config: ModelConfig,
     query: jax.Array,  # (B, T, num_heads, H)
     key: jax.Array,  # (B, S, num_kv_heads, H)
     value: jax.Array,
-    positions: jax.Array,
+    sight: Sight,
     window: jax.Array | None,
 ) -> jax.Array:
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
-    distance = positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
+    distance = sight.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     seen = (distance >= 0) & (distance < window)
+    if sight.sequences is not None:
+        seen = seen & (sight.sequences.of[:, :, None] == sight.sequences.of[:, None, :])
     seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(query, key, value, mask=seen, scale=_scale(config), implementation="xla")

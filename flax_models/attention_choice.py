@@ -21,13 +21,14 @@ class AttentionChoice(NamedTuple):
     reason: str
 
 
-def explain_attention(config: ModelConfig, length: int, device: Any = None) -> AttentionChoice:
+def explain_attention(config: ModelConfig, length: int, device: Any = None, *, packed: bool = False) -> AttentionChoice:
     """Returns what attention over whole sequences runs by; calls with a cache take plain products whatever it is.
 
     Args:
         config: of the model; its attention_implementation is a name, or None for the best that serves.
         length: T, tokens of a sequence.
         device: of `jax.devices()`; None: the default one.
+        packed: several sequences lie in a row.
 
     Returns:
         The name and the reason, for people.
@@ -43,6 +44,8 @@ def explain_attention(config: ModelConfig, length: int, device: Any = None) -> A
     if config.attention_implementation == "xla":
         return AttentionChoice("xla", "asked for by name")
     obstacle = _device_obstacle(config.head_dim, device) or config.cudnn_obstacle()
+    if obstacle is None and packed:
+        obstacle = _packing_obstacle(config, device)
     if obstacle is None and length % 2:  # served without gradients, but a trace does not know whether it is for some
         obstacle = f"needs an even number of tokens in a sequence (max_seq_len in training), got {length}"
     if config.attention_implementation is None:
@@ -70,4 +73,13 @@ def _device_obstacle(head_dim: int, device: Any) -> str | None:
         return f"needs compute capability 8.0 or later, got {device.compute_capability}"
     if capability < (9, 0) and head_dim > 128:
         return f"needs head_dim up to 128 on compute capability {device.compute_capability}, got {head_dim}"
+    return None
+
+
+def _packing_obstacle(config: ModelConfig, device: Any) -> str | None:
+    """Returns what cuDNN needs for several sequences in a row beyond what it needs anyway, None if nothing."""
+    if tuple(int(part) for part in device.compute_capability.split(".")) < (9, 0):
+        return f"needs compute capability 9.0 or later for packed rows, got {device.compute_capability}"
+    if any(config.windows()):
+        return f"needs layers without a window for packed rows, got sliding_window {config.sliding_window}"
     return None

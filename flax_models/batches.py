@@ -11,10 +11,20 @@ IGNORED = -100  # target of positions that stand for nothing: linear_cross_entro
 
 
 class Batch(NamedTuple):
-    """Tokens and, at each position, the token that follows: both (B, T) int32."""
+    """Tokens and, at each position, the token that follows: both (B, T) int32.
+
+    `lengths` (B, M) int32 are those of the sequences that lie one after another in a row and do not see each other,
+    zeros after the last; a row's sum to T, for padding is a sequence too. None: each row is one sequence.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
+    lengths: np.ndarray | None = None
+
+    @property
+    def counted(self) -> int:
+        """Targets that are not IGNORED."""
+        return int(np.count_nonzero(self.targets != IGNORED))
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, length: int) -> Batch:
@@ -36,6 +46,8 @@ class BatchSampler:
 
     Attributes:
         starts: (B,) where in the stream the windows of the latest batch begin.
+        tokens: of a batch.
+        passes: through the whole stream, finished ones.
 
     Raises:
         RunError: the stream is too short for one batch.
@@ -59,6 +71,7 @@ class BatchSampler:
         self._stream, self._batch_size, self._length = stream, batch_size, length
         self._generator = np.random.Generator(np.random.PCG64(seed))
         self.passes = 0
+        self.tokens = batch_size * length
         self.starts = np.zeros(0, np.int64)
         self._shuffle()
 
@@ -153,4 +166,13 @@ def padded(batch: Batch, batch_size: int) -> list[Batch]:
     width = batch.tokens.shape[1]
     tokens = np.concatenate((batch.tokens, np.zeros((missing, width), np.int32)))
     targets = np.concatenate((batch.targets, np.full((missing, width), IGNORED, np.int32)))
-    return [Batch(tokens[i : i + batch_size], targets[i : i + batch_size]) for i in range(0, len(tokens), batch_size)]
+    lengths = batch.lengths
+    if lengths is not None:
+        filling = np.zeros((missing, lengths.shape[1]), np.int32)
+        filling[:, 0] = width
+        lengths = np.concatenate((lengths, filling))
+    batches = []
+    for i in range(0, len(tokens), batch_size):
+        rows = slice(i, i + batch_size)
+        batches.append(Batch(tokens[rows], targets[rows], None if lengths is None else lengths[rows]))
+    return batches

@@ -12,13 +12,13 @@ which a part never had a gradient, end the run instead.
 import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from flax_models.accounting import describe_flops
-from flax_models.batches import Batch, BatchSampler
+from flax_models.batches import Batch
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import TrainConfig
 from flax_models.display import Display
@@ -36,17 +36,28 @@ class Cost(NamedTuple):
     peak: float | None  # flops/s, None where it is not known
 
 
+class Sampler(Protocol):
+    """What batches come from: `BatchSampler` and `PackedSampler`."""
+
+    starts: np.ndarray  # where the latest batch came from
+    tokens: int  # in the latest batch, without padding
+
+    def next(self) -> Batch: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 class RunParts(NamedTuple):
     """What the loop works with."""
 
     trainer: Trainer
-    sampler: BatchSampler
+    sampler: Sampler
     held_out: Batch
     checkpoints: Checkpoints
     metrics: MetricsLog
     display: Display
     cost: Cost
-    describe: Callable[[np.ndarray], str]  # says where in the data windows lie, of their starts (B,)
+    describe: Callable[[np.ndarray], str]  # says where a batch came from, of the sampler's starts
     clock: Clock
     tracer: Tracer
 
@@ -57,19 +68,22 @@ class _Step(NamedTuple):
     step: int
     metrics: StepMetrics
     starts: np.ndarray
+    tokens: int
 
 
 class _Fetcher:
     """Brings the numbers of steps to the host, writes them, and stops the run at the first that is not finite."""
 
-    def __init__(self, parts: RunParts, tokens_per_step: int) -> None:
-        self._parts, self._tokens_per_step = parts, tokens_per_step
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
         self._waiting: list[_Step] = []
         self._trained = np.zeros(len(parts.trainer.parts), bool)
         self._began = self._last = time.monotonic()
 
-    def add(self, step: int, metrics: StepMetrics, starts: np.ndarray) -> None:
-        self._waiting.append(_Step(step, metrics, starts))
+    def add(self, step: int, metrics: StepMetrics) -> None:
+        """Takes a step's numbers; its batch is the sampler's latest."""
+        sampler = self._parts.sampler
+        self._waiting.append(_Step(step, metrics, sampler.starts, sampler.tokens))
 
     def fetch(self, *, keep: int) -> None:
         """Writes the rows of all waiting steps but the newest `keep`."""
@@ -84,14 +98,14 @@ class _Fetcher:
 
     def _write(self, block: list[_Step], values: list[StepMetrics]) -> None:
         now = time.monotonic()
-        tokens_per_s = len(block) * self._tokens_per_step / (now - self._last)
+        tokens_per_s = sum(step.tokens for step in block) / (now - self._last)
         flops_per_s = tokens_per_s * self._parts.cost.flops_per_token
         peak = self._parts.cost.peak
         clocked = {"tokens_per_s": round(tokens_per_s, 1), "flops_per_s": round(flops_per_s)}
         if peak is not None:
             clocked["mfu"] = round(flops_per_s / peak, 4)
         self._last = now
-        for (step, _, starts), (loss, grad_norm, learning_rate, trained) in zip(block, values, strict=True):
+        for (step, _, starts, _), (loss, grad_norm, learning_rate, trained) in zip(block, values, strict=True):
             self._parts.metrics.write(
                 step,
                 loss=float(loss),
@@ -160,8 +174,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
         Stopped: SIGINT or SIGTERM came; the step that it came in is finished and saved.
     """
     start = int(jax.device_get(state.step))
-    batch_tokens = config.batch_size * parts.held_out.tokens.shape[1]
-    fetcher, clock = _Fetcher(parts, batch_tokens), parts.clock
+    fetcher, clock = _Fetcher(parts), parts.clock
 
     def save(step: int) -> None:
         with clock.part("checkpoints"):
@@ -179,7 +192,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 state, metrics = parts.trainer.step(state, batch)
                 if first:
                     jax.block_until_ready(metrics)
-            fetcher.add(step, metrics, parts.sampler.starts)
+            fetcher.add(step, metrics)
             with clock.part("tracing"):
                 parts.tracer.after(step, metrics)
             if first:

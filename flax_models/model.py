@@ -20,7 +20,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from flax_models.attention import EVERYTHING, Attention, Cache, CacheSlots, Norm, Sight, make_linear
+from flax_models.attention import (
+    EVERYTHING,
+    Attention,
+    Cache,
+    CacheSlots,
+    Norm,
+    Sequences,
+    Sight,
+    make_linear,
+    make_sequences,
+)
 from flax_models.model_config import Dtype, ModelConfig
 from flax_models.rope import rotary_frequencies, rotary_tables
 
@@ -97,14 +107,25 @@ class Decoder(nnx.Module):
         if not config.tie_embeddings:
             self.head = nnx.Param(initializer(rngs.params(), shape, dtype))
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
         """Returns the hidden states (B, T, D), in the config's dtype, of whole sequences.
 
         Args:
             tokens: (B, T) integers in [0, V); larger ones give NaN.
+            lengths: (B, M) integers: of the sequences that lie one after another in a row, each with positions from 0
+                and none seeing another; zeros after the last. Each row must sum to T: padding is a sequence. None:
+                each row is one sequence.
+
+        Raises:
+            ValueError: lengths have not one row for each of the tokens.
         """
+        if lengths is not None and (lengths.ndim != 2 or lengths.shape[0] != tokens.shape[0]):
+            raise ValueError(f"lengths must have shape ({tokens.shape[0]}, M) (tokens' rows), got {lengths.shape}")
+        sequences = None
+        if lengths is not None and lengths.shape[1] > 1:
+            sequences = make_sequences(lengths, tokens.shape[-1])
         positions = jnp.arange(tokens.shape[-1])
-        return self._hidden(tokens, positions, tokens.shape[-1], None)[0]
+        return self._hidden(tokens, positions, tokens.shape[-1], None, sequences)[0]
 
     def extend(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Returns hidden states of further tokens, and the cache with their keys and values.
@@ -141,14 +162,23 @@ class Decoder(nnx.Module):
         return Cache(jnp.zeros(shape, jnp.dtype(config.dtype)), jnp.zeros(shape, jnp.dtype(config.dtype)))
 
     def _hidden(
-        self, tokens: jax.Array, positions: jax.Array, seq_len: int, cache: Cache | None
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        seq_len: int,
+        cache: Cache | None,
+        sequences: Sequences | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         config = self.config
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.dtype(config.dtype))
         if config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
         frequencies = rotary_frequencies(config.rope, config.rope_theta, config.rotary_dim, seq_len)
-        sight = Sight(positions, *rotary_tables(frequencies, positions, config.rope.attention_factor()))
+        turns = positions
+        if sequences is not None:
+            turns = positions - jnp.take_along_axis(sequences.starts, sequences.of, axis=1)
+        tables = rotary_tables(frequencies, turns, config.rope.attention_factor())
+        sight = Sight(positions, *tables, sequences)
         if config.num_layers:
             x, cache = self._run_blocks(x, sight, cache)
         return self.final_norm(x), cache

@@ -172,7 +172,8 @@ class Trainer:
     def _hidden(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, Decoder]:
         model = nnx.merge(self._graph, params)
         with jax.named_scope("model"):
-            return model(jnp.asarray(batch.tokens)), model  # (B, T, D)
+            lengths = None if batch.lengths is None else jnp.asarray(batch.lengths)
+            return model(jnp.asarray(batch.tokens), lengths), model  # (B, T, D)
 
     def _loss(self, params: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
         """Returns a batch's share of the mean over `counted` tokens."""
@@ -242,17 +243,23 @@ class Trainer:
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
         """Returns the mean loss over windows, nats a token, without z-loss and smoothing; waits for the device."""
         sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
-        return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.targets.size)
+        return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.counted)
 
-    def compile(self, rows: int, length: int) -> jax.stages.Compiled:
+    def compile(self, rows: int, length: int, sequences: int | None = None) -> jax.stages.Compiled:
         """Returns the compiled step for (rows, length) batches, with XLA's plan of its memory; nothing runs.
 
         It compiles once: later calls return the same, and `step` runs it, on batches of this shape alone.
+
+        Args:
+            rows: B.
+            length: T.
+            sequences: M, columns of the batches' `lengths`; None: they have none.
         """
         if self._compiled is None:
             places: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+            lengths: Any = None if sequences is None else jax.ShapeDtypeStruct((rows, sequences), jnp.int32)
             state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.initial)
-            self._compiled = self._jitted.lower(state, Batch(places, places)).compile()
+            self._compiled = self._jitted.lower(state, Batch(places, places, lengths)).compile()
         return self._compiled
 
     def _take(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -55,6 +56,12 @@ def compilation_cache(folder: Path) -> Iterator[None]:
             stack.callback(jax.config.update, name, getattr(jax.config, name))
             jax.config.update(name, value)
         yield
+
+
+def gpu(capability: str = "9.0", version: str = "PJRT C API\ncuda 13000") -> Any:
+    """A device that is not there, for what is chosen before anything runs."""
+    client = SimpleNamespace(platform_version=version)
+    return SimpleNamespace(platform="gpu", compute_capability=capability, client=client)
 
 
 def write_texts(folder: Path) -> None:

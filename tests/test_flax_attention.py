@@ -2,14 +2,13 @@
 
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from flax_runs import SMALL, train
+from flax_runs import SMALL, gpu, train
 
 import flax_models.attention_choice as attention_choice
 from flax_models.attention_choice import explain_attention
@@ -18,11 +17,6 @@ from flax_models.model import ModelConfig, decoder_shapes
 
 SHAPE = ModelConfig(97, 32, 2, 4, 2, 16, 48, 16, dtype="bfloat16")
 CPU = jax.devices("cpu")[0]
-
-
-def gpu(capability: str = "9.0", version: str = "PJRT C API\ncuda 13000") -> Any:
-    client = SimpleNamespace(platform_version=version)
-    return SimpleNamespace(platform="gpu", compute_capability=capability, client=client)
 
 
 @pytest.mark.parametrize(
