@@ -8,7 +8,7 @@ the batches. The model ends in hidden states; the loss takes them and the head's
 number for each token and each entry of the vocabulary, exist nowhere.
 
 `python -m flax_models.train` is this loop with what a long run needs besides: checkpoints, --resume, gradient
-accumulation, a memory estimate, throughput, and published models to start from (--weights).
+accumulation, the memory of a step, throughput, and published models to start from (--weights).
 """
 
 import argparse

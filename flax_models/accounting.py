@@ -29,7 +29,6 @@ import numpy as np
 
 from flax_models.model import ModelConfig
 from flax_models.step import Trainer
-from parity.spec import DEFAULT_MEMORY_BUDGET
 
 # Dense bf16 flops/s of one device with float32 sums, by the beginning of JAX's device_kind; the first that fits counts.
 # NVIDIA's datasheets (half of the numbers given "with sparsity"), for GeForce its white paper, and Google Cloud's TPU
@@ -122,13 +121,12 @@ def flops_per_token(config: ModelConfig, length: int, trained: Mapping[str, int]
 
 
 class Memory(NamedTuple):
-    """Bytes that training needs at its worst moment: the first three to the byte, the others roughly."""
+    """Bytes on the device while a step runs, as XLA planned the compiled step."""
 
     parameters: int
-    gradients: int
     optimizer: int
-    activations: int
-    loss: int  # workspace
+    batch: int
+    temporaries: int  # gradients, activations, the loss's workspace, and results that replace no argument
 
     @property
     def total(self) -> int:
@@ -139,63 +137,41 @@ def _bytes(tree: Any) -> int:
     return sum(np.size(leaf) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
 
 
-def memory_estimate(trainer: Trainer, config: ModelConfig, *, batch_size: int, accumulate: int, length: int) -> Memory:
-    """Returns the memory of a training step.
+def step_memory(trainer: Trainer, compiled: jax.stages.Compiled) -> Memory | None:
+    """Returns the memory of a training step, None where the backend does not tell.
 
     Args:
-        trainer: whose state is counted.
-        config: of its model.
-        batch_size: sequences a step.
-        accumulate: micro-batches a step; with more than one, a float32 sum of gradients stands beside each one's.
-        length: T, tokens of a sequence.
+        trainer: whose `initial` state is counted.
+        compiled: its step, from `Trainer.compile`.
     """
-    params = trainer.initial.params
-    trained, _ = trainer.split(params)
-    gradients = _bytes(trained) + (4 * sum(part.size for part in trainer.parts) if accumulate > 1 else 0)
-    rows = batch_size // accumulate
+    plan: Any = compiled.memory_analysis()
+    if plan is None:
+        return None
+    state = trainer.initial
     return Memory(
-        parameters=_bytes(params),
-        gradients=gradients,
-        optimizer=_bytes(trainer.initial.optimizer),
-        activations=activation_bytes(config, rows, length),
-        loss=_loss_bytes(config, rows * length),
+        parameters=_bytes(state.params),
+        optimizer=_bytes(state.optimizer),
+        batch=plan.argument_size_in_bytes - _bytes(state.params) - _bytes(state.optimizer),
+        temporaries=plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes,
     )
 
 
-def activation_bytes(config: ModelConfig, rows: int, length: int) -> int:
-    """Returns about what a forward pass over (rows, length) tokens leaves for the backward pass, in bytes.
+class DeviceMemory(NamedTuple):
+    """Memory that there is for a step."""
 
-    A block leaves what its products and its nonlinear parts were given: the residual stream twice, both norms' outputs,
-    queries, keys, values, attention's output, the feed-forward layer's three wide arrays, and, where attention runs as
-    plain products ("xla"), weights of rows * heads * T * T in float32 and in the computation's dtype. With remat
-    "attention" no weights are left, with "full" the residual stream alone; of one block, everything is there once.
-    """
-    item = jnp.dtype(config.dtype).itemsize
-    width, query = config.hidden_size, config.num_heads * config.head_dim
-    key = config.num_kv_heads * config.head_dim
-    tokens = rows * length
-    streams = (6 if config.post_norms else 4) * width + 2 * query + 2 * key + 3 * config.intermediate_size
-    block = tokens * streams * item
-    weights = 0
-    if config.attention_implementation == "xla":
-        weights = tokens * config.num_heads * length * (4 + item)
-    left = {"none": block + weights, "attention": block, "full": tokens * width * item}[config.remat]
-    once = block + weights - left if config.num_layers else 0
-    return config.num_layers * left + once + 3 * tokens * width * item  # embedded tokens, the last norm, its gradient
+    size: int  # bytes
+    whose: str  # for people
+    limit: bool  # JAX can have no more; a computer may swap
 
 
-def _loss_bytes(config: ModelConfig, tokens: int) -> int:
-    """Returns the loss's workspace: its budget, or the float32 logits and their gradient if those are less."""
-    return min(DEFAULT_MEMORY_BUDGET, 8 * tokens * config.vocab_size)
-
-
-def device_memory(device: Any) -> tuple[int, str] | None:
-    """Returns the bytes that a device of `jax.devices()` has, and whose they are; None where nobody tells."""
+def device_memory(device: Any) -> DeviceMemory | None:
+    """Returns the memory of a device of `jax.devices()`, None where nobody tells."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]), f"that JAX may use of {device.device_kind}"
+        return DeviceMemory(int(stats["bytes_limit"]), f"that JAX may use of {device.device_kind}", True)
     if device.platform == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "of this computer's memory"
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return DeviceMemory(size, "of this computer's memory", False)
     return None
 
 

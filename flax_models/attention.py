@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from flax_models.model_config import ModelConfig
+from flax_models.attention_choice import explain_attention
+from flax_models.model_config import AttentionImplementation, ModelConfig
 from flax_models.rope import rotate
 
 EVERYTHING = 2**30  # a window that no position leaves
@@ -116,10 +117,16 @@ class Attention(nnx.Module):
         if slots is not None:
             cache, key, value = _write(slots, sight.positions, key, value)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return _attend(self.config, query, key, value, sight.positions, window, cached=slots is not None)
+        # Whole: every row is the whole sequence, and all layers see alike, without a cap.
+        whole = slots is None and window is None and self.config.attention_softcap is None
+        by = explain_attention(self.config, x.shape[-2]).name if whole else "xla"
 
-        if self.config.remat == "attention":
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            if whole:
+                return _attend_whole(self.config, query, key, value, by)
+            return _attend_seen(self.config, query, key, value, sight.positions, window)
+
+        if self.config.remat == "attention" and by == "xla":  # cudnn keeps no scores: nothing to compute again
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
         mixed = attend(query, key, value)
         return self.out(mixed.reshape(*x.shape[:-1], -1)), cache
@@ -138,37 +145,45 @@ def _write(
     return cache, cache.key[slots.layer], cache.value[slots.layer]
 
 
-def _attend(
+def _scale(config: ModelConfig) -> float:
+    return 1.0 / math.sqrt(config.query_scalar or config.head_dim)
+
+
+def _attend_whole(
+    config: ModelConfig,
+    query: jax.Array,  # (B, T, num_heads, H)
+    key: jax.Array,  # (B, T, num_kv_heads, H)
+    value: jax.Array,
+    implementation: AttentionImplementation,
+) -> jax.Array:
+    window = config.windows()[0]
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        scale=_scale(config),
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
+    )
+
+
+def _attend_seen(
     config: ModelConfig,
     query: jax.Array,  # (B, T, num_heads, H)
     key: jax.Array,  # (B, S, num_kv_heads, H)
     value: jax.Array,
     positions: jax.Array,
     window: jax.Array | None,
-    *,
-    cached: bool,
 ) -> jax.Array:
-    scale = 1.0 / math.sqrt(config.query_scalar or config.head_dim)
-    whole = not cached and window is None  # every row is the whole sequence, and all layers see alike
-    if whole and config.attention_softcap is None:
-        local = next(iter(set(config.windows())))
-        return jax.nn.dot_product_attention(
-            query,
-            key,
-            value,
-            scale=scale,
-            is_causal=True,
-            local_window_size=None if local is None else (local - 1, 0),
-            implementation=config.attention_implementation,
-        )
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
     distance = positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     seen = (distance >= 0) & (distance < window)
     seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
-        return jax.nn.dot_product_attention(query, key, value, mask=seen, scale=scale, implementation="xla")
-    return _capped_attention(query, key, value, seen, scale, config.attention_softcap)
+        return jax.nn.dot_product_attention(query, key, value, mask=seen, scale=_scale(config), implementation="xla")
+    return _capped_attention(query, key, value, seen, _scale(config), config.attention_softcap)
 
 
 def _capped_attention(

@@ -47,7 +47,7 @@ class Display:
                 console=self._console,
                 expand=True,
             )
-            self._task = self._bar.add_task("", total=steps, completed=done, numbers="compiling")
+            self._task = self._bar.add_task("", total=steps, completed=done, numbers="")
         return self
 
     def compiled(self, step: int) -> None:

@@ -175,7 +175,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
             with clock.part("data"):
                 batch = jax.device_put(parts.sampler.next())
             first = step == start + 1
-            with clock.part("first step, compiling" if first else "dispatch"):
+            with clock.part("first step" if first else "dispatch"):
                 state, metrics = parts.trainer.step(state, batch)
                 if first:
                     jax.block_until_ready(metrics)

@@ -76,9 +76,10 @@ class ModelConfig:
     scan_layers: bool = True
     """Compile one block and loop over the layers; otherwise compile each layer by itself."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, the attention's scores, or all of each block."""
-    attention_implementation: AttentionImplementation = "xla"
-    """Of the attention's products; cudnn needs a GPU, 16-bit dtypes, and the same window in every layer."""
+    """What the backward pass computes again: nothing, the scores that xla's attention keeps, or all of each block."""
+    attention_implementation: AttentionImplementation | None = None
+    """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
+    an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "max_seq_len"):
@@ -105,16 +106,8 @@ class ModelConfig:
         if not self.window_pattern:
             raise ValueError("window_pattern must have at least one entry, got none")
         self.rope.check(self.rotary_dim)
-        if self.attention_implementation == "cudnn":
-            for name, refused in (
-                ("attention_softcap", self.attention_softcap is not None),
-                ("window_pattern", len(set(self.windows())) > 1),
-                ("dtype", self.dtype == "float32"),
-            ):
-                if refused:
-                    raise ValueError(
-                        f"attention_implementation cudnn cannot take {name} {getattr(self, name)}: use xla"
-                    )
+        if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
+            raise ValueError(f"attention_implementation cudnn {obstacle}")
 
     @property
     def rotary_dim(self) -> int:
@@ -125,6 +118,18 @@ class ModelConfig:
         """Returns each layer's window, None where a layer attends to all earlier positions."""
         pattern = self.window_pattern
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
+
+    def cudnn_obstacle(self) -> str | None:
+        """Returns what cuDNN's attention needs of a shape and does not get, or None; see `explain_attention`."""
+        if self.dtype == "float32":
+            return "needs dtype bfloat16 or float16, got float32"
+        if self.attention_softcap is not None:
+            return f"needs scores without attention_softcap, got {self.attention_softcap}"
+        if len(set(self.windows())) > 1:
+            return f"needs the same window in every layer, got window_pattern {self.window_pattern}"
+        if self.head_dim % 8 or self.head_dim > 256:
+            return f"needs head_dim to be a multiple of 8 up to 256, got {self.head_dim}"
+        return None
 
     def loss_options(self) -> dict[str, Any]:
         """Returns the options with which `linear_cross_entropy` takes this model's hidden states and head."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-SKIPPED = 2  # steps before the traced ones: the first compiles, the second may wait for it
+SKIPPED = 2  # steps before the traced ones: a first one loads kernels, and the next may wait for it
 TRACED = 5
 PARTS = ("loss", "optimizer", "model")  # named scopes in flax_models.step
 CONTAINERS = ("while", "conditional", "call")

@@ -136,8 +136,8 @@ class Trainer:
         initial: the state before the first step; `del` it once another is at hand, for it holds memory.
         parts: what trains, and what `StepMetrics.trained` tells of, in its order.
         trained: names and sizes of the parameters that train.
-        step: (state, batch) -> (state, metrics), compiled; the state is donated. Its batch has (B, T) int32 tokens and
-            targets, of which IGNORED ones count for nothing.
+        step: (state, batch) -> (state, metrics), compiled by its first call, or before it by `compile`; the state is
+            donated. Its batch has (B, T) int32 tokens and targets, of which IGNORED ones count for nothing.
 
     Raises:
         RunError: `config.freeze` names what is not there, or everything.
@@ -154,7 +154,9 @@ class Trainer:
         trained = self.split(params)[0]
         self.parts = tuple(_parts(trained))
         self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
-        self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = jax.jit(self._step, donate_argnums=0)
+        self._jitted = jax.jit(self._step, donate_argnums=0)
+        self._compiled: jax.stages.Compiled | None = None
+        self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._take
         self._loss_sum = jax.jit(self._negative_log_likelihood)
 
     def _begin(self, params: nnx.State) -> TrainState:
@@ -242,10 +244,19 @@ class Trainer:
         sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.targets.size)
 
-    def program(self, state: TrainState, batch: Batch) -> str:
-        """Returns the text of the compiled step, for arrays of these shapes; compiles it anew."""
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state, batch))
-        return jax.jit(self._step, donate_argnums=0).lower(*shapes).compile().as_text() or ""
+    def compile(self, rows: int, length: int) -> jax.stages.Compiled:
+        """Returns the compiled step for (rows, length) batches, with XLA's plan of its memory; nothing runs.
+
+        It compiles once: later calls return the same, and `step` runs it, on batches of this shape alone.
+        """
+        if self._compiled is None:
+            places: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+            state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.initial)
+            self._compiled = self._jitted.lower(state, Batch(places, places)).compile()
+        return self._compiled
+
+    def _take(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        return (self._jitted if self._compiled is None else self._compiled)(state, batch)
 
     def model(self, params: nnx.State) -> Decoder:
         """Returns the model with these parameters."""

@@ -6,6 +6,7 @@ loss beside three baselines and a sample of generated text. Everything it learns
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -27,9 +28,10 @@ from flax_models.accounting import (
     device_memory,
     device_peak,
     flops_per_token,
-    memory_estimate,
+    step_memory,
 )
 from flax_models.arguments import check_shape, parse
+from flax_models.attention_choice import AttentionChoice, explain_attention
 from flax_models.baselines import Baselines, baselines
 from flax_models.batches import Batch, BatchSampler, Places, held_out_windows
 from flax_models.checkpoint import Checkpoints, steps_in
@@ -49,6 +51,9 @@ from flax_models.step import Trainer, TrainState
 from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
 from flax_models.weights import load
 from jax_pallas.linear_ce import explain
+
+DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no choice of kernels by measured time
+LESS_MEMORY = "--accumulate in more micro-batches, --remat full, or a smaller --batch-size or --max-seq-len take less"
 
 
 class Text(NamedTuple):
@@ -72,6 +77,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         RunError: anything the person who started it can mend.
     """
     began = time.monotonic()
+    attention = _attention(config.model)
     folder = resumed or new_folder(config)
     with ExitStack() as stack:
         if resumed:
@@ -89,7 +95,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
         trainer = Trainer(model, train_config)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
-        cost = _describe_costs(trainer, model_config, train_config, display)
+        cost = _describe_costs(trainer, model_config, train_config, attention, display)
         tokens = train_config.batch_size * length
         display.fact(
             "training",
@@ -131,7 +137,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
             parts.metrics.close()
             _plot(folder, judged, display)
         if config.profile:
-            _report_times(parts, state, train_config.steps - start, trained)
+            _report_times(parts, train_config.steps - start, trained)
 
         loss = trainer.held_out_loss(state.params, windows)
         _report(loss, judged, windows, display)
@@ -196,8 +202,18 @@ def _describe_corpus(corpus: Corpus) -> str:
     )
 
 
-def _describe_costs(trainer: Trainer, config: ModelConfig, train_config: TrainConfig, display: Display) -> Cost:
-    """Says what is trained, how much memory that takes, and by which loss; returns what a token costs."""
+def _attention(config: ModelConfig) -> AttentionChoice:
+    """Returns what attention runs by; raises RunError where the one that is named cannot."""
+    try:
+        return explain_attention(config, config.max_seq_len)
+    except ValueError as error:
+        raise RunError(f"--{str(error).replace('_', '-', 1)}") from None
+
+
+def _describe_costs(
+    trainer: Trainer, config: ModelConfig, train_config: TrainConfig, attention: AttentionChoice, display: Display
+) -> Cost:
+    """Says what is trained, by what, and how much memory that takes; compiles the step and returns a token's cost."""
     device, length = jax.devices()[0], config.max_seq_len
     parameters = sum(np.size(leaf) for leaf in jax.tree.leaves(trainer.initial.params))
     trainable = sum(part.size for part in trainer.parts)
@@ -205,26 +221,49 @@ def _describe_costs(trainer: Trainer, config: ModelConfig, train_config: TrainCo
         "model",
         f"{parameters:,} parameters, {100 * trainable / parameters:.3g}% of them to train, on {device.device_kind}",
     )
-    memory = memory_estimate(
-        trainer, config, batch_size=train_config.batch_size, accumulate=train_config.accumulate, length=length
-    )
-    words = ", ".join(f"{name} {describe_bytes(size)}" for name, size in memory._asdict().items())
-    found = device_memory(device)
-    display.fact("memory", f"about {describe_bytes(memory.total)}: {words}")
-    if found is not None:
-        much = "MORE THAN" if memory.total > found[0] else "of"
-        display.fact("", f"{much} the {describe_bytes(found[0])} {found[1]}")
+    display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
     head: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype)
     chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
+    if device.platform == "gpu":
+        much = "to the bit, by" if DETERMINISTIC in os.environ.get("XLA_FLAGS", "") else "to rounding, to the bit under"
+        display.fact("repeats", f"{much} XLA_FLAGS={DETERMINISTIC}")
+    _compile(trainer, train_config.batch_size, length, display)
     cost = Cost(flops_per_token(config, length, trainer.trained), device_peak(device.device_kind))
     if cost.peak is None:
         display.fact("throughput", f"in FLOP/s: the peak of {device.device_kind}, to be a share of, is not known")
     else:
         display.fact("throughput", f"MFU is the share of {cost.peak / 1e12:,.0f} TFLOP/s, the device's dense bf16 peak")
     return cost
+
+
+def _compile(trainer: Trainer, rows: int, length: int, display: Display) -> None:
+    """Compiles the step and says what memory it takes; raises RunError if that is more than JAX may use."""
+    device, began = jax.devices()[0], time.monotonic()
+    try:
+        compiled = trainer.compile(rows, length)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RunError(f"the step does not fit into {device.device_kind}'s memory; {LESS_MEMORY}") from error
+    display.fact("compiled", f"the step, in {duration(time.monotonic() - began)}")
+    memory, found = step_memory(trainer, compiled), device_memory(device)
+    if memory is None:
+        display.fact("memory", f"not told by {device.platform} devices")
+        return
+    words = ", ".join(f"{name} {describe_bytes(size)}" for name, size in memory._asdict().items())
+    display.fact("memory", f"{describe_bytes(memory.total)} in a step: {words}")
+    if found is None:
+        return
+    much = "MORE THAN" if memory.total > found.size else "of"
+    display.fact("", f"{much} the {describe_bytes(found.size)} {found.whose}")
+    if found.limit and memory.total > found.size:
+        raise RunError(
+            f"a step needs {describe_bytes(memory.total)} of memory, more than the {describe_bytes(found.size)} "
+            f"{found.whose}; {LESS_MEMORY}"
+        )
 
 
 def _has_checkpoint(folder: Path, config: TrainConfig) -> bool:
@@ -253,14 +292,14 @@ def _plot(folder: Path, judged: Baselines, display: Display) -> None:
         display.say(f"loss.png could not be written: {error.strerror}")
 
 
-def _report_times(parts: RunParts, state: TrainState, steps: int, seconds: float) -> None:
+def _report_times(parts: RunParts, steps: int, seconds: float) -> None:
     parts.display.say()
     for line in parts.clock.table(steps, seconds):
         parts.display.say(line)
     if not parts.tracer.steps or parts.tracer.folder is None:
         parts.display.say(f"no step was traced: the run took {steps:,}, and the trace begins after {SKIPPED}")
         return
-    program = parts.trainer.program(state, parts.sampler.next())
+    program = parts.trainer.compile(*parts.sampler.next().tokens.shape).as_text() or ""
     found = operations(parts.tracer.folder)
     for line in device_table(found, operation_parts(program), parts.tracer.steps):
         parts.display.say(line)

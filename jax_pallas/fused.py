@@ -168,15 +168,23 @@ def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | N
     many of its classes an earlier slab has seen."""
     skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
     w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
-    if _converts(problem):
+    copied = _converts(problem) or not _aligned(problem, slab)
+    if copied:
         w, first = problem.slab_weight(slab), 0
         bias = None if bias is None else slab.of(bias)
     class_weight = problem.slab_class_weight(slab)
-    if problem.class_weight is not None and not _converts(problem):  # in the head's own numbering
+    if problem.class_weight is not None and not copied:  # in the head's own numbering
         class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
         size = min(problem.local_classes, len(class_weight))
         class_weight = class_weight.at[:size].set(problem.class_weight[problem.vocab_offset :][:size])
     return w, None if bias is None else bias.astype(jnp.float32), class_weight, first, skip
+
+
+def _aligned(problem: Problem, slab: Piece) -> bool:
+    """Whether every slab of this size begins where TMA can cut the rows of a (D, V) head: at multiples of 64."""
+    if problem.vocab_axis == 0 or slab.fresh is None:
+        return True
+    return slab.size % 64 == 0 and (problem.local_classes - slab.size) % 64 == 0
 
 
 def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool) -> ChunkConfig:

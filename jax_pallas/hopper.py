@@ -74,9 +74,8 @@ PIECE = 32
 
 PIECES = BLOCK_V // PIECE
 
-# Registers of a thread, of 65,536.
+# Registers of a thread, of 65,536 for all three warpgroups.
 LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
-
 
 # Units of the hidden size that are multiplied at a time, and how many such steps are loaded ahead: 163,840 bytes. A
 # stage's number is a mask, so a power of two.

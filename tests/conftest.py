@@ -1,11 +1,13 @@
 """Settings of the whole suite."""
 
+import math
 import os
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from programs import Command, Printed, Programs
+from programs import LONG, Command, Printed, Programs
 
 if len(os.sched_getaffinity(0)) == 1:  # Mosaic's interpreter waits for itself where XLA has one thread
     os.environ.setdefault("NPROC", "2")
@@ -39,10 +41,14 @@ def commands_of(item: pytest.Item) -> Iterable[Command]:
     return (command for mark in item.iter_markers("programs") for command in mark.args)
 
 
-@pytest.fixture(scope="session")
+TIMES = pytest.StashKey[dict[Command, tuple[float, float]]]()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
-    """The programs of all selected tests, which run from now on."""
+    """The programs of all selected tests, which run from the first test on."""
     found = Programs(command for item in request.session.items for command in commands_of(item))
+    request.config.stash[TIMES] = found.times
     yield found
     found.stop()
 
@@ -59,6 +65,25 @@ def alone(programs: Programs) -> None:
     programs.wait()
 
 
+def turn(item: pytest.Item) -> tuple[bool, float]:
+    """First the tests that wait for no program, then those that wait for some, long programs first, for so they start;
+    last those that wait for all."""
+    seconds = [mark.kwargs.get("seconds", LONG) for mark in item.iter_markers("programs")]
+    return "alone" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests that wait for all programs last; the others run beside the programs."""
-    items.sort(key=lambda item: "alone" in getattr(item, "fixturenames", ()))
+    items.sort(key=turn)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --durations, says how long the programs took: where they should start, and what to make shorter."""
+    times = config.stash.get(TIMES, {})
+    wanted = config.getoption("durations")
+    if not times or wanted is None:
+        return
+    terminalreporter.section("slowest programs")
+    slowest = sorted(times.items(), key=lambda timed: timed[1][0] - timed[1][1])
+    for command, (start, end) in slowest[: wanted or None]:
+        words = " ".join(Path(word).name for word in command[1:])
+        terminalreporter.write_line(f"{end - start:.2f}s from {start:.0f}s on  {words:.100}")

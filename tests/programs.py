@@ -1,8 +1,9 @@
 """Programs that run side by side while the tests that want what they print wait: compiling is what takes long.
 
-A test has its programs in a mark, `pytest.mark.programs(python("file.py", ...))` or by `each`, and takes the fixture
-`printed`. The first test that does so starts those of all selected tests, in the tests' order, as many at a time as
-there are cores. A program prints JSON objects with a "name", one a line; what tools around it print is passed over.
+A test has its programs in a mark, `pytest.mark.programs(python("file.py", ...), seconds=...)` or by `each`, and takes
+the fixture `printed`. Those of all selected tests start before the first test, the longest first, as many at a time as
+there are cores; the tests that wait for none run meanwhile. With --durations pytest says how long each took. A program
+prints JSON objects with a "name", one a line; what tools around it print is passed over.
 """
 
 import json
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from os import environ, pathsep, sched_getaffinity
 from pathlib import Path
 from subprocess import PIPE, Popen
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
 # One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need.
 VARIABLES = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": PATHS}
+
+LONG = 120.0  # seconds that a program takes beside others, if nothing is said: what is not known starts early
 
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name
@@ -31,9 +35,14 @@ def python(file: str, *arguments: str) -> Command:
     return (sys.executable, str(HERE / file), *arguments)
 
 
-def each(commands: Mapping[str, Command]) -> list[Any]:
-    """Returns names as the parameters of a test, each with the program that prints its result."""
-    return [pytest.param(name, marks=pytest.mark.programs(command)) for name, command in commands.items()]
+def each(commands: Mapping[str, Command], seconds: float = LONG) -> list[Any]:
+    """Returns names as the parameters of a test, each with the program that prints its result.
+
+    Args:
+        seconds: about how long one of the programs takes beside others.
+    """
+    marks = ((name, pytest.mark.programs(command, seconds=seconds)) for name, command in commands.items())
+    return [pytest.param(name, marks=mark) for name, mark in marks]
 
 
 class Programs:
@@ -44,15 +53,19 @@ class Programs:
     """
 
     def __init__(self, commands: Iterable[Command]) -> None:
+        self.times: dict[Command, tuple[float, float]] = {}  # start and end, in seconds from now
+        self._began = monotonic()
         self._pool = ThreadPoolExecutor(len(sched_getaffinity(0)))
         self._running: set[Popen[str]] = set()
         self._outcomes = {command: self._pool.submit(self._run, command) for command in dict.fromkeys(commands)}
 
     def _run(self, command: Command) -> Printed:
+        start = monotonic() - self._began
         with Popen(command, env={**environ, **VARIABLES}, stdout=PIPE, stderr=PIPE, text=True) as process:
             self._running.add(process)
             out, err = process.communicate()
             self._running.discard(process)
+        self.times[command] = start, monotonic() - self._began
         assert process.returncode == 0, f"{command[1:3]} ended with {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
         results = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         return {result["name"]: result for result in results}

@@ -1,4 +1,4 @@
-"""core_triton on an NVIDIA GPU: every case of the contract, memory, repeatability, and what PyTorch puts around a call.
+"""core_triton on an NVIDIA GPU: every case of the contract, memory, and what PyTorch puts around a call.
 
 Runs with `pytest -m gpu`.
 """
@@ -15,58 +15,32 @@ import torch
 import torch.nn.functional as F
 from programs import Command, Printed, each, python
 from run_cases import assert_passed, commands
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from torch_problem import FUNCTIONS, leaves, problem, total
+from torch_gpu import (
+    DEVICE,
+    DTYPES,
+    ROUNDING,
+    Model,
+    assert_close,
+    assert_same,
+    gpu_problem,
+    model_and_tokens,
+    model_results,
+    results,
+)
+from torch_problem import FUNCTIONS, leaves, total
 from walks import walks
 
 import core_triton
-from core_triton import ops
 from parity.cases import Case, cases
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def gpu_problem(
-    n: int = 300, d: int = 64, v: int = 1001, *, dtype: torch.dtype = torch.bfloat16, bias: bool = False, seed: int = 0
-) -> dict[str, Any]:
-    """Returns `torch_problem.problem` on the GPU, with logits of order 1."""
-    arrays = problem(n, d, v, dtype=dtype, bias=bias, seed=seed)
-    with torch.no_grad():
-        arrays["linear_weight"] *= d**-0.5
-    arrays = {name: a.detach().to(DEVICE).requires_grad_(a.requires_grad) for name, a in arrays.items()}
-    assert core_triton.explain(arrays["input"], arrays["linear_weight"]).name == "triton"
-    return arrays
-
-
-def results(function: str, arrays: dict[str, Any], **options: Any) -> list[Tensor]:
-    """Returns a scalar made of a function's results, and its gradients."""
-    value = total(function, arrays, **options)
-    return [value.detach(), *torch.autograd.grad(value, leaves(arrays))]
-
-
-def assert_close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
-    """Fails if the norm of a difference exceeds `bound` of that of `want`."""
-    for mine, theirs in zip(got, want, strict=True):
-        error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
-        assert error <= bound, f"error {error:.3g} of {bound:.3g} in {tuple(theirs.shape)}"
-
-
-def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
-    for mine, theirs in zip(got, want, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
-
-
 # Every case of the contract.
 
 
-SHARES = 24  # of the cases, each a process
+SHARES = 16  # of the cases, each a process
 
 
 def kinds(case: Case) -> tuple[Any, ...]:
@@ -78,7 +52,7 @@ def kinds(case: Case) -> tuple[Any, ...]:
 COMMANDS = commands("torch-triton", batched(sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)))
 
 
-@pytest.mark.parametrize("name", each(COMMANDS))
+@pytest.mark.parametrize("name", each(COMMANDS, seconds=80))
 def test_case(name: str, printed: Printed) -> None:
     assert_passed(printed[name], ("triton", DEVICE))
 
@@ -158,19 +132,6 @@ def test_workspace_is_within_budget(model: str) -> None:
     assert not over, f"of its budget: {over}"
 
 
-# Repeatability.
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_two_runs_are_bitwise_equal(function: str, dtype: torch.dtype) -> None:
-    arrays = gpu_problem(1500, 256, 5003, dtype=dtype, bias=True)
-    arrays["target"][::3] = 7  # many rows add to one of d_weight
-    first = results(function, arrays, memory_budget=2**23)
-    for _ in range(3):
-        assert_same(results(function, arrays, memory_budget=2**23), first)
-
-
 # What PyTorch puts around a call.
 
 
@@ -194,49 +155,6 @@ def test_a_graph_replays_with_changed_inputs(function: str, dtype: torch.dtype) 
         graph.replay()
         replayed = [tensor.clone() for tensor in captured]
         assert_same(replayed, results(function, arrays))
-
-
-class Model(nn.Module):
-    """A small language model, without attention: each token foretells the next."""
-
-    def __init__(self, v: int = 2003, d: int = 128, dtype: torch.dtype = torch.float32, fused: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(v, d, device=DEVICE, dtype=dtype)
-        self.body = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d), nn.LayerNorm(d))
-        self.body.to(DEVICE, dtype)
-        self.head = core_triton.LinearCrossEntropy(d, v, device=DEVICE, dtype=dtype)
-        self.fused = fused
-
-    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
-        hidden = self.body(self.embedding(tokens))
-        if self.fused:
-            assert core_triton.explain(hidden, self.head.weight).name == "triton"
-            return self.head(hidden, target)
-        return F.cross_entropy(F.linear(hidden, self.head.weight).float().flatten(0, -2), target.flatten())
-
-
-def model_and_tokens(**options: Any) -> tuple[Model, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = Model(**options)
-    tokens = torch.randint(0, 2003, (4, 33), device=DEVICE)
-    return model, tokens[:, :-1], tokens[:, 1:]
-
-
-def model_results(model: nn.Module, *batch: Tensor) -> list[Tensor]:
-    loss = model(*batch)
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what PyTorch's compiler imports
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores.*available but not enabled:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_around_the_loss_compiles_whole(dtype: torch.dtype) -> None:
-    torch.compiler.reset()
-    model, *batch = model_and_tokens(dtype=dtype)
-    want = model_results(model, *batch)
-    compiled: Any = torch.compile(model, fullgraph=True)
-    # The compiled body rounds to bfloat16 in other places.
-    assert_close(model_results(compiled, *batch), want, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -335,49 +253,6 @@ def test_arguments_on_another_device_are_refused() -> None:
         core_triton.linear_cross_entropy(**arrays | {"target": arrays["target"].cpu()})
 
 
-# Operators.
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [(0.0, None, True), (0.1, 4.0, False)], ids=["bias", "smoothing-softcap"])
-def test_opcheck(dtype: torch.dtype, options: tuple[float, float | None, bool]) -> None:
-    smoothing, softcap, bias = options
-    arrays = gpu_problem(12, 8, 50, dtype=dtype, bias=bias)
-    arguments: tuple[Any, ...] = (
-        arrays["input"],
-        arrays["linear_weight"],
-        arrays.get("linear_bias"),
-        arrays["target"].clamp(max=44),
-        torch.linspace(0.0, 1.0, 12, device=DEVICE),
-        torch.linspace(0.5, 2.0, 45, device=DEVICE) if smoothing else None,
-    )
-    # z_loss_weight, logit_scale, vocab_size, memory_budget
-    settings = (smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
-    close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
-        for statistics in (True, False):
-            torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, statistics, True, *wanted), **close)
-    torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, False, True, False, False), **close)
-    for statistics in (True, False):
-        torch.library.opcheck(ops.row_losses, (*arguments, *settings, statistics, True, bias), **close)
-    torch.library.opcheck(ops.log_probs, (*arguments, *settings, bias, True), **close)
-    rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
-    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
-    sigma = rows if smoothing else None
-    recomputed = (*plain, rows + 5.0, rows, rows, None, sigma, *settings, True, True, bias)
-    torch.library.opcheck(ops.recomputed_gradients, recomputed, **close)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [False, True])
-def test_opcheck_of_the_scaling(dtype: torch.dtype, rows: bool) -> None:
-    gradient = torch.linspace(-1.0, 1.0, 96, device=DEVICE).reshape(12, 8).to(dtype)
-    factor = torch.linspace(0.0, 3.0, 12, device=DEVICE)[:, None] if rows else torch.tensor(2.0, device=DEVICE)
-    torch.library.opcheck(ops.scaled, (gradient, factor, 100))
-    torch.library.opcheck(ops.scale_, (gradient.clone(), factor, 100))
-
-
 # The host never waits.
 
 
@@ -443,6 +318,6 @@ CHECKED = ("mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123")
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on PATH")
-@pytest.mark.parametrize("name", each({name: under_sanitizer(name) for name in CHECKED}))
+@pytest.mark.parametrize("name", each({name: under_sanitizer(name) for name in CHECKED}, seconds=40))
 def test_memcheck_finds_nothing(name: str, printed: Printed) -> None:
     assert_passed(printed[name], ("triton", DEVICE))

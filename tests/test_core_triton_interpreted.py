@@ -50,7 +50,13 @@ def test_anchors_that_are_too_low_are_repaired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "functions"), [("bfloat16", ("mean", "none", "log_probs")), ("float16", ("mean",))], ids=["bf16", "fp16"]
+    ("dtype", "functions"),
+    [
+        ("bfloat16", ("mean",)),
+        pytest.param("bfloat16", ("none", "log_probs"), marks=pytest.mark.slow),
+        ("float16", ("mean",)),
+    ],
+    ids=["bf16", "bf16-more", "fp16"],
 )
 def test_nothing_is_written_outside_and_everything_inside(dtype: str, functions: tuple[str, ...]) -> None:
     assert all(result["buffers"] > 5 for result in interpret("writes", dtype, *functions))
@@ -61,6 +67,6 @@ def test_shards_of_the_vocabulary_make_the_whole(dtype: str) -> None:
     assert_within_budget(interpret("shards", dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_the_inputs_layout_changes_nothing(dtype: str) -> None:
     assert_within_budget(interpret("layouts", dtype))

@@ -200,7 +200,7 @@ BUDGETS = {"128 MiB": 2**27, "512 MiB": 2**29, "2 GiB": 2**31}
 
 
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-@pytest.mark.parametrize("shape", ["llama3-8b", "qwen2.5-0.5b", "gemma2-2b"])
+@pytest.mark.parametrize("shape", ["llama3-8b", "qwen2.5-0.5b", pytest.param("gemma2-2b", marks=pytest.mark.slow)])
 def test_workspace_of_models_is_within_budget(shape: str, budget: int) -> None:
     for call in (
         Call("train", shape),

@@ -3,31 +3,32 @@
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import compilation_cache, random_batch, start, write_texts
+from flax_runs import before_step, compilation_cache, small_trainer, start, write_texts
 from product_flops import product_flops
 
+import flax_models.train as program
 from flax_models.accounting import (
     PEAK_BF16,
-    activation_bytes,
+    DeviceMemory,
     describe_bytes,
     describe_flops,
     device_memory,
     device_peak,
     flops_per_token,
     mean_keys,
-    memory_estimate,
     multiplied_parameters,
+    step_memory,
 )
 from flax_models.config import TrainConfig
 from flax_models.families import PUBLISHED, published
-from flax_models.model import Decoder, ModelConfig
+from flax_models.model import Decoder, ModelConfig, decoder_shapes
 from flax_models.profile import Clock, Operation, Tracer, device_table, operation_parts, operations
 from flax_models.step import Trainer
 
@@ -103,29 +104,40 @@ def test_peaks_are_those_of_the_whole_device():
 # Memory
 
 
+def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
+    trainer = small_trainer(batch_size=4)
+    compiled = trainer.compile(4, 16)
+    memory = step_memory(trainer, compiled)
+    assert memory is not None
+    count = sum(part.size for part in trainer.parts)
+    assert memory.parameters == 4 * count
+    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, its count and the schedule's
+    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens and targets, and the step's number
+    plan: Any = compiled.memory_analysis()
+    assert memory.temporaries >= plan.temp_size_in_bytes > 4 * count  # a gradient of every parameter at least
+    assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, "donated"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("remat", "accumulate"), [("none", 1), ("full", 2), ("attention", 1), ("none", 2), ("full", 1)]
-)
-def test_memory_is_about_what_xla_plans(remat, accumulate):
-    config = ModelConfig(1024, 128, 6, 4, 2, 32, 384, 64, remat=remat)
-    train_config = TrainConfig(steps=8, batch_size=8, accumulate=accumulate)
-    trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), train_config)
-    estimate = memory_estimate(trainer, config, batch_size=8, accumulate=accumulate, length=64)
-    batch = random_batch(8, length=64)
-    plan: Any = trainer.step.lower(trainer.initial, batch).compile().memory_analysis()
-    state = estimate.parameters + estimate.optimizer
-    assert plan.argument_size_in_bytes - state == batch.tokens.nbytes + batch.targets.nbytes + 4  # and the step
-    temporary = estimate.total - state
-    assert 0.5 < temporary / plan.temp_size_in_bytes < 2, (estimate, plan.temp_size_in_bytes)
+@pytest.mark.parametrize("changes", [{"remat": "full"}, {"accumulate": 4}])
+def test_the_plan_knows_what_takes_less(changes):
+    config = ModelConfig(280, 32, 6, 4, 2, 8, 96, 64)
+    plans = []
+    for options in ({}, changes):
+        model = decoder_shapes(dataclasses.replace(config, remat=options.get("remat", "none")))
+        trainer = Trainer(model, TrainConfig(batch_size=8, accumulate=options.get("accumulate", 1)))
+        memory = step_memory(trainer, trainer.compile(8, 64))
+        assert memory is not None
+        plans.append(memory.temporaries)
+    assert plans[1] < plans[0] / 2
 
 
-def test_recomputing_leaves_less_behind():
-    sizes = [
-        activation_bytes(dataclasses.replace(CONFIG, remat=remat), 4, 16) for remat in ("none", "attention", "full")
-    ]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 3
+def test_nothing_is_known_of_a_backend_that_does_not_plan():
+    class Silent:
+        def memory_analysis(self) -> None:
+            return None
+
+    assert step_memory(small_trainer(), cast(Any, Silent())) is None
 
 
 def test_memory_of_the_device_where_it_tells():
@@ -135,10 +147,49 @@ def test_memory_of_the_device_where_it_tells():
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_limit": 5}
 
-    assert device_memory(Told()) == (5, "that JAX may use of NVIDIA H200")
+    assert device_memory(Told()) == (5, "that JAX may use of NVIDIA H200", True)
     found = device_memory(jax.devices()[0])
     assert found is not None
-    assert found[0] > 2**28
+    assert found.size > 2**28
+    assert not found.limit
+
+
+@pytest.mark.parametrize("limit", [True, False])
+def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit, tmp_path, monkeypatch, capsys):
+    def interrupt(state):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    monkeypatch.setattr(program, "device_memory", lambda device: DeviceMemory(5000, "of a small device", limit))
+    before_step(monkeypatch, 1, interrupt)
+    assert start(tmp_path, "a") == (1 if limit else 130)
+    out, err = capsys.readouterr()
+    assert re.search(r"^memory +\d+ KiB in a step: parameters \d+ KiB, optimizer .*, batch .*, temporaries ", out, re.M)
+    assert "MORE THAN the 5 KiB of a small device" in out
+    if limit:
+        assert re.fullmatch(r"error: a step needs \d+ KiB of memory, more than the 5 KiB of a small device; .*\n", err)
+        assert not (tmp_path / "runs").exists()
+
+
+def test_a_step_that_xla_cannot_place_is_one_line(tmp_path, monkeypatch, capsys):
+    def refuse(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    monkeypatch.setattr(Trainer, "compile", refuse)
+    assert start(tmp_path, "a") == 1
+    assert re.match("error: the step does not fit into cpu's memory; --accumulate", capsys.readouterr().err)
+
+
+def test_a_run_compiles_its_step_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    with jax.log_compiles():
+        assert start(tmp_path, "a", "--profile") == 0
+    compiled = [record for record in caplog.messages if record.startswith("Finished XLA compilation of jit(_step)")]
+    assert len(compiled) == 1
 
 
 def test_words_for_sizes_and_rates():
@@ -206,7 +257,7 @@ def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypat
     assert start(tmp_path, "a", "--profile") == 0
     out = capsys.readouterr().out
     assert "time of 8 steps on the host" in out
-    for part in ("first step, compiling", "checkpoints", "other"):
+    for part in ("first step", "checkpoints", "other"):
         assert re.search(rf"^  {part} +[\d.]+ s +[\d.]+% +[\d.]+ ms a step$", out, re.MULTILINE), part
     assert "time of 5 traced steps on the device" in out
     for part in ("model", "loss", "optimizer"):

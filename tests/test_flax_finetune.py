@@ -245,6 +245,7 @@ def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continu
 # The tokenizer of a folder
 
 
+@pytest.mark.slow
 def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
     like = read_record(tuned[0] / "runs" / "whole").config  # of one shape, so that nothing is compiled again
     config = dataclasses.replace(like, config="tiny", weights=None, tokenizer=hub[1], name="a", runs=place / "runs")

@@ -17,7 +17,7 @@ from product_flops import product_flops
 from random_decoder import quick_compilation, random_decoder
 
 import flax_models.step as step_module
-from flax_models.accounting import flops_per_token, mean_keys, memory_estimate
+from flax_models.accounting import flops_per_token, mean_keys
 from flax_models.config import TrainConfig
 from flax_models.errors import RunError
 from flax_models.model import Decoder, ModelConfig, decoder_shapes
@@ -82,10 +82,8 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
     for name, gradient in got.items():
         np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, atol=1e-8, err_msg=name)
 
-    memories = [memory_estimate(each, UNTIED, batch_size=2, accumulate=1, length=16) for each in (whole, part)]
-    assert memories[0].parameters == memories[1].parameters
-    assert memories[0].gradients - memories[1].gradients == 4 * head
-    assert memories[0].optimizer - memories[1].optimizer == 8 * head
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each.initial.optimizer)) for each in (whole, part)]
+    assert sizes[0] - sizes[1] == 8 * head
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import before_step, learned, random_batch
+from flax_runs import before_step, learned
 from programs import Command, Printed, each, python, run_checks
 from random_decoder import random_decoder
 
 import flax_models.train as program
 from flax_models import export, generate
-from flax_models.accounting import memory_estimate
+from flax_models.accounting import step_memory
+from flax_models.attention_choice import explain_attention
+from flax_models.batches import Batch
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import CONFIGS, TrainConfig
 from flax_models.model import Decoder, ModelConfig
@@ -181,7 +183,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "one key head, as Gemma": {"length": 128, "num_kv_heads": 1, "head_dim": 256},
     "a head of 96, as Phi-3": {"length": 128, "num_kv_heads": 4, "head_dim": 96},
     "a window, as Mistral": {"length": 192, "num_kv_heads": 2, "head_dim": 64, "sliding_window": 40},
-    "an odd length": {"length": 131, "num_kv_heads": 2, "head_dim": 64},
+    "a length of no block": {"length": 130, "num_kv_heads": 2, "head_dim": 64},
 }
 
 
@@ -196,10 +198,19 @@ CHECKS |= {f"cudnn, {name}": partial(attends_as_plain_products_do, shape) for na
 @checked
 def what_cudnn_cannot_attend_is_refused_and_runs_by_plain_products() -> None:
     gemma2 = {"sliding_window": 40, "window_pattern": (True, False), "attention_softcap": 20.0}
-    with pytest.raises(ValueError, match="attention_implementation cudnn cannot take attention_softcap 20"):
+    with pytest.raises(
+        ValueError, match="attention_implementation cudnn needs scores without attention_softcap, got 20"
+    ):
         ModelConfig(dtype="bfloat16", attention_implementation="cudnn", **gemma2)
     for (error,) in errors_of(("xla",), length=128, num_kv_heads=2, head_dim=64, **gemma2):
         assert error < 5e-2  # 2.8e-2 on a CPU
+    config = ModelConfig(num_layers=1, dtype="bfloat16", max_seq_len=131)
+    named = dataclasses.replace(config, attention_implementation="cudnn")
+    tokens = jnp.zeros((1, 131), jnp.int32)
+    with pytest.raises(ValueError, match=r"attention_implementation cudnn needs an even number of tokens .* got 131"):
+        Decoder(named, rngs=nnx.Rngs(0))(tokens)
+    assert explain_attention(config, 131).name == "xla"
+    assert jnp.isfinite(Decoder(config, rngs=nnx.Rngs(0))(tokens)).all()
 
 
 @contextlib.contextmanager
@@ -223,7 +234,7 @@ def nothing_waits() -> Iterator[None]:
 
 @checked
 def a_published_shape_trains_and_its_weights_continue_texts() -> None:
-    shape = options(vocab_size=2048, num_layers=2, max_seq_len=1024, attention_implementation="cudnn")  # else as it is
+    shape = options(vocab_size=2048, num_layers=2, max_seq_len=1024)  # else as it is
     steps = options(steps=8, batch_size=4, warmup_steps=2, log_every=2, eval_every=0, held_out_windows=4)
     with texts() as place:
         data = options(data=place / "data", sample_tokens=2)
@@ -232,7 +243,9 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
         assert status == 0
         for pattern in (
             r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
-            r"^memory +about .*: parameters .*, gradients .*, optimizer .*, activations .*, loss ",
+            r"^attention +cudnn: its kernels serve compute capability ",
+            r"^repeats +to rounding, to the bit under XLA_FLAGS=--xla_gpu_deterministic_ops=true$",
+            r"^memory +[\d.]+ GiB in a step: parameters .*, optimizer .*, batch .*, temporaries ",
             r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
             r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
@@ -253,19 +266,19 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
 
 @checked
 def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
-    config = CONFIGS["qwen2.5-0.5b"].model
-    config = dataclasses.replace(config, max_seq_len=1024, attention_implementation="cudnn")
+    config = dataclasses.replace(CONFIGS["qwen2.5-0.5b"].model, max_seq_len=1024)
     settings = TrainConfig(steps=8, batch_size=8, learning_rate=3e-4, warmup_steps=2)
     trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
-    said = memory_estimate(trainer, config, batch_size=8, accumulate=1, length=1024).total
-    state = trainer.initial
+    compiled = trainer.compile(8, 1024)
+    memory = step_memory(trainer, compiled)
+    assert memory is not None
+    program = compiled.as_text() or ""
+    assert "__cudnn$fmha" in program
+    assert "mosaic_gpu_v2" in program or "mosaic" not in FUSED
+    state = jax.device_put(trainer.initial, jax.devices()[0])
     del trainer.initial
     tokens = np.random.default_rng(0).integers(config.vocab_size, size=(8, 1025)).astype(np.int32)
-    batch = jax.device_put(random_batch(8)._replace(tokens=tokens[:, :-1], targets=tokens[:, 1:]))
-    jitted: Any = trainer.step
-    lowered = jitted.lower(state, batch).as_text()
-    assert "__cudnn$fmha" in lowered
-    assert "mosaic_gpu_v2" in lowered or "mosaic" not in FUSED
+    batch = jax.device_put(Batch(tokens[:, :-1], tokens[:, 1:]))
     losses = []
     with jax.transfer_guard("disallow"):
         for _ in range(6):
@@ -277,7 +290,8 @@ def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
     statistics = jax.devices()[0].memory_stats()
     assert statistics is not None
     took = statistics["peak_bytes_in_use"]
-    assert 0.5 < said / took < 2, f"{said / 2**30:.1f} GiB were said, {took / 2**30:.1f} GiB taken"
+    said = memory.total  # drawing the weights, and freed blocks that do not join, add a little
+    assert 0.7 < said / took < 1.05, f"{said / 2**30:.1f} GiB were said, {took / 2**30:.1f} GiB taken"
 
 
 @checked

@@ -13,9 +13,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import problem
 from judged import check
 
-from jax_pallas import launch
+from jax_pallas import fused, launch
+from jax_pallas.chunked import Problem
 from jax_pallas.fused_tiles import choose_anchored, choose_recomputed
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
+from jax_pallas.pieces import Piece
 from parity.cases import Case, cases
 from parity.spec import LossSpec
 
@@ -114,6 +116,31 @@ def test_kernels_are_asked_for_by_name() -> None:
     arrays = problem(dtype=jnp.bfloat16)
     assert explain(arrays["input"], arrays["linear_weight"]).name == "chunked"
     assert explain(arrays["input"], arrays["linear_weight"], implementation="pallas_triton").name == "pallas_triton"
+
+
+@pytest.mark.parametrize(("classes", "copied"), [(320, False), (300, True)])
+def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> None:
+    bias = jnp.arange(320.0) % 128  # numbers that bfloat16 has
+    w = jnp.tile(bias, (8, 1)).astype(jnp.bfloat16)
+    problem = Problem(
+        input=jnp.zeros((3, 8), jnp.bfloat16),
+        linear_weight=w,
+        target=jnp.zeros(3, jnp.int32),
+        row_weight=jnp.ones(3),
+        linear_bias=bias,
+        class_weight=bias[:classes],
+        spec=LossSpec("sum"),
+        classes=classes,
+        vocab_axis=1,
+    )
+    slab = Piece(classes - 256, 256, jnp.ones(256, bool))
+    head, slab_bias, class_weight, first, _ = fused._slab(problem, slab)
+    start = 0 if copied else classes - 256
+    assert first == start
+    assert head.shape == ((8, 256) if copied else (8, 320))
+    for found in (head[0], slab_bias, class_weight):
+        assert found is not None
+        assert (found[start : start + 256] == bias[classes - 256 : classes]).all()
 
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

@@ -6,8 +6,9 @@ side. `python -m parity` runs every case of the contract, this file a part of th
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, export
-from programs import Printed, each, python, run_checks
+from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
 from walks import walks
 
@@ -37,7 +38,7 @@ ROUNDING = 4e-3  # of gradients in bfloat16
 
 # Of every day: the plain ones, those with all options at once and some more, and the edges.
 EVERY_DAY = ("16-n123", "strided-n123", "edge-")
-SHARES = 16  # of them, each a process
+SHARES = 12  # of them, each a process
 
 
 def limits(case: Case) -> str | None:
@@ -48,7 +49,10 @@ OFTEN = [case for case in cases() if case.dtype != "float32" and any(text in cas
 BY_NAME = {case.name: case for case in OFTEN}
 
 
-@pytest.mark.parametrize("name", each(commands(f"jax-{IMPLEMENTATION}", (OFTEN[i::SHARES] for i in range(SHARES)))))
+COMMANDS = commands(f"jax-{IMPLEMENTATION}", (OFTEN[i::SHARES] for i in range(SHARES)))
+
+
+@pytest.mark.parametrize("name", each(COMMANDS, seconds=80))
 def test_case(name: str, printed: Printed) -> None:
     refusal = limits(BY_NAME[name])
     if refusal is None:
@@ -75,6 +79,7 @@ def checked(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program to compile, not one an operation
 def drawn(n: int, d: int, v: int, vocab_axis: int = 0) -> tuple[Array, Array, Array]:
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (n, d), jnp.bfloat16)
@@ -99,7 +104,7 @@ def exact(x: Array, w: Array, y: Array, **options: Any) -> Any:
 def assert_close(got: Any, want: Any, bound: float = ROUNDING) -> None:
     """Fails if the norm of a difference exceeds `bound` of that of `want`."""
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = (np.asarray(array.astype(jnp.float32), np.float64) for array in (mine, theirs))
+        a, b = (np.asarray(array).astype(np.float64) for array in (mine, theirs))
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         assert error <= bound, f"error {error:.3g} of {bound:.3g} in {a.shape}"
 
@@ -131,7 +136,8 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
         value, gradients = loss_and_gradients(memory_budget=budget, **options)(*arrays)
         assert_close(value, want[0], 1e-4)
         assert_close(gradients, want[1])
-        assert_close([gradient[-8:] for gradient in gradients], [gradient[-8:] for gradient in want[1]], 2 * ROUNDING)
+        last, wanted = ([np.asarray(gradient)[-8:] for gradient in found] for found in (gradients, want[1]))
+        assert_close(last, wanted, 2 * ROUNDING)
 
 
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}
@@ -208,7 +214,7 @@ def gradients_of_rows_and_losses_alone() -> None:
 
 
 def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str]:
-    """Trains a model in bfloat16 by a loss; returns the mean losses of every 50 steps, and the lowered step."""
+    """Trains a model in bfloat16 by a loss; returns the mean losses of every 50 steps, and the compiled step."""
     from flax import nnx
 
     from flax_models import step
@@ -221,14 +227,13 @@ def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str
     settings = TrainConfig(steps=steps, batch_size=32, learning_rate=2e-3, warmup_steps=20)
     trainer = step.Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
     batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in walks(steps, 32, 32, 503)]
-    jitted: Any = trainer.step
     with pytest.MonkeyPatch.context() as patch:  # the step is traced here, once
         patch.setattr(step, "linear_cross_entropy", loss)
-        program = jitted.lower(trainer.initial, batches[0]).as_text()
-        state, losses = trainer.initial, []
-        for batch in batches:
-            state, metrics = trainer.step(state, batch)
-            losses.append(metrics.loss)
+        program = trainer.compile(32, 32).as_text() or ""
+    state, losses = trainer.initial, []
+    for batch in batches:
+        state, metrics = trainer.step(state, batch)
+        losses.append(metrics.loss)
     return np.asarray(jax.device_get(losses), np.float64).reshape(-1, 50).mean(1), program
 
 
@@ -252,7 +257,18 @@ def a_model_trains_as_with_the_unfused_loss() -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", each({name: python(Path(__file__).name, name) for name in CHECKS}))
+BY_ITSELF = [" ".join(map(str, shape)) for shape in SHAPES if shape[1] > 64 or shape[0] > 2**14]
+TOGETHER = [name for name in CHECKS if name not in BY_ITSELF]  # a part of a minute each, much of it to start
+
+
+def programs_of(shares: Iterable[Sequence[str]]) -> dict[str, Command]:
+    return {name: python(Path(__file__).name, *share) for share in shares for name in share}
+
+
+LARGE = each(programs_of([name] for name in BY_ITSELF), seconds=100)
+
+
+@pytest.mark.parametrize("name", [*LARGE, *each(programs_of(batched(TOGETHER, 3)), seconds=70)])
 def test_check(name: str, printed: Printed) -> None:
     if name == exported_and_read_back.__name__:
         pytest.importorskip("flatbuffers", reason="jax.export serializes by it")

@@ -148,6 +148,7 @@ def check(results: list[dict[str, Any]], limits: dict[str, int] = LIMITS) -> Non
         assert not result["moved"], f"the head is copied: {result}"
 
 
+@pytest.mark.slow
 def test_temporaries_on_h200() -> None:
     check(compile_all(EVERY_DAY))
 

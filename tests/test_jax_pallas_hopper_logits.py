@@ -113,7 +113,7 @@ CALLS = {
     "one": Call(1, 8, 1, 1, 0, 1),
     "few": Call(5, 16, 50, 5, 0, 50, bias=True, class_weight=True),
 }
-# Longer than a ring: stages are used again, and where nothing is stored the first warpgroup runs ahead.
+# Longer than a ring: stages are used again.
 CALLS["deep"] = Call(hidden=328, classes=300, bias=True)
 STRETCHES = {
     "stretch": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),

@@ -271,7 +271,9 @@ def test_vmap_runs_one_after_the_other() -> None:
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
 
     def run(anchor: jax.Array) -> jax.Array:
-        return kernels.exponentials(problem.x, problem.w, None, anchor, START, **options)[1]
+        sums = kernels.exponentials(problem.x, problem.w, None, anchor, START, **options)[1]
+        assert sums is not None
+        return sums
 
     anchors = jnp.asarray(problem.anchor) + jnp.arange(2.0)[:, None]
     sums = jax.vmap(run)(anchors)

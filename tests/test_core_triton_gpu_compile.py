@@ -1,0 +1,116 @@
+"""core_triton on an NVIDIA GPU, what takes long to compile: its operators under torch.library.opcheck, a model around
+the loss in torch.compile, and two runs that are bitwise equal.
+
+Runs with `pytest -m gpu`. Run as a program, this file runs the checks that it is given; the tests have it do so side by
+side.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import Command, Printed, each, python, run_checks
+from torch import Tensor
+from torch_gpu import DEVICE, DTYPES, assert_close, assert_same, gpu_problem, model_and_tokens, model_results, results
+from torch_problem import FUNCTIONS
+
+from core_triton import ops
+
+pytestmark = pytest.mark.gpu
+
+
+def two_runs_are_bitwise_equal(function: str, dtype: torch.dtype) -> None:
+    arrays = gpu_problem(1500, 256, 5003, dtype=dtype, bias=True)
+    arrays["target"][::3] = 7  # many rows add to one of d_weight
+    first = results(function, arrays, memory_budget=2**23)
+    for _ in range(3):
+        assert_same(results(function, arrays, memory_budget=2**23), first)
+
+
+def a_model_around_the_loss_compiles_whole(dtype: torch.dtype) -> None:
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what PyTorch's compiler imports
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores.*available but not enabled", UserWarning)
+    torch.compiler.reset()
+    model, *batch = model_and_tokens(dtype=dtype)
+    want = model_results(model, *batch)
+    compiled: Any = torch.compile(model, fullgraph=True)
+    # The compiled body rounds to bfloat16 in other places.
+    assert_close(model_results(compiled, *batch), want, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: bool) -> None:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+    arrays = gpu_problem(12, 8, 50, dtype=dtype, bias=bias)
+    arguments: tuple[Any, ...] = (
+        arrays["input"],
+        arrays["linear_weight"],
+        arrays.get("linear_bias"),
+        arrays["target"].clamp(max=44),
+        torch.linspace(0.0, 1.0, 12, device=DEVICE),
+        torch.linspace(0.5, 2.0, 45, device=DEVICE) if smoothing else None,
+    )
+    # z_loss_weight, logit_scale, vocab_size, memory_budget
+    settings = (smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
+    close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
+        for statistics in (True, False):
+            torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, statistics, True, *wanted), **close)
+    torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, False, True, False, False), **close)
+    for statistics in (True, False):
+        torch.library.opcheck(ops.row_losses, (*arguments, *settings, statistics, True, bias), **close)
+    torch.library.opcheck(ops.log_probs, (*arguments, *settings, bias, True), **close)
+    rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    sigma = rows if smoothing else None
+    recomputed = (*plain, rows + 5.0, rows, rows, None, sigma, *settings, True, True, bias)
+    torch.library.opcheck(ops.recomputed_gradients, recomputed, **close)
+
+
+# Each is run in a process with others of its kind.
+
+
+OPTIONS = ((0.0, None, True), (0.1, 4.0, False))  # smoothing, softcap, bias
+OPERATORS = ([(opcheck, dtype, *options) for options in OPTIONS] for dtype in DTYPES)
+REPEATED = [(two_runs_are_bitwise_equal, *which) for which in product(FUNCTIONS, DTYPES)]
+COMPILED = [(a_model_around_the_loss_compiles_whole, dtype) for dtype in DTYPES[:2]]
+CHECKS: dict[str, Callable[[], None]] = {}
+CHECK_COMMANDS: dict[str, Command] = {}
+
+
+def strictly(check: Callable[..., None], *arguments: Any) -> None:
+    """Runs a check with warnings as errors, as pytest runs a test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(*arguments)
+
+
+for group in (*OPERATORS, REPEATED, COMPILED):
+    calls = {" ".join([call[0].__name__, *map(str, call[1:])]): partial(strictly, *call) for call in group}
+    CHECKS |= calls
+    CHECK_COMMANDS |= dict.fromkeys(calls, python(Path(__file__).name, *calls))
+
+
+@pytest.mark.parametrize("name", each(CHECK_COMMANDS, seconds=60))
+def test_check(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [False, True])
+def test_opcheck_of_the_scaling(dtype: torch.dtype, rows: bool) -> None:
+    gradient = torch.linspace(-1.0, 1.0, 96, device=DEVICE).reshape(12, 8).to(dtype)
+    factor = torch.linspace(0.0, 3.0, 12, device=DEVICE)[:, None] if rows else torch.tensor(2.0, device=DEVICE)
+    torch.library.opcheck(ops.scaled, (gradient, factor, 100))
+    torch.library.opcheck(ops.scale_, (gradient.clone(), factor, 100))
+
+
+if __name__ == "__main__":
+    import torch._inductor.compile_fx  # what it imports may warn, which is no check's matter
+
+    run_checks(CHECKS, sys.argv[1:])
