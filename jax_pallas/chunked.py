@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax_pallas import rows
 from jax_pallas.pieces import Piece, over_pieces
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from jax_pallas.sums import NOTHING, Gradients, HeadSums, Wanted, product_of
+from jax_pallas.sums import NOTHING, Gradients, HeadSums, Wanted, add_d_weight, product_of
 from jax_pallas.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
 from parity.spec import LossSpec
 
@@ -145,15 +145,17 @@ class Tiles(NamedTuple):
 
     Args:
         partial: statistics of the tile, and its logits (n, v), None from what does not store them.
-        d_logits: the tile's d_logits (n, v) in input's dtype, and their sum over rows for d_bias, (v,) float32, if
-            wanted; from its logits, or None to compute them.
+        d_logits: the tile's d_logits (n, v) in input's dtype, or more rows and columns of zeros, and their sum over
+            rows for d_bias, (v,) float32, if wanted; from its logits, or None to compute them.
+        add_d_weight: `sums.add_d_weight`, of such d_logits.
     """
 
     partial: Callable[..., tuple[Partial, Array | None]]
     d_logits: Callable[..., tuple[Array, Array | None]]
+    add_d_weight: Callable[..., Array]
 
 
-XLA_TILES = Tiles(_partial, _d_logits)
+XLA_TILES = Tiles(_partial, _d_logits, add_d_weight)
 
 
 class RowGradient(NamedTuple):
@@ -266,7 +268,6 @@ def chunk_gradients(
                 bias_scale * scales[1],
             )
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
-    axis = problem.vocab_axis
 
     def body(carry: tuple[Array | None, HeadSums], slab: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
         d_rows, (d_weight, d_bias) = carry
@@ -275,15 +276,14 @@ def chunk_gradients(
         if d_bias is not None and summed is not None:
             d_bias = slab.put(d_bias, slab.of(d_bias) + summed)
         if d_rows is not None:
-            d_rows = d_rows + product_of(d_logits, problem.slab_weight(slab), (1, axis))
+            own = d_logits[: chunk.size, : slab.size]
+            d_rows = d_rows + product_of(own, problem.slab_weight(slab), (1, problem.vocab_axis))
         if d_weight is not None:
-            product = product_of(d_logits, x_head, (0, 0)) if axis == 0 else product_of(x_head, d_logits, (0, 0))
-            if head_scale is not None:
-                product = product * head_scale
-            d_weight = slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
+            d_weight = tiles.add_d_weight(problem, d_logits, x_head, slab, head_scale, d_weight)
         return (d_rows, HeadSums(d_weight, d_bias)), None
 
-    d_rows = jnp.zeros(x.shape, jnp.float32) if d_input else None
+    zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the last line, as large as the sum
+    d_rows = jnp.full(x.shape, zero) if d_input else None
     if problem.local_classes:
         (d_rows, sums), _ = over_pieces(body, (d_rows, sums), problem.local_classes, slab_size)
     if d_rows is not None:

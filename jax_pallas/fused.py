@@ -7,8 +7,8 @@
                                   what smoothing and the entropy want besides
     plan C  `gradients`           1 + 3 products: d_logits come from logits computed again, slab by slab
 
-Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Their gradients are XLA's products,
-and so are plan A's where an implementation has none of its own.
+Plans B and C walk chunks and slabs as `chunked` does, with tiles made by kernels. Gradients are XLA's products where an
+implementation has none of its own, and d_input is in plan C.
 """
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_pallas.anchored import anchored, known, target_logits
 from jax_pallas.chunked import Problem, RowGradient, Tiles
 from jax_pallas.pieces import Piece
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from jax_pallas.sums import NOTHING, Gradients, Wanted
+from jax_pallas.sums import NOTHING, Gradients, Wanted, add_d_weight
 from jax_pallas.tiles import ChunkConfig
 
 
@@ -77,14 +77,21 @@ def _converts(problem: Problem) -> bool:
     return problem.linear_weight.dtype != problem.input.dtype
 
 
+def _multiplies(problem: Problem) -> bool:
+    """Whether the implementation has kernels for the products of this call's gradients."""
+    limits, vocab = launch.load(problem.implementation).gradient_limits, problem.linear_weight.shape[problem.vocab_axis]
+    if limits is None or _converts(problem):
+        return False
+    return limits(problem.input.dtype, problem.input.shape[1], vocab) is None
+
+
 def _serves_exponentials(problem: Problem) -> bool:
     """Whether plan A can be made of anchored exponentials."""
     if problem.input.dtype != jnp.bfloat16 or problem.spec.label_smoothing or _converts(problem):
         return False
+    if launch.load(problem.implementation).gradient_limits is not None:
+        return _multiplies(problem)
     vocab = problem.linear_weight.shape[problem.vocab_axis]
-    limits = launch.load(problem.implementation).gradient_limits
-    if limits is not None:
-        return limits(problem.input.dtype, problem.input.shape[1], vocab) is None
     return vocab == problem.classes == fused_tiles.padded(vocab)  # XLA's products take whole arrays: nothing is padded
 
 
@@ -135,14 +142,25 @@ def _d_logits(
         first,
         skip,
         **known(problem, len(x), slab.size),
-    )[:, : slab.size]
+    )
     if not row.bias:
         return d_logits, None
     scale = 1.0 if row.bias_scale is None else row.bias_scale[:, None]
-    return d_logits, (d_logits.astype(jnp.float32) * scale).sum(0)
+    return d_logits, (d_logits[: len(x), : slab.size].astype(jnp.float32) * scale).sum(0)
 
 
-KERNEL_TILES = Tiles(_partial, _d_logits)
+def _add_d_weight(
+    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+) -> Array:
+    kernel = launch.load(problem.implementation).d_weight
+    if kernel is None or not _multiplies(problem) or d_weight.dtype != x.dtype:
+        return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
+    axis = problem.vocab_axis
+    sizes = {"vocab": d_weight.shape[axis], "classes": slab.size, "vocab_axis": axis}
+    return kernel(d_logits, x, 0, **sizes, old=d_weight, first_class=jnp.int32(slab.start))
+
+
+KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)
 
 
 def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
@@ -181,5 +199,6 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         d_input=wanted.d_input,
         d_weight=wanted.d_weight,
         converts=_converts(problem),
+        in_place=_multiplies(problem),
         budget=memory_budget,
     )

@@ -94,8 +94,9 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-# Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
-D_LOGITS_SLAB = 12288
+D_LOGITS_SLAB = 12288  # classes of a slab at most
+
+LIBRARY_BYTES = 2**25  # that cuBLAS takes on a Hopper, beyond what is counted
 
 
 def choose_recomputed(
@@ -109,9 +110,10 @@ def choose_recomputed(
     d_input: bool,
     d_weight: bool,
     converts: bool,
+    in_place: bool,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
+    """Returns the chunks and slabs of plans B and C, whose kernels compute logits again: the fewest passes over memory.
 
     Args:
         tokens: N.
@@ -123,6 +125,8 @@ def choose_recomputed(
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
         converts: the head is converted slab by slab.
+        in_place: products are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
+            counted in float32.
         budget: bytes.
 
     Raises:
@@ -130,28 +134,38 @@ def choose_recomputed(
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    # The head's slab, and d_weight's product; rows of the input, and d_input's product and sum.
-    per_slab = hidden * (itemsize * (second or converts) + 4 * d_weight) + 32
-    per_row = hidden * (itemsize * (1 + (float16 and d_weight)) + 8 * d_input) + 128
+    # The head's slab, and d_weight's product; rows of the input.
+    per_slab = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
+    per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
     def model(slab: int) -> WorkspaceModel:
-        blocks = -(-(slab if converts else classes) // CLASS_BLOCK)
-        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, itemsize * second)
+        partial = 4 * statistics * -(-(slab if converts else classes) // CLASS_BLOCK)  # of the first pass
+        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * slab * second  # d_input's, and d_logits
+        return WorkspaceModel(fixed, per_row + max(partial, sums), per_slab, 0)
 
-    widest = min(classes, D_LOGITS_SLAB)
-    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
-    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
+    def even(slab: int) -> int:
+        """Returns the smallest slab, of whole tiles, of which no more are needed: they overlap least."""
+        multiple = min(slab, CLASS_BLOCK)
+        return min(classes, -(-classes // (-(-classes // slab) * multiple)) * multiple)
+
+    slabs = [*(even(D_LOGITS_SLAB >> i) for i in range(7)), even(MIN_SLAB)]
     least_rows, least_slab = min(tokens, MIN_ROWS), slabs[-1]
     least = model(least_slab).bytes(least_rows, least_slab)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    narrowest = min(tokens, model(least_slab).rows_within(budget, least_slab))
-    enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
-    slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
-    rows = min(tokens, model(slab).rows_within(budget, slab))
+    budget = max(least, budget - min(LIBRARY_BYTES, budget // PRODUCT_SHARE) * in_place)
+    fitting = {slab: min(tokens, model(slab).rows_within(budget, slab)) for slab in slabs}
+    # Each chunk passes over the head and d_weight, each slab over the chunks' float32 sums of d_input.
+    passes = {
+        slab: -(-tokens // rows) * classes + -(-classes // slab) * tokens
+        for slab, rows in fitting.items()
+        if rows >= least_rows
+    }
+    slab = min(passes, key=lambda slab: passes[slab])
+    rows = fitting[slab]
     if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // CLASS_BLOCK)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))

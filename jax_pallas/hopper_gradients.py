@@ -118,12 +118,14 @@ def d_weight(
     classes: int,
     vocab_axis: int,
     old: Array | None = None,
+    first_class: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns e^T @ x[start : start + n], or that added to `old`, rounded once: (33).
+    """Returns e^T @ x[start : start + n], or that added to `old` or a stretch of it, rounded once: (33).
 
     A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
-    products of the next tile (`hopper.over_steps`).
+    products of the next tile (`hopper.over_steps`). What the last tile of a stretch has past its end is added to too,
+    by products with zeros.
 
     Args:
         e: (n, padded(classes)) bfloat16, zeros past the classes; n is a multiple of 8.
@@ -131,9 +133,10 @@ def d_weight(
             of 64 are multiplied by zeros, so they must be numbers.
         start: () int32.
         vocab: V.
-        classes: K.
+        classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
+        first_class: () int32, with `old` only: the class of e's first column; None is 0.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     (n, columns), hidden, adds = e.shape, x.shape[1], old is not None
@@ -149,6 +152,7 @@ def d_weight(
         (x_moved, x_ring), (moved, buffer) = (views(ref, interpret=interpret) for ref in (x_all, buffers))
         program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
         mine = lax.div(tiles - program + many - 1, many)
+        first = 0 if first_class is None else scalar_ref[2 * PIECES + 1]
 
         def place(index: Any) -> tuple[Any, Any]:
             """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
@@ -156,7 +160,7 @@ def d_weight(
             return lax.rem(tile, d_blocks) * D_BLOCK, lax.div(tile, d_blocks) * BLOCK_V
 
         def at(d: Any, v: Any) -> tuple[Any, Any]:
-            return in_order(pl.ds(v, PIECE), pl.ds(d, HALF), vocab_axis)
+            return in_order(pl.ds(first + v, PIECE), pl.ds(d, HALF), vocab_axis)
 
         def load() -> None:
             start = scalar_ref[2 * PIECES]
@@ -251,7 +255,8 @@ def d_weight(
 
         as_roles(empty, load, multiply)
 
-    scalars = jnp.concatenate([pauses(steps), jnp.asarray(start, jnp.int32)[None]])
+    offsets = [start] if first_class is None else [start, first_class]
+    scalars = jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)])
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),

@@ -241,7 +241,8 @@ def d_logits(
     softcap: float | None,
     interpret: bool = False,
 ) -> Array:
-    """Returns d_logits of rows and a stretch of classes, (rows, padded) of x's dtype: (23), (15).
+    """Returns d_logits of rows and a stretch of classes, (rows or up to 7 more, padded) of x's dtype, 0 past the last
+    row and class: (23), (15).
 
     Args:
         x, w, bias, class_weight, start, first_class, skip, rows, classes, vocab_axis, logit_scale, softcap,
@@ -282,7 +283,7 @@ def d_logits(
         values = jnp.where(row["contributes"] != 0, values, 0.0)
         return None, half.masked(values, piece, 0.0)
 
-    results = {"out": jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)}
+    results = {"out": jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), x.dtype)}
     offsets = (start, first_class, skip)
     found = over_tiles(
         "d_logits", tiles, x, w, offsets, by_row, operands, results, epilogue, stored=x.dtype, interpret=interpret

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jax_pallas.pieces import Piece
+
 if TYPE_CHECKING:
     from jax_pallas.chunked import Problem
 
@@ -42,6 +44,17 @@ def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def add_d_weight(
+    problem: "Problem", d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+) -> Array:
+    """Returns d_weight with scale * d_logits^T x added to its slab, of d_logits (n, v) and x (n, D); None is 1."""
+    axis = problem.vocab_axis
+    product = product_of(d_logits, x, (0, 0)) if axis == 0 else product_of(x, d_logits, (0, 0))
+    if scale is not None:
+        product = product * scale
+    return slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
 
 
 class HeadSums(NamedTuple):

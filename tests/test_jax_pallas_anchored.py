@@ -1,7 +1,8 @@
-"""Plans A and B with anchored exponentials by the Hopper kernels, in Mosaic's interpreter on the CPU.
+"""Plans A and B with anchored exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
+on the CPU.
 
 Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
-stand, their chunks in a Python loop.
+stand, their chunks and slabs in a Python loop.
 """
 
 from functools import partial
@@ -14,11 +15,13 @@ import pytest
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import anchored, chunked, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
+from jax_pallas import anchored, chunked, fused, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
 from jax_pallas.chunked import Problem
 from jax_pallas.fused_tiles import AnchoredConfig
 from jax_pallas.pieces import Piece
-from jax_pallas.sums import NOTHING, Wanted
+from jax_pallas.rows import Coefficients
+from jax_pallas.sums import NOTHING, Gradients, Wanted
+from jax_pallas.tiles import ChunkConfig
 from parity.spec import LossSpec
 
 EVERYTHING = Wanted(d_input=True, d_weight=True, d_bias=True)
@@ -84,6 +87,18 @@ def problem(n: int, d: int, v: int, classes: int, vocab_axis: int, options: dict
     )
 
 
+def in_float32(ours: Problem) -> Problem:
+    floats = {name: getattr(ours, name).astype(jnp.float32) for name in ("input", "linear_weight", "linear_bias")}
+    return Problem(**{**vars(ours), **floats, "implementation": "chunked"})
+
+
+def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
+    for got, value in zip(found, wanted, strict=True):
+        assert got is not None
+        assert value is not None
+        assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= tolerance * jnp.linalg.norm(value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "options"), CASES)
 def test_anchored(
@@ -105,13 +120,63 @@ def test_anchored(
     loss, statistics, gradients = anchored.anchored(ours, 0, EVERYTHING, statistics=True)
     evaluated, _, _ = anchored.anchored(ours, 0, NOTHING, statistics=False)
 
-    floats = {name: getattr(ours, name).astype(jnp.float32) for name in ("input", "linear_weight", "linear_bias")}
-    exact = chunked.Problem(**{**vars(ours), **floats, "implementation": "chunked"})
+    exact = in_float32(ours)
     want, found, exact_gradients = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None, statistics=True)
     pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
-    for got, value in zip(gradients, exact_gradients, strict=True):
-        assert got is not None
-        assert value is not None
-        assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= 3e-3 * jnp.linalg.norm(value)
+    judge(gradients, exact_gradients)
+
+
+def over_pieces(body: Any, carry: Any, length: int, size: int) -> Any:
+    """As `pieces.over_pieces`, for what its plans make of pieces: rows' values, in order."""
+    found = []
+    for first in range(0, length, size):
+        start, size = min(first, length - size), min(size, length)
+        carry, one = body(carry, Piece(jnp.int32(start), size, start + jnp.arange(size) >= first))
+        found.append(jax.tree.map(lambda array, new=first - start: array[new:], one))
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+
+# The same numbers, and classes of a slab: rows that 8 does not divide, slabs and chunks that overlap.
+RECOMPUTED = [
+    pytest.param(*case, id=str(case[:7]))
+    for case in (
+        (141, 64, 330, 310, 0, 64, 192, OPTIONS),
+        (77, 192, 520, 520, 0, 77, 256, {}),
+        (50, 64, 640, 640, 1, 50, 256, {"label_smoothing": 0.1}),
+        (21, 128, 200, 200, 0, 13, 200, {}),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "slab", "options"), RECOMPUTED)
+def test_recomputed(
+    n: int,
+    d: int,
+    v: int,
+    classes: int,
+    vocab_axis: int,
+    rows: int,
+    slab: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = problem(n, d, v, classes, vocab_axis, options)
+    exact = in_float32(ours)
+    lse = chunked.statistics(exact, 2**29).lse
+    random = np.random.default_rng(1)
+    coefficients = Coefficients(*(jnp.asarray(random.standard_normal(n), jnp.float32) for _ in range(3)))
+    want = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None)
+    want_c = chunked.gradients(exact, 2**29, lse, coefficients, EVERYTHING)
+
+    for module in (hopper, hopper_gradients):
+        monkeypatch.setattr(module, "programs", lambda: 2)
+    monkeypatch.setattr(launch, "load", interpreted)
+    monkeypatch.setattr(chunked, "over_pieces", over_pieces)
+    config = ChunkConfig(rows, slab, float32_sum=False)
+    loss, _, gradients = chunked.loss_and_gradients_by(fused.KERNEL_TILES, ours, config, EVERYTHING, None)
+    np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
+    judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
+    judge(chunked.gradients_by(fused.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)

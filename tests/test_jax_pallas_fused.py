@@ -86,11 +86,30 @@ def test_slabs_of_recomputed_logits_fit() -> None:
         "float16": False,
         "converts": False,
     }
-    for tokens in (1, 100, 8192, 65536):
-        config = choose_recomputed(**numbers, tokens=tokens, d_input=True, d_weight=True, budget=2**29)
+    for tokens, in_place in itertools.product((1, 100, 8192, 65536), (False, True)):
+        numbers |= {"tokens": tokens, "d_input": True, "d_weight": True, "in_place": in_place}
+        config = choose_recomputed(**numbers, budget=2**29)
         assert 0 < config.rows <= tokens
-        assert config.slab % 64 == 0
+        assert config.slab % 192 == 0
+        assert -(-128256 // config.slab) * config.slab - 128256 < 2048  # what is computed twice
         assert config.first_slab == 128256
+        sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.slab
+        operands = 2 * (config.rows + config.slab)
+        assert 2 * config.rows * config.slab + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
+        if in_place:
+            assert config.rows == min(tokens, 8192)
+            assert config.slab == 11712  # 11 of them
+
+
+def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
+    flags = {"float16": False, "converts": False, "in_place": True, "d_input": True, "d_weight": True}
+    numbers: dict[str, Any] = {"tokens": 1000, "hidden": 4096, "classes": 128256, "itemsize": 2, "statistics": 2}
+    with pytest.raises(ValueError, match="at least") as refused:
+        choose_recomputed(**numbers, **flags, budget=2**20)
+    found = re.search(r"at least (\d+) bytes", str(refused.value))
+    assert found is not None
+    config = choose_recomputed(**numbers, **flags, budget=int(found[1]))
+    assert (config.rows, config.slab) == (16, 64)
 
 
 def test_kernels_are_asked_for_by_name() -> None:

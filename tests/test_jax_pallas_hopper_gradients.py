@@ -120,6 +120,33 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
 
 
+# The stretch's last tile has classes past its end, and past the head's.
+@pytest.mark.parametrize(
+    ("first", "vocab_axis"), [(37, 0), (128, 1), *(pytest.param(*more, marks=SLOW) for more in [(0, 0), (171, 0)])]
+)
+def test_d_weight_of_a_stretch(first: int, vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = Sizes(100, 100, 0, 192, 205, 384, vocab_axis)
+    e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
+    seen = 11  # by the stretch before
+    e = e.at[:, :seen].set(0)
+    found = d_weight(
+        e,
+        x,
+        0,
+        vocab=sizes.vocab,
+        classes=sizes.classes,
+        vocab_axis=vocab_axis,
+        old=sizes.head(old),
+        first_class=jnp.int32(first),
+        interpret=True,
+    )
+    found, own = sizes.head(found), np.arange(first + seen, first + sizes.classes)
+    close(found[own], float64(e)[: sizes.rows, seen : sizes.classes].T @ float64(x) + float64(old)[own])
+    others = np.setdiff1d(np.arange(sizes.vocab), own)
+    assert (found[others] == old[others]).all()
+
+
 # d_input.
 
 SMALL = Sizes(150, 170, 13, 192, 571, 600)
