@@ -161,7 +161,7 @@ def continue_texts(
         length=min(length, longest - width),
         key=jax.random.key(seed),
         sampling=sampling,
-        ends=(*vocabulary.ends, *vocabulary.format.ends) if chat else vocabulary.ends,
+        ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
     )
     return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
 

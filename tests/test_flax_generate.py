@@ -15,7 +15,7 @@ from random_decoder import SMALL, quick_compilation, random_decoder
 
 from flax_models import generate as program
 from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
-from flax_models.corpus import Document
+from flax_models.dialogue import Document, plain_prompt
 from flax_models.model import Decoder
 from flax_models.rope import RopeScaling
 from flax_models.sampling import Sampling, continue_prompts, draw
@@ -211,6 +211,20 @@ def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys
     assert capsys.readouterr().out == first
     assert program.main([*options, "--seed", "1"]) == 0
     assert capsys.readouterr().out != first
+
+
+@pytest.mark.parametrize("source", ["weights", "run"])
+def test_a_chat_prints_the_answers_alone(place, source, capsys):
+    options = [f"--{source}", str(place / source), "--temperature", "0", "--length", "3"]
+    options += ["--prompt", plain_prompt("ink"), "--prompt", plain_prompt("the")]
+    assert program.main(options) == 0
+    asked = capsys.readouterr().out
+    assert program.main([*options[:5], "--chat", "--prompt", "ink", "--prompt", "the"]) == 0
+    answers = capsys.readouterr().out.split("---\n")
+    assert answers[0]
+    assert [plain_prompt(word) + answer for word, answer in zip(("ink", "the"), answers, strict=False)] == asked.split(
+        "---\n"
+    )[:2]
 
 
 def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
