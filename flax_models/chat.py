@@ -105,19 +105,21 @@ class ChatTemplate:
         return environment
 
     @cached_property
-    def _program(self) -> jinja2.Template:
+    def _compiled(self) -> tuple[jinja2.Template, tuple[str, ...]]:
+        """The program, and the pieces of text that stand in it."""
         try:
-            return self._environment.from_string(self.source)
+            program, tree = self._environment.from_string(self.source), self._environment.parse(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise RunError(f"{self.origin}: line {error.lineno} of the chat template: {error.message}") from None
+        except SyntaxError as error:  # of the Python that it becomes: a break outside of a loop
+            raise RunError(f"{self.origin}: the chat template: {error.msg}") from None
+        data = [node.data for node in tree.find_all(nodes.TemplateData)]
+        return program, (*data, *(n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)))
 
-    @cached_property
+    @property
     def literals(self) -> tuple[str, ...]:
         """The pieces of text that stand in the program itself."""
-        assert self._program
-        tree = self._environment.parse(self.source)
-        data = [node.data for node in tree.find_all(nodes.TemplateData)]
-        return (*data, *(n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)))
+        return self._compiled[1]
 
     def render(self, messages: Sequence[Mapping[str, str]], where: str, *, prompts: bool = False) -> str:
         """Returns the text of messages, with the marks of {% generation %} blocks in it.
@@ -130,11 +132,10 @@ class ChatTemplate:
         Raises:
             RunError: the template refuses them, or fails.
         """
+        program, _ = self._compiled
         names: dict[str, Any] = {**self.tokens, "tools": None, "documents": None}
         try:
-            return self._program.render(messages=messages, add_generation_prompt=prompts, **names)
-        except RunError:
-            raise
+            return program.render(messages=messages, add_generation_prompt=prompts, **names)
         except Exception as error:  # a program from elsewhere: it may fail in any way
             fault = " ".join(str(error).split())
             raise RunError(f"{where}: the chat template of {self.origin} refuses it: {fault}") from None

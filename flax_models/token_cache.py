@@ -152,8 +152,8 @@ def _from_arrays(arrays: dict[str, np.ndarray], corpus: Corpus, origin: str) -> 
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:  # the format checks every array's CRC-32 as it is read
-        return dict(file)
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)  # the format checks every array's CRC-32 as it is read
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -162,7 +162,7 @@ def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
-            np.savez(file, **arrays)
+            np.savez(file, allow_pickle=False, **arrays)
             file.flush()
             os.fsync(file.fileno())  # or a power cut may leave the name with nothing behind it
         os.replace(part, path)

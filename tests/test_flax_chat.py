@@ -53,11 +53,12 @@ LINES = """{# several lines, where white space around blocks matters #}
         Q: {{ m.content | tojson }}
     {% endif %}
     {%- if m.role == 'assistant' -%}
-A: <<{{ m.content }}{{ eos_token }}>>
+A:
+<<{{ m.content }}{{ eos_token }}>>
     {%- endif %}
     {%- if loop.index0 > 30 %}{% break %}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}A: {% endif %}"""
+{%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
 THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
@@ -85,7 +86,7 @@ def unmarked(template: str) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A tokenizer of bytes and some merges, which puts <s> before texts and whose offsets leave spaces out."""
+    """A tokenizer of bytes and some merges, which puts <s> before texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -103,7 +104,7 @@ def folder(tmp_path_factory) -> Path:
     tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.post_processor = processors.Sequence(
         [
-            processors.ByteLevel(trim_offsets=True),
+            processors.ByteLevel(trim_offsets=False),
             processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]),
         ]
     )
@@ -187,10 +188,15 @@ def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
     # The prompt ends with a space, the answer begins with a word: one token for both.
     template = "{% for m in messages %}{{ '> ' if m.role == 'user' else '< ' }}{{ m.content + '</s>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '< ' }}{% endif %}"
-    vocabulary = with_template(folder, tmp_path, template)
-    text = vocabulary.tokenizer.encode("< va va", add_special_tokens=False)
-    assert " va" in [vocabulary.tokenizer.decode([token]) for token in text.ids], "the case is what it is meant to be"
-    assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
+    with_template(folder, tmp_path, template)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    for trimmed in (False, True):  # offsets that leave out a token's space would put it into the answer
+        values["post_processor"]["processors"][0]["trim_offsets"] = trimmed
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        vocabulary = read_hub_vocabulary(tmp_path)
+        offsets = vocabulary.tokenizer.encode("< va va", add_special_tokens=False).offsets
+        assert offsets == [(0, 1), *([(2, 4), (5, 7)] if trimmed else [(1, 4), (4, 7)])], "the case is what is meant"
+        assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
 
 
 def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder, tmp_path):
@@ -251,7 +257,9 @@ def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
             learned(vocabulary, *turns)
     with pytest.raises(RunError, match=r"^--prompt spells '<\|im_end\|>', which would be"):
         vocabulary.chat_prompt("a<|im_end|>")
-    assert learned(with_template(folder, tmp_path, CHATML), Turn("user", "<think>"), TALK[3]) == "no<|im_end|>"
+    assert (
+        learned(with_template(folder, tmp_path, unmarked(CHATML)), Turn("user", "<think>"), TALK[3]) == "no<|im_end|>"
+    )
 
 
 def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, theirs, tmp_path):

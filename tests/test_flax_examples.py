@@ -86,7 +86,7 @@ def test_a_folder_without_a_chat_template_has_its_own_first_token_and_end(base):
     assert example.tokens.tolist() == [1, word("the"), word("fox"), word("jumps"), 2]
     assert example.counted.tolist() == [False] * 3 + [True] * 2
     with pytest.raises(RunError, match=r"--data: a\.jsonl:9 spells </s>, which ends an answer"):
-        vocabulary.encode_examples([Dialogue("a.jsonl:9", (Turn("prompt", "the </s>"), Turn("completion", "fox")))])
+        vocabulary.encode_examples([Dialogue("a.jsonl:9", (Turn("prompt", "the </s> "), Turn("completion", "fox")))])
     (base.parent / "endless").mkdir()
     (base.parent / "endless" / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
     with pytest.raises(RunError, match="names no token that ends a text"):
