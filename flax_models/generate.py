@@ -2,6 +2,7 @@
 
     python -m flax_models.generate --weights Llama-3.2-1B --dtype bfloat16 --prompt "Once upon" --prompt "The sea"
     python -m flax_models.generate --run runs/tiny --prompt "def main():"
+    python -m flax_models.generate --run runs/Llama-3.2-1B --chat --prompt "Which colour is snow?"
 
 `continue_prompts` of `flax_models.sampling` draws, with a cache. `generate`, below, serves the sample at the end of a
 training run: it has no cache, and goes on past the model's max_seq_len.
@@ -131,7 +132,9 @@ def read_weights(folder: Path, dtype: str) -> Source:
     return Source(load(folder, dtype=dtype, param_dtype=dtype), vocabulary)
 
 
-def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling) -> list[str]:
+def continue_texts(
+    source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling, chat: bool = False
+) -> list[str]:
     """Returns every text's continuation, without the text.
 
     Args:
@@ -140,11 +143,13 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         length: most tokens for each; fewer where the model's max_seq_len ends.
         seed: of what is drawn.
         sampling: how.
+        chat: each text is a user's turn, and its continuation the answer: in the chat template, as examples are.
 
     Raises:
-        RunError: a text leaves no room for a token, or has no token at all.
+        RunError: a text leaves no room for a token, has no token at all, or is refused by the chat template.
     """
-    prompts = [source.vocabulary.prompt(text) for text in texts]
+    vocabulary = source.vocabulary
+    prompts = [vocabulary.chat_prompt(text) if chat else vocabulary.prompt(text) for text in texts]
     width, longest = max(map(len, prompts)), source.model.config.max_seq_len
     if not all(prompts):
         raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
@@ -156,9 +161,9 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         length=min(length, longest - width),
         key=jax.random.key(seed),
         sampling=sampling,
-        ends=source.vocabulary.ends,
+        ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
     )
-    return [decoded_after(source.vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
+    return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
 
 
 def decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
@@ -174,6 +179,9 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--weights", type=Path, help="Hugging Face folder: safetensors, config.json, tokenizer.json")
     where.add_argument("--run", type=Path, help="folder of a run of flax_models.train")
     options.add_argument("--prompt", action="append", required=True, help="text to continue; may be given many times")
+    options.add_argument(
+        "--chat", action="store_true", help="prompts are a user's turns, put through the chat template; print answers"
+    )
     options.add_argument("--length", type=int, default=128, help="most tokens to draw for each prompt (128)")
     options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     options.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest tokens, 0: all (40)")
@@ -201,12 +209,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source = Source(run.model, run.vocabulary)
         else:
             source = read_weights(options.weights, options.dtype)
-        texts = continue_texts(source, options.prompt, length=options.length, seed=options.seed, sampling=sampling)
+        texts = continue_texts(
+            source,
+            options.prompt,
+            length=options.length,
+            seed=options.seed,
+            sampling=sampling,
+            chat=options.chat,
+        )
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for prompt, text in zip(options.prompt, texts, strict=True):
-        print(prompt + text)
+        print(text if options.chat else prompt + text)
         if len(texts) > 1:
             print("---")
     return 0

@@ -37,8 +37,10 @@ from flax_models.batches import Batch, BatchSampler, Places, held_out_windows
 from flax_models.checkpoint import Checkpoints, steps_in
 from flax_models.config import RunConfig, TrainConfig
 from flax_models.corpus import Corpus, load_corpus
+from flax_models.dialogue import Dialogue
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
+from flax_models.examples import Example
 from flax_models.generate import decoded_after, generate
 from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
@@ -48,6 +50,7 @@ from flax_models.plot import plot_losses
 from flax_models.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
 from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder, read_record
 from flax_models.step import Trainer, TrainState
+from flax_models.token_cache import describe_tokens, findings, read_or_encode
 from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
 from flax_models.weights import load
 from jax_pallas.linear_ce import explain
@@ -61,8 +64,8 @@ class Text(NamedTuple):
 
     corpus: Corpus
     vocabulary: Vocabulary
-    stream: np.ndarray  # (n,) int32, to train on
-    held_out: np.ndarray  # (m,) int32
+    train: np.ndarray | list[Example]  # (n,) int32
+    held_out: np.ndarray | list[Example]  # (m,) int32
 
 
 def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
@@ -87,9 +90,12 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         text = _read_text(config, resumed, display)
         model_config, train_config = text.vocabulary.fit(config.model), config.train
         length = model_config.max_seq_len
-        sampler = BatchSampler(text.stream, train_config.batch_size, length, config.seed)
-        windows = held_out_windows(text.held_out, length, train_config.held_out_windows)
-        judged = baselines(text.stream, windows.tokens.ravel(), windows.targets.ravel(), model_config.vocab_size)
+        stream, held_out = text.train, text.held_out
+        assert isinstance(stream, np.ndarray)
+        assert isinstance(held_out, np.ndarray)
+        sampler = BatchSampler(stream, train_config.batch_size, length, config.seed)
+        windows = held_out_windows(held_out, length, train_config.held_out_windows)
+        judged = baselines(stream, windows.tokens.ravel(), windows.targets.ravel(), model_config.vocab_size)
 
         from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
         model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
@@ -100,7 +106,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         display.fact(
             "training",
             f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = {tokens:,} tokens, "
-            f"{train_config.steps * tokens / len(text.stream):.2f} passes over the text",
+            f"{train_config.steps * tokens / len(stream):.2f} passes over the text",
         )
 
         if not resumed:
@@ -115,7 +121,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         state = jax.device_put(state, jax.devices()[0])  # as a restored one is: both take the same compiled step
         del trainer.initial  # as the model above
         start = int(state.step)
-        places = Places(text.stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
+        places = Places(stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
         parts = RunParts(
             trainer=trainer,
             sampler=sampler,
@@ -180,9 +186,14 @@ def _read_text(config: RunConfig, resumed: Path | None, display: Display) -> Tex
         tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)
         vocabulary = made_from_text(tokenizer)
     display.fact("tokenizer", f"{vocabulary.tokenizer.get_vocab_size():,} entries, {origin}")
-    stream, held_out = vocabulary.encode(corpus.train), vocabulary.encode(corpus.held_out)
-    display.fact("tokens", f"{len(stream):,} to train on, {len(held_out):,} held out")
-    return Text(corpus, vocabulary, stream, held_out)
+    if isinstance(corpus.train[0], Dialogue):
+        display.fact("format", vocabulary.format.name)
+    tokens = read_or_encode(corpus, vocabulary, own_tokenizer.cache_folder(), display)
+    sizes = f"{describe_tokens(tokens.train)} to train on, {describe_tokens(tokens.held_out)} held out"
+    display.fact("tokens", f"{sizes}, {tokens.origin}")
+    for line in findings(tokens, corpus, vocabulary.ends):
+        display.fact("warning", line)
+    return Text(corpus, vocabulary, tokens.train, tokens.held_out)
 
 
 def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
@@ -196,9 +207,11 @@ def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
 def _describe_corpus(corpus: Corpus) -> str:
     size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out))
     skipped = f", {corpus.skipped} not UTF-8 left out" if corpus.skipped else ""
+    notes = "".join(f", {note}" for note in corpus.notes)
+    what = "dialogues" if isinstance(corpus.train[0], Dialogue) else "texts"
     return (
-        f"{corpus.source}: {len(corpus.train)} texts and {len(corpus.held_out)} held out, {size:,} characters"
-        f"{skipped}, sha256 {corpus.sha256[:16]}"
+        f"{corpus.source}: {len(corpus.train)} {what} and {len(corpus.held_out)} held out, {size:,} characters"
+        f"{skipped}{notes}, sha256 {corpus.sha256[:16]}"
     )
 
 
