@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 else:  # at run time the names that there are, for the command line and for config.json
     ConfigName = Literal["tiny", "micro", *PUBLISHED]
 
+Packing = Literal["windows", "best_fit", "none"]
+
 # May differ between a run and its continuation: they change what is seen, never what is learned. The text may have
 # moved: its hash says whether it is the same.
 FREE_ON_RESUME = frozenset({"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile"})
@@ -32,7 +34,12 @@ class TrainConfig:
     steps: int = 2000
     """Optimiser steps of the whole run."""
     batch_size: int = 2
-    """Sequences a step; each is --max-seq-len tokens long."""
+    """Rows a step; each is --max-seq-len tokens long."""
+    batch_tokens: int | None = None
+    """Tokens a step, padding among them, in place of --batch-size: as many rows of --max-seq-len as they fill."""
+    packing: Packing | None = None
+    """How rows are filled: windows of all texts on end; best_fit, whole dialogues or texts that do not see each other;
+    none, one of these a row. Without a name: windows for texts, best_fit for dialogues."""
     accumulate: int = 1
     """Micro-batches that a step's sequences are worked through in, one after another: less memory, the same step."""
     learning_rate: float = 2e-3
@@ -78,8 +85,26 @@ class TrainConfig:
                 raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"--label-smoothing must lie in [0, 1], got {self.label_smoothing}")
-        if self.batch_size % self.accumulate:
+        if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(f"--accumulate must divide --batch-size {self.batch_size}, got {self.accumulate}")
+
+    def with_rows(self, length: int) -> "TrainConfig":
+        """Returns the config with the rows a step that --batch-tokens fill, of rows of `length` tokens.
+
+        Raises:
+            RunError: they fill none, or --accumulate does not divide them.
+        """
+        if self.batch_tokens is None:
+            return self
+        rows = self.batch_tokens // length
+        if rows < 1:
+            raise RunError(f"--batch-tokens must be at least --max-seq-len {length}, got {self.batch_tokens}")
+        if rows % self.accumulate:
+            raise RunError(
+                f"--accumulate must divide the {rows} rows of {length} tokens that --batch-tokens fill, "
+                f"got {self.accumulate}"
+            )
+        return dataclasses.replace(self, batch_size=rows, batch_tokens=None)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def generate(
     key: jax.Array,
     temperature: float = 0.8,
     top_k: int = 40,
-    end: int | None = None,
+    ends: Sequence[int] = (),
 ) -> list[int]:
     """Draws a continuation of a prompt, each token from softmax(logits / temperature) over the top_k largest logits.
 
@@ -70,7 +70,7 @@ def generate(
         key: of jax.random.
         temperature: > 0; small values keep to the likeliest tokens.
         top_k: >= 1; 1 takes the likeliest token every time.
-        end: token that ends the text; it is not returned.
+        ends: tokens that end the text; none of them is returned.
 
     Returns:
         The tokens drawn, without the prompt.
@@ -104,7 +104,7 @@ def generate(
         window[0, : len(seen)] = seen
         last = jnp.asarray(len(seen) - 1)
         token = int(_next_token(graph, params, window, last, step_key, jnp.asarray(temperature), top_k))
-        if token == end:
+        if token in ends:
             break
         tokens.append(token)
     return tokens[len(prompt) :]

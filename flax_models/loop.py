@@ -12,13 +12,13 @@ which a part never had a gradient, end the run instead.
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from flax_models.accounting import describe_flops
-from flax_models.batches import Batch
+from flax_models.batches import Batch, Sampler
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import TrainConfig
 from flax_models.display import Display
@@ -34,17 +34,6 @@ class Cost(NamedTuple):
 
     flops_per_token: float
     peak: float | None  # flops/s, None where it is not known
-
-
-class Sampler(Protocol):
-    """What batches come from: `BatchSampler` and `PackedSampler`."""
-
-    starts: np.ndarray  # where the latest batch came from
-    tokens: int  # in the latest batch, without padding
-
-    def next(self) -> Batch: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class RunParts(NamedTuple):

@@ -10,10 +10,10 @@ import pytest
 from hub_models import write_tokenizer
 from rich.console import Console
 
-import flax_models.train as program
 from flax_models import token_cache
 from flax_models.config import CONFIGS, RunConfig
 from flax_models.corpus import Corpus, load_corpus
+from flax_models.data import Text, read_text
 from flax_models.dialogue import Dialogue, Document, Turn
 from flax_models.display import Display
 from flax_models.errors import RunError
@@ -232,9 +232,9 @@ def test_progress_is_told_where_it_takes_long(monkeypatch):
 # What a run says of them
 
 
-def read(config: RunConfig) -> tuple[program.Text, str]:
+def read(config: RunConfig) -> tuple[Text, str]:
     shown, out = display()
-    return program._read_text(config, None, shown), out.getvalue()
+    return read_text(config, None, shown), out.getvalue()
 
 
 def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):

@@ -276,7 +276,7 @@ def test_generation_repeats_with_its_key_and_ends_at_the_end_token():
         generate(model, [1], length=8, key=jax.random.key(seed), temperature=5.0) for seed in (0, 0, 1)
     )
     assert first == again != other
-    ended = generate(model, [1], length=8, key=jax.random.key(0), temperature=5.0, end=first[2])
+    ended = generate(model, [1], length=8, key=jax.random.key(0), temperature=5.0, ends=[first[2]])
     assert ended == first[: first.index(first[2])]
 
 
