@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flax_models import tokenizer as own
-from flax_models.chat import DATE, ChatFormat, ChatTemplate, read_chat_template
+from flax_models.chat import ChatFormat
+from flax_models.chat_template import DATE, ChatTemplate, read_chat_template
 from flax_models.dialogue import Dialogue, Document
 from flax_models.errors import RunError
 from flax_models.examples import Example, PlainFormat

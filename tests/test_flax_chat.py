@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hub_models import import_transformers
 
-from flax_models.chat import DATE, read_chat_template
+from flax_models.chat_template import DATE, read_chat_template
 from flax_models.dialogue import Dialogue, Turn
 from flax_models.errors import RunError
 from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
@@ -59,6 +59,11 @@ A:
     {%- if loop.index0 > 30 %}{% break %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
+PHI = (  # writes a token at the end of all that does not ask for an answer
+    "{% for m in messages %}{{ '<|head|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "<<{{ m.content + '<|eot|>' }}>>{% else %}{{ m.content + '<|eot|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
 THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
@@ -67,7 +72,7 @@ THINKING = (  # takes the reasoning out of all answers but the last, and puts an
     "{% else %}{{ parts[-1].lstrip('\\n') }}{% endif %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "lines": LINES}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "phi": PHI, "lines": LINES}
 
 QUESTION, ANSWER = (
     Turn("user", "Grüße an 👩‍👩‍👧 aus 日本?\r\n\r\nJa: <b>"),
@@ -179,6 +184,12 @@ def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_pat
         vocabulary = with_template(folder, tmp_path, unmarked(TEMPLATES[name]))
         assert learned(vocabulary, *TALK[:2]) == answer + end
         assert vocabulary.format.ends == (vocabulary.tokenizer.token_to_id(end),)
+    closed = (
+        BARE.replace(": ", ":\\n") + "{% if add_generation_prompt %}assistant:\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    closing = with_template(folder, tmp_path, unmarked(closed))
+    assert learned(closing, *TALK) == f"{ANSWER.content}\nno\n</s>", "the end of all, where it is the only one"
+    assert closing.format.ends == (closing.end,)
     bare = with_template(folder, tmp_path, unmarked(BARE))
     assert learned(bare, *TALK[2:]) == "assistant: no\n", "without a prompt or an end all that the answer adds"
     assert bare.format.ends == ()
