@@ -83,11 +83,11 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             raise RunError(f"--data: cannot read {path}: {error.strerror}") from None
         suffix = path.suffix.lower()
         if suffix == ".jsonl" or (required and suffix == ".json"):
-            records = read_records(path, text, name)
-            documents += records.texts
-            dialogues += records.dialogues
-            unread += records.unread
-            empty += records.empty
+            found = read_records(path, text, name)
+            documents += found.texts
+            dialogues += found.dialogues
+            unread += found.unread
+            empty += found.empty
         elif text.strip() and "\0" not in text:
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"
