@@ -127,9 +127,8 @@ def _encode(corpus: Corpus, vocabulary: Vocabulary, display: Display) -> dict[st
             def progress(done: int, before: int = before) -> None:
                 show(before + done)
 
-            dialogues = [record for record in records if isinstance(record, Dialogue)]
-            if dialogues:
-                packed = pack(vocabulary.encode_examples(dialogues, progress))
+            if isinstance(records[0], Dialogue):
+                packed = pack(vocabulary.encode_examples(records, progress))
                 arrays |= {f"{part}_{name}": array for name, array in packed.items()}
             else:
                 arrays[f"{part}_tokens"] = vocabulary.encode(records, progress)
