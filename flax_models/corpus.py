@@ -81,12 +81,13 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             continue
         except OSError as error:
             raise RunError(f"--data: cannot read {path}: {error.strerror}") from None
-        if path.suffix == ".jsonl" or (required and path.suffix == ".json"):
-            records = read_records(path, text, name)
-            documents += records.texts
-            dialogues += records.dialogues
-            unread += records.unread
-            empty += records.empty
+        suffix = path.suffix.lower()
+        if suffix == ".jsonl" or (required and suffix == ".json"):
+            found = read_records(path, text, name)
+            documents += found.texts
+            dialogues += found.dialogues
+            unread += found.unread
+            empty += found.empty
         elif text.strip() and "\0" not in text:
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"
@@ -118,9 +119,9 @@ def _sha256(records: Sequence[Document | Dialogue]) -> str:
 def _notes(unread: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
     notes = []
     if unread:
-        most = [name for name, _ in unread.most_common(4)]
-        rest = f" and {len(unread) - 4} more" if len(unread) > 4 else ""
-        notes.append(f"fields not read: {', '.join(most)}{rest}")
+        names = sorted(unread, key=lambda name: (-unread[name], name))
+        rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        notes.append(f"fields not read: {', '.join(names[:4])}{rest}")
     if empty:
         notes.append(f"{empty:,} empty left out")
     if repeated:

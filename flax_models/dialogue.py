@@ -16,6 +16,8 @@ Where a model has no chat template, a dialogue is written like this, and an answ
 
 System and input stand there if the record has them; a chat's user turns are instructions and its assistant turns
 responses. A prompt with its completion has no headings: the one follows the other as they stand.
+
+Source: Taori et al., "Stanford Alpaca", for the headings; the sentence that it puts before them is left out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -84,7 +84,7 @@ def read_records(path: Path, text: str, name: str) -> Records:
 
 def _objects(path: Path, text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yields (number, place for errors, object) of each record."""
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         values = _parsed(text, str(path))
         if not isinstance(values, list):
             raise RunError(f"--data: {path} must hold a list of objects, got {_type(values)}")

@@ -72,9 +72,7 @@ def describe_tokens(tokens: np.ndarray | list[Example]) -> str:
     """Returns in words how many tokens there are, and how many of examples are learned."""
     if isinstance(tokens, np.ndarray):
         return f"{len(tokens):,}"
-    learned, total = (
-        sum(sizes) for sizes in zip(*((int(e.counted.sum()), len(e.tokens)) for e in tokens), strict=True)
-    )
+    learned, total = sum(int(e.counted.sum()) for e in tokens), sum(len(e.tokens) for e in tokens)
     return f"{total:,} in {len(tokens):,} examples ({100 * learned / total:.3g}% of them learned)"
 
 
@@ -129,9 +127,8 @@ def _encode(corpus: Corpus, vocabulary: Vocabulary, display: Display) -> dict[st
             def progress(done: int, before: int = before) -> None:
                 show(before + done)
 
-            dialogues = [record for record in records if isinstance(record, Dialogue)]
-            if dialogues:
-                packed = pack(vocabulary.encode_examples(dialogues, progress))
+            if isinstance(records[0], Dialogue):
+                packed = pack(vocabulary.encode_examples(records, progress))
                 arrays |= {f"{part}_{name}": array for name, array in packed.items()}
             else:
                 arrays[f"{part}_tokens"] = vocabulary.encode(records, progress)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flax_models import tokenizer as own
-from flax_models.chat import DATE, ChatFormat, ChatTemplate, read_chat_template
+from flax_models.chat import ChatFormat
+from flax_models.chat_template import DATE, ChatTemplate, read_chat_template
 from flax_models.dialogue import Dialogue, Document
 from flax_models.errors import RunError
 from flax_models.examples import Example, PlainFormat
@@ -72,7 +73,7 @@ class Vocabulary:
             self.tokenizer.encode_special_tokens = False
 
     def encode_examples(
-        self, dialogues: Sequence[Dialogue], progress: Callable[[int], None] | None = None
+        self, dialogues: Sequence[Document | Dialogue], progress: Callable[[int], None] | None = None
     ) -> list[Example]:
         """Returns the dialogues' tokens, those marked that are learned: the answers and what ends them.
 
@@ -83,14 +84,17 @@ class Vocabulary:
             progress: called with the number of dialogues done, every now and then.
 
         Raises:
-            RunError: the template refuses a dialogue, or an answer cannot be told from the rest of the text, or a
-                turn spells a token that steers dialogues; names the record.
+            RunError: one of them is a text, or the template refuses a dialogue, or an answer cannot be told from the
+                rest, or a turn spells a token that steers dialogues; names the record.
 
         Example:
             >>> vocabulary = read_hub_vocabulary(Path("Llama-3.2-1B-Instruct"))  # doctest: +SKIP
             >>> vocabulary.encode_examples(load_corpus([Path("alpaca.jsonl")]).train)  # doctest: +SKIP
         """
-        return self.format.encode(dialogues, progress)
+        found = [record for record in dialogues if isinstance(record, Dialogue)]
+        if len(found) < len(dialogues):
+            raise RunError("--data: texts were given where dialogues with answers to learn are wanted")
+        return self.format.encode(found, progress)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from hub_models import import_transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from flax_models.chat import DATE, read_chat_template
+from flax_models.chat_template import DATE, read_chat_template
 from flax_models.dialogue import Dialogue, Turn
 from flax_models.errors import RunError
 from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
@@ -59,6 +62,11 @@ A:
     {%- if loop.index0 > 30 %}{% break %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
+PHI = (  # writes a token at the end of all that does not ask for an answer
+    "{% for m in messages %}{{ '<|head|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "<<{{ m.content + '<|eot|>' }}>>{% else %}{{ m.content + '<|eot|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
 THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
@@ -67,7 +75,7 @@ THINKING = (  # takes the reasoning out of all answers but the last, and puts an
     "{% else %}{{ parts[-1].lstrip('\\n') }}{% endif %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "lines": LINES}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "phi": PHI, "lines": LINES}
 
 QUESTION, ANSWER = (
     Turn("user", "Grüße an 👩‍👩‍👧 aus 日本?\r\n\r\nJa: <b>"),
@@ -84,41 +92,58 @@ def unmarked(template: str) -> str:
     return template.replace("<<", "").replace(">>", "")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A tokenizer of bytes and some merges, which puts <s> before texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+TEXT = "Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n" * 3
 
+
+def of_bytes() -> Tokenizer:
+    """Bytes and some merges, as Llama 3's and Qwen's; puts <s> before texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        ["Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n" * 3],
-        trainers.BpeTrainer(
-            vocab_size=330,
-            special_tokens=SPECIAL,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
+    tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.add_tokens(["<think>", "</think>"])
-    tokenizer.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=False),
-            processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]),
-        ]
-    )
-    path = tmp_path_factory.mktemp("hub")
-    transformers = import_transformers()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
-    ).save_pretrained(path)
-    return path
+    start = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), start])
+    return tokenizer
+
+
+def of_pieces() -> Tokenizer:
+    """Pieces with a mark for spaces, one put before each text, and bytes for the rest, as Llama 2's and Phi-3's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    values = json.loads(tokenizer.to_str())
+    entries = values["model"]["vocab"]
+    entries |= {f"<0x{byte:02X}>": len(entries) + byte for byte in range(256)}
+    values["model"] |= {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    return Tokenizer.from_str(json.dumps(values))
 
 
 @pytest.fixture(scope="module")
-def theirs(folder) -> Any:
-    return import_transformers().AutoTokenizer.from_pretrained(folder)
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The folders of both tokenizers."""
+    found = {}
+    for name, tokenizer in (("bytes", of_bytes()), ("pieces", of_pieces())):
+        found[name] = tmp_path_factory.mktemp(name)
+        import_transformers().PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        ).save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(folders) -> Path:
+    return folders["bytes"]
+
+
+@pytest.fixture(scope="module")
+def plain_chat(folder, tmp_path_factory) -> Vocabulary:
+    return with_template(folder, tmp_path_factory.mktemp("plain"), unmarked(CHATML))
 
 
 def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vocabulary:
@@ -143,10 +168,12 @@ def expected(theirs: Any, template: str, messages: Sequence[dict[str, str]]) -> 
     return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
 
 
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
 @pytest.mark.parametrize("ours", [unmarked, marked], ids=["found", "marked"])
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_tokens_and_marks_are_those_of_transformers(folder, theirs, tmp_path, name, ours):
-    vocabulary = with_template(folder, tmp_path / "hub", ours(TEMPLATES[name]))
+def test_tokens_and_marks_are_those_of_transformers(folders, tmp_path, name, ours, kind):
+    theirs = import_transformers().AutoTokenizer.from_pretrained(folders[kind])
+    vocabulary = with_template(folders[kind], tmp_path / "hub", ours(TEMPLATES[name]))
     talks = [TALK, TALK[:2], (Turn("instruction", "add"), Turn("input", "1, 2"), Turn("output", "3"))]
     if name in ("chatml", "llama3"):
         talks += [
@@ -179,9 +206,20 @@ def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_pat
         vocabulary = with_template(folder, tmp_path, unmarked(TEMPLATES[name]))
         assert learned(vocabulary, *TALK[:2]) == answer + end
         assert vocabulary.format.ends == (vocabulary.tokenizer.token_to_id(end),)
+    closed = (
+        BARE.replace(": ", ":\\n") + "{% if add_generation_prompt %}assistant:\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    closing = with_template(folder, tmp_path, unmarked(closed))
+    assert learned(closing, *TALK) == f"{ANSWER.content}\nno\n</s>", "the end of all, where it is the only one"
+    assert closing.format.ends == (closing.end,)
     bare = with_template(folder, tmp_path, unmarked(BARE))
     assert learned(bare, *TALK[2:]) == "assistant: no\n", "without a prompt or an end all that the answer adds"
     assert bare.format.ends == ()
+
+
+@given(question=st.text(), answer=st.text(min_size=1))
+def test_any_answer_is_learned_to_its_last_byte(plain_chat, question, answer):
+    assert learned(plain_chat, Turn("user", question), Turn("assistant", answer)) == answer + "<|im_end|>"
 
 
 def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
@@ -262,7 +300,7 @@ def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
     )
 
 
-def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, theirs, tmp_path):
+def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, marked(CHATML))
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in values["added_tokens"]:

@@ -93,9 +93,11 @@ def test_a_folder_without_a_chat_template_has_its_own_first_token_and_end(base):
         read_hub_vocabulary(base.parent / "endless").encode_examples([PAIR])
 
 
-def test_dialogues_are_not_taken_for_texts(vocabulary):
+def test_dialogues_are_not_taken_for_texts_or_texts_for_dialogues(vocabulary):
     with pytest.raises(RunError, match="--data: dialogues with answers to learn were given where texts are wanted"):
         vocabulary.encode([PAIR])
+    with pytest.raises(RunError, match="--data: texts were given where dialogues with answers to learn are wanted"):
+        vocabulary.encode_examples([Document("a", "text")])
 
 
 # Fitting
