@@ -42,8 +42,9 @@ from flax_models.errors import RunError, Stopped
 from flax_models.generate import decoded_after, generate
 from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
+from flax_models.lora import adapt, adapted_shapes
 from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
+from flax_models.model import Decoder, ModelConfig
 from flax_models.plot import plot_losses
 from flax_models.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
 from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder, read_record
@@ -92,8 +93,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         judged = baselines(text.stream, windows.tokens.ravel(), windows.targets.ravel(), model_config.vocab_size)
 
         from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
-        model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
-        trainer = Trainer(model, train_config)
+        model = adapted_shapes(model_config, config.lora) if from_checkpoint else _first_model(config, model_config)
+        trainer = Trainer(model, train_config, config.lora)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
         cost = _describe_costs(trainer, model_config, train_config, attention, display)
         tokens = train_config.batch_size * length
@@ -139,10 +140,11 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         if config.profile:
             _report_times(parts, train_config.steps - start, trained)
 
-        loss = trainer.held_out_loss(state.params, windows)
+        learned = trainer.evaluated(state)
+        loss = trainer.held_out_loss(learned, windows)
         _report(loss, judged, windows, display)
         display.say()
-        display.say(_sample(trainer.model(state.params), text.vocabulary, config))
+        display.say(_sample(trainer.model(learned), text.vocabulary, config))
         seconds = time.monotonic() - began
         result = {
             "held_out_loss": loss,
@@ -186,11 +188,15 @@ def _read_text(config: RunConfig, resumed: Path | None, display: Display) -> Tex
 
 
 def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
-    """Returns the model that a run begins with: random, or the folder's of --weights."""
+    """Returns the model that a run begins with: random, or the folder's of --weights, with its adapters if any."""
+    rngs = nnx.Rngs(config.seed)
     if config.weights is None:
-        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
-    check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
-    return load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+        model = Decoder(model_config, rngs=rngs)
+    else:
+        check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
+        model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+    adapt(model, config.lora, rngs)
+    return model
 
 
 def _describe_corpus(corpus: Corpus) -> str:
