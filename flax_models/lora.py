@@ -86,7 +86,7 @@ class AdaptedLinear(nnx.Module):
         if self.dora:
             added = jnp.matmul(a, b, preferred_element_type=jnp.float32)
             lengths = jax.lax.stop_gradient(_lengths(kernel.astype(jnp.float32) + self.scale * added))
-            y = y * (self.lora_magnitude[...].astype(jnp.float32) / lengths).astype(self.dtype)
+            y = (y.astype(jnp.float32) * (self.lora_magnitude[...].astype(jnp.float32) / lengths)).astype(self.dtype)
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y
 
     def merged(self) -> jax.Array:

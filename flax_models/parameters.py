@@ -54,7 +54,7 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
 def names_that_train(names: Sequence[str], freeze: Sequence[str], unfreeze: Sequence[str]) -> frozenset[str]:
     """Returns the names of the parameters that train.
 
-    Without adapters all of them do, with adapters those and what `unfreeze` names; what `freeze` names does not.
+    Without adapters all do but what `freeze` names, with adapters none but those and what `unfreeze` names.
 
     Args:
         names: of all parameters.
@@ -62,15 +62,18 @@ def names_that_train(names: Sequence[str], freeze: Sequence[str], unfreeze: Sequ
         unfreeze: patterns of `is_named`.
 
     Raises:
-        RunError: no parameter is what a pattern says, or nothing is left to train.
+        RunError: no parameter is what a pattern says, nothing is left to train, or adapters are to be frozen.
     """
+    adapted = any(is_adapter(name) for name in names)
+    if adapted and freeze:
+        raise RunError(f"--freeze is for a run without adapters, which freeze all else: got {' '.join(freeze)}")
     for option, patterns in (("--freeze", freeze), ("--unfreeze", unfreeze)):
         for pattern in patterns:
             if not any(is_named(name, [pattern]) for name in names):
                 raise RunError(f"{option}: no parameter is named {pattern}; there are {', '.join(names)}")
-    adapted = any(is_adapter(name) for name in names)
-    asked = [name for name in names if not adapted or is_adapter(name) or is_named(name, unfreeze)]
-    left = frozenset(name for name in asked if not is_named(name, freeze))
+    if adapted:
+        return frozenset(name for name in names if is_adapter(name) or is_named(name, unfreeze))
+    left = frozenset(name for name in names if not is_named(name, freeze))
     if not left:
         raise RunError(f"--freeze leaves nothing to train: got {' '.join(freeze)}")
     return left

@@ -230,7 +230,7 @@ def _describe_costs(
     display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
-    head: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype)
+    head: Any = nnx.eval_shape(lambda model: model.head_weight(), trainer.model(trainer.initial.params))
     chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
     if device.platform == "gpu":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flax_models.checkpoint import Checkpoints
+from flax_models.config import RunConfig
 from flax_models.errors import RunError
 from flax_models.hub_config import read_config
 from flax_models.lora import adapted_shapes
@@ -15,11 +16,12 @@ from flax_models.vocabulary import HUB, Vocabulary, read_run_vocabulary
 
 
 class TrainedRun(NamedTuple):
-    """The model of a run's latest checkpoint, and the run's vocabulary."""
+    """The model of a run's latest checkpoint, with its adapters if it has any, and what else belongs to the run."""
 
     model: Decoder
     vocabulary: Vocabulary
     step: int
+    config: RunConfig
 
 
 def read_run(folder: Path) -> TrainedRun:
@@ -48,4 +50,4 @@ def read_run(folder: Path) -> TrainedRun:
         state, _ = checkpoints.restore(trainer.initial)
     finally:
         checkpoints.close()
-    return TrainedRun(trainer.model(trainer.evaluated(state)), vocabulary, int(state.step))
+    return TrainedRun(trainer.model(trainer.evaluated(state)), vocabulary, int(state.step), config)
