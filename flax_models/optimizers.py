@@ -65,7 +65,7 @@ def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientT
     being M with its singular values brought near 1 by five Newton-Schulz steps. So scaled, an update is as large as
     AdamW's, and one learning rate and one weight decay serve both. Embedding, head, norms and biases go by adamw.
 
-    schedule_free_adamw: AdamW without a first moment moves z, from gradients at y = (1 - beta1) * z + beta1 * x, where x
+    schedule_free_adamw: AdamW without a first moment moves z, by gradients at y = (1 - beta1) * z + beta1 * x, where x
     is the average of z, weighted by squared learning rates. Steps hold y; `averaged` gives x, which is to be judged.
 
     adafactor: each matrix of at least 128 x 128 has row and column sums for its squared gradients, others all of them,
@@ -77,9 +77,9 @@ def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientT
         config: names it, and gives its numbers.
         b_ratio: learning rate of the adapters' B over that of everything else.
 
-    Source: Loshchilov and Hutter, "Decoupled weight decay regularization"; Jordan et al., "Muon: an optimizer for hidden
-    layers in neural networks"; Liu et al., "Muon is scalable for LLM training", section 2.2; Defazio et al., "The road
-    less scheduled", section 2; Shazeer and Stern, "Adafactor", algorithm 4; Hayou et al., "LoRA+", section 4.
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization"; Jordan et al., "Muon: an optimizer for
+    hidden layers in neural networks"; Liu et al., "Muon is scalable for LLM training", section 2.2; Defazio et al.,
+    "The road less scheduled", section 2; Shazeer and Stern, "Adafactor", algorithm 4; Hayou et al., "LoRA+", section 4.
     """
     rate = learning_rate_schedule(config)
     adamw = optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=config.weight_decay, mask=_matrices)
@@ -104,9 +104,7 @@ def _two(
     """Returns what treats some arrays, chosen by path and array, in one way and all others in another."""
 
     def labels(params: optax.Params) -> optax.Params:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: "chosen" if chooses(path, leaf) else "other", params
-        )
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: "chosen" if chooses(path, leaf) else "other", params)
 
     return optax.partition({"chosen": chosen, "other": other}, labels)
 
