@@ -24,6 +24,7 @@ s = 2 are the field's habit (Biderman et al., "LoRA learns less and forgets less
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -91,14 +92,24 @@ class AdaptedLinear(nnx.Module):
 
     def merged(self) -> jax.Array:
         """Returns the kernels (L, in, out), float32, that alone do what kernels and adapters do together."""
+        magnitude = self.lora_magnitude[...] if self.dora else None
+        return _merged(self.kernel[...], self.lora_a[...], self.lora_b[...], magnitude, self.scale)
 
-        def layer(arrays: tuple[jax.Array, ...]) -> jax.Array:
-            kernel, a, b, *magnitude = (array.astype(jnp.float32) for array in arrays)
-            whole = kernel + self.scale * jnp.matmul(a, b, precision="highest")
-            return whole * (magnitude[0] / _lengths(whole)) if magnitude else whole
 
-        magnitude = [self.lora_magnitude[...]] if self.dora else []
-        return jax.lax.map(layer, (self.kernel[...], self.lora_a[...], self.lora_b[...], *magnitude))
+@partial(jax.jit, static_argnames="scale")
+def _merged(
+    kernel: jax.Array,  # (L, in, out)
+    a: jax.Array,  # (L, in, R)
+    b: jax.Array,  # (L, R, out)
+    magnitude: jax.Array | None,  # (L, out)
+    scale: float,
+) -> jax.Array:
+    def layer(arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        kernel, a, b, magnitude = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
+        whole = kernel + scale * jnp.matmul(a, b, precision="highest")
+        return whole if magnitude is None else whole * (magnitude / _lengths(whole))
+
+    return jax.lax.map(layer, (kernel, a, b, magnitude))  # one layer's temporaries at a time
 
 
 def _lengths(kernel: jax.Array) -> jax.Array:

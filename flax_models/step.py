@@ -83,7 +83,8 @@ class Trainer:
         trained = self.split(params)[0]
         self.parts = tuple(parts_of(trained))
         self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
-        self._jitted = jax.jit(self._step, donate_argnums=0)
+        # Unused arguments are kept, or XLA's plan of the memory would leave them out.
+        self._jitted = jax.jit(self._step, donate_argnums=0, keep_unused=True)
         self._compiled: jax.stages.Compiled | None = None
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._take
         self._loss_sum = jax.jit(self._negative_log_likelihood)

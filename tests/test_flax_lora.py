@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 from product_flops import product_flops
 from random_decoder import quick_compilation, random_decoder
@@ -24,7 +23,7 @@ from flax_models.arguments import parse
 from flax_models.config import LoraConfig, TrainConfig, from_json, to_json
 from flax_models.errors import RunError
 from flax_models.lora import adapt, adapted_projections, adapted_shapes, merge
-from flax_models.model import Decoder, ModelConfig
+from flax_models.model import Decoder, ModelConfig, decoder_shapes
 from flax_models.parameters import is_adapter, name_of
 from flax_models.sampling import Sampling, continue_prompts
 from flax_models.step import Trainer
@@ -83,7 +82,7 @@ TOKENS = jnp.asarray(random_batch(2).tokens)
 # What a run begins with
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_first_output_is_the_base_models_to_the_bit(dtype):
     config = dataclasses.replace(BIASED, dtype=dtype)
     expected = hidden_states(random_decoder(config), TOKENS)
@@ -119,46 +118,39 @@ def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_
     for name, array in parameters(narrow).items():
         wide = name.endswith(("scale", "attention.query.kernel")) or is_adapter(name)
         assert array.dtype == (jnp.float32 if wide else jnp.bfloat16), name
-    assert parameters(trainer_of(adapted_shapes(config, lora), lora).initial.params).keys() == parameters(narrow).keys()
+    shapes = nnx.state(adapted_shapes(config, lora), nnx.Param)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), narrow)
+    assert jax.tree.leaves_with_path(shapes) == jax.tree.leaves_with_path(like)
 
     masters = nnx.to_flat_state(nnx.state(random_decoder(config), nnx.Param))
-    originals = {path: leaf[...] for path, leaf in masters if "query" not in path}
+    originals = {path: leaf[...] for path, leaf in masters if path[-2:] != ("query", "kernel")}
     wide = nnx.map_state(lambda path, leaf: leaf.replace(originals.get(path, leaf[...])), narrow)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float32"}
     gradients = jax.jit(trainer._gradients)
     jax.tree.map(np.testing.assert_array_equal, gradients(narrow, random_batch(2)), gradients(wide, random_batch(2)))
-    shapes = nnx.state(adapted_shapes(config, lora), nnx.Param)
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), narrow
-    )
 
 
 # What trains
 
 
-def products(jaxpr: Jaxpr) -> Iterator[tuple[int, ...]]:
-    """Yields the shapes of what all products of a traced program give, those of its loops and calls among them."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation.outvars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
-        ):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up",))
+FEW = LoraConfig(lora_rank=3, dora=True, lora_targets=("query", "down"))
 
 
-@pytest.mark.parametrize("lora", [DORA, dataclasses.replace(LORA, unfreeze=("head", "norms"), lora_targets=("up",))])
+@pytest.mark.parametrize("lora", [UNFROZEN, FEW])
 def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
     trainer = trainer_of(adapted(UNTIED, lora, moved=True), lora)
     before = parameters(trainer.initial.params)
     wanted = {name for name in before if "lora" in name}
     if lora.unfreeze:
         wanted |= {name for name in before if name == "head" or name.endswith("scale")}
-        assert len(wanted) == 2 + 1 + 3
+    assert len(wanted) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
     assert set(trainer.trained) == wanted
-    traced = jax.make_jaxpr(trainer._gradients)(trainer.initial.params, random_batch(2)).jaxpr
-    assert ((280, 16) in set(products(traced))) == bool(lora.unfreeze), "d_weight of the head"
+    assert {part.due for part in trainer.parts if "lora_a" in part.name} == {2}
+    assert {part.due for part in trainer.parts if "lora_a" not in part.name} == {1}
+    program = trainer.compile(2, 16).as_text() or ""
+    assert "f32[32,280]{1,0} dot(" in program, "logits"
+    assert ("f32[280,16]{1,0} dot(" in program) == bool(lora.unfreeze), "d_weight of the head"
     averages = jax.tree.leaves(trainer.initial.optimizer)
     assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in wanted) + 2
     state, metrics = trainer.step(trainer.initial, random_batch(2))
@@ -168,17 +160,16 @@ def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
 
 
 def test_a_step_takes_less_memory_than_with_every_parameter():
-    config = dataclasses.replace(UNTIED, hidden_size=32, intermediate_size=96, dtype="bfloat16")
-    batch_of_tokens = (2, 16)
-    full = trainer_of(random_decoder(config), LoraConfig())
+    half = dataclasses.replace(UNTIED, dtype="bfloat16", tie_embeddings=True)
     lora = dataclasses.replace(LORA, lora_targets=("query", "value"))
-    low = trainer_of(adapted(config, lora), lora)
-    whole, part = (step_memory(each, each.compile(*batch_of_tokens)) for each in (full, low))
+    full, low = trainer_of(decoder_shapes(half), LoraConfig()), trainer_of(adapted_shapes(half, lora), lora)
+    whole, part = (step_memory(each, each.compile(2, 16)) for each in (full, low))
     assert whole is not None
     assert part is not None
     count, adapters = (sum(part.size for part in each.parts) for each in (full, low))
+    norms = 5 * 16
+    assert (whole.parameters, part.parameters) == (4 * count, 2 * (count - norms) + 4 * (norms + adapters))
     assert (whole.optimizer, part.optimizer) == (8 * count + 8, 8 * adapters + 8)
-    assert part.parameters < 0.6 * whole.parameters, "frozen ones have two bytes"
     assert whole.temporaries - part.temporaries > 2 * count, "gradients that are not kept"
 
 
@@ -252,7 +243,7 @@ def test_options_are_read_and_written_down():
 
 
 @pytest.mark.parametrize("lora", [LORA, dataclasses.replace(DORA, lora_targets=("key", "out", "gate"))])
-def test_a_merged_model_and_a_cache_give_what_the_adapters_give(lora):
+def test_a_merged_model_gives_what_the_adapters_give(lora):
     model = adapted(dataclasses.replace(BIASED, max_seq_len=32), lora, moved=True)
     plain = merge(model)
     assert not any(adapted_projections(plain))
@@ -269,19 +260,29 @@ def test_a_merged_model_and_a_cache_give_what_the_adapters_give(lora):
         module = plain.blocks.attention if hasattr(plain.blocks.attention, name) else plain.blocks.feed_forward
         np.testing.assert_allclose(getattr(module, name).kernel[...], whole, atol=1e-6)
 
-    prompts, sampling = [[5, 6], [7, 8, 9]], Sampling(temperature=0)
+
+def test_a_cache_changes_nothing_that_is_drawn():
+    lora = dataclasses.replace(DORA, lora_targets=("key", "out", "gate"))
+    model = adapted(UNTIED, lora, moved=True)
     drawn = [
-        continue_prompts(which, prompts, length=8, key=jax.random.key(0), sampling=sampling, use_cache=cached)
-        for which, cached in ((model, True), (model, False), (plain, True))
+        continue_prompts(
+            model,
+            [[5, 6], [7, 8, 9]],
+            length=8,
+            key=jax.random.key(0),
+            sampling=Sampling(temperature=0),
+            use_cache=cached,
+        )
+        for cached in (True, False)
     ]
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "attention", "scan_layers": False}])
-def test_gradients_are_the_same_however_the_blocks_are_compiled(changes):
-    results = []
-    for options in ({}, changes):
-        trainer = trainer_of(adapted(dataclasses.replace(UNTIED, **options), DORA, moved=True), DORA)
+@pytest.mark.slow
+def test_gradients_are_the_same_however_the_blocks_are_compiled():
+    results, lora = [], dataclasses.replace(DORA, lora_targets=("key", "down"))
+    for options in ({}, {"remat": "full", "scan_layers": False}):
+        trainer = trainer_of(adapted(dataclasses.replace(UNTIED, **options), lora, moved=True), lora)
         results.append(jax.jit(trainer._gradients)(trainer.initial.params, random_batch(2))[1])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-7), *results)
 
@@ -290,25 +291,27 @@ def test_a_column_of_zeros_does_not_divide_by_zero():
     model = random_decoder(UNTIED)
     model.blocks.attention.query.kernel[...] = model.blocks.attention.query.kernel[...].at[:, :, 3].set(0.0)
     adapt(model, DORA, nnx.Rngs(1))
-    trainer = trainer_of(model, DORA)
-    _, metrics = trainer.step(trainer.initial, random_batch(2))
-    assert np.isfinite(metrics.loss)
-    assert np.isfinite(metrics.grad_norm)
+    graph, params = nnx.split(model.blocks.attention.query)
+
+    def loss(params: nnx.State) -> jax.Array:
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[1], params))
+        return jnp.sum(layer(jnp.ones((4, 16))) ** 2)
+
+    gradients = parameters(jax.grad(loss)(params))
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
+    assert np.any(gradients["lora_magnitude"])
 
 
 # Runs
-
-
-OPTIONS = ["--lora-rank=2", "--unfreeze=norms", "--lora-plus-ratio=4", "--optimizer=schedule_free_adamw"]
 
 
 def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(place, monkeypatch, capsys):
     def stop(state):
         raise KeyboardInterrupt
 
-    # With a checkpoint after each step the first numbers that are fetched are those of step 1 alone, in which A has no
-    # gradient yet.
-    options = [*OPTIONS, "--checkpoint-every=1", "--sample-tokens=2"]
+    options = ["--lora-rank=2", "--lora-targets", "query", "up", "--unfreeze=norms", "--lora-plus-ratio=4"]
+    # The first numbers that are fetched, after two steps, are those of step 1 alone, in which A has no gradient yet.
+    options += ["--optimizer=schedule_free_adamw", "--log-every=2", "--sample-tokens=0"]
     assert start(place, "whole", *options) == 0
     found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
     assert found

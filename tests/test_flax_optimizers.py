@@ -23,11 +23,10 @@ from flax_models.model import ModelConfig, decoder_shapes
 from flax_models.optimizers import averaged, learning_rate_schedule, make_optimizer
 from flax_models.step import Trainer
 
-LAYERS = 3
+LAYERS = 2
 SHAPES = {
     "embedding": (140, 136),
     "blocks.attention.query.kernel": (LAYERS, 136, 130),  # adafactor factors both axes of at least 128
-    "blocks.attention.query.lora_b": (LAYERS, 8, 130),
     "blocks.feed_forward.down.kernel": (LAYERS, 20, 136),
     "blocks.attention_norm.scale": (LAYERS, 136),
     "final_norm.scale": (136,),
@@ -100,21 +99,22 @@ def theirs(optimizer: Optimizer, name: str, array: jax.Array, rate: optax.Schedu
     return optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=decay)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "schedule_free_adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
 def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Optimizer):
     config = dataclasses.replace(CONFIG, optimizer=optimizer)
     rate, ours = learning_rate_schedule(config), make_optimizer(config)
     first = apart(drawn(0))
-    each = {name: theirs(optimizer, name, array, rate) for name, array in first.items()}
-
-    def their_steps(params: dict[str, jax.Array], gradients: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        states = {name: each[name].init(params[name]) for name in params}
-        for gradient in gradients:
-            clipped, _ = optax.clip_by_global_norm(config.clip_norm).update(gradient, optax.EmptyState())
-            for name in params:
-                step, states[name] = each[name].update(clipped[name], states[name], params[name])
-                params = {**params, name: params[name] + step}
-        return params
+    gradients = [drawn(seed) for seed in (1, 2)]
+    expected, states = dict(first), {}
+    made: dict[Any, Any] = {}
+    for gradient in map(apart, gradients):
+        clipped, _ = optax.clip_by_global_norm(config.clip_norm).update(gradient, optax.EmptyState())
+        for name, array in expected.items():
+            kind = (array.shape, name.startswith("blocks"))  # one compilation for all layers
+            each = made.setdefault(kind, theirs(optimizer, name, array, rate))
+            state = states.get(name, each.init(array))
+            step, states[name] = made.setdefault((*kind, "update"), jax.jit(each.update))(clipped[name], state, array)
+            expected[name] = array + step
 
     def our_steps(params: dict[str, Any], gradients: list[dict[str, Any]]) -> dict[str, Any]:
         state = ours.init(params)
@@ -123,8 +123,6 @@ def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Op
             params = optax.apply_updates(params, step)
         return params
 
-    gradients = [drawn(seed) for seed in (1, 2, 3)]
-    expected = jax.jit(their_steps)(first, [apart(gradient) for gradient in gradients])
     got = apart(flat(jax.jit(our_steps)(tree(drawn(0)), [tree(gradient) for gradient in gradients])))
     assert set(got) == set(expected)
     for name in expected:
@@ -158,14 +156,19 @@ def test_the_average_of_schedule_free_adamw_is_the_papers():
     np.testing.assert_allclose(params["embedding"], (1 - config.beta1) * z + config.beta1 * x, atol=2e-6)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "schedule_free_adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free_adamw"])
 def test_lora_plus_moves_b_so_many_times_as_far_and_all_else_alike(optimizer: Optimizer):
-    config = dataclasses.replace(CONFIG, optimizer=optimizer)
-    params = tree({**drawn(0), "blocks.attention.query.lora_b": jnp.zeros(SHAPES["blocks.attention.query.lora_b"])})
+    config, names = dataclasses.replace(CONFIG, optimizer=optimizer), ("lora_a", "lora_b")
+    generator = np.random.default_rng(0)
+    a, *gradients = (jnp.asarray(generator.normal(size=(2, 3, 3)), jnp.float32) for _ in range(3))
+    params, gradient = (
+        tree({f"blocks.attention.query.{name}": array for name, array in zip(names, arrays, strict=True)})
+        for arrays in ((a, jnp.zeros_like(a)), gradients)
+    )
     steps = []
     for ratio in (1.0, 16.0):
         made = make_optimizer(config, ratio)
-        step, _ = jax.jit(made.update)(tree(drawn(1)), made.init(params), params)
+        step, _ = jax.jit(made.update)(gradient, made.init(params), params)
         steps.append(flat(step))
     for name, step in steps[0].items():
         factor = 16.0 if name.endswith("lora_b") else 1.0
@@ -188,7 +191,7 @@ def test_a_model_learns_its_memory_is_told_and_a_continuation_gives_the_same_bit
     matrices = sum(part.size for part in trainer.parts if "kernel" in part.name)
     averages = {"muon": 2 * count - matrices, "schedule_free_adamw": 2 * count, "adafactor": count}[optimizer]
     assert 4 * averages <= memory.optimizer < 4 * averages + 500
-    assert memory.batch >= 2 * 4 * 2 * 16
+    assert memory.batch == 2 * 4 * 2 * 16 + 4, "tokens and targets, and the step's number"
 
     checkpoints = Checkpoints(tmp_path, writes=True)
     state, losses = trainer.initial, []
@@ -233,6 +236,7 @@ def test_what_an_optimiser_cannot_use_is_refused_by_name():
         Trainer(decoder_shapes(half), TrainConfig(optimizer="schedule_free_adamw"))
 
 
+@pytest.mark.slow
 def test_muons_updates_are_as_large_as_adamws():
     """Liu et al., "Muon is scalable", equation 4: the root mean square is 0.2 whatever the shape."""
     config = TrainConfig(warmup_steps=0, learning_rate=1.0, weight_decay=0.0, optimizer="muon", clip_norm=1e9)

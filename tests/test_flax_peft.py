@@ -79,7 +79,10 @@ def close(ours: Any, theirs: Any, name: str = "") -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("dora", "fused-lora")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path):
     import torch
 
@@ -122,7 +125,7 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
     assert found >= 3 * len(set(targets) & {"out", "down", "up"}), "of every layer"
 
     merged = theirs.merge_and_unload()
-    save(merge(model), tmp_path / "merged")
+    save(merge(model), tmp_path / "merged", like=tmp_path / "base")
     again = load_transformers(tmp_path / "merged")
     expected = dict(merged.named_parameters())
     for parameter_name, parameter in again.named_parameters():
@@ -164,6 +167,7 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
         save_adapter(model, tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, capsys):
     """The whole way by the commands: a folder, a run with bfloat16 computation, both exports."""
     import torch
