@@ -67,7 +67,7 @@ class AdaptedLinear(nnx.Module):
         self.scale, self.dora = lora.scale, lora.dora
         self.dtype, self.use_bias = jnp.dtype(linear.dtype), linear.use_bias
         self.kernel = linear.kernel
-        if linear.use_bias:
+        if linear.bias is not None:
             self.bias = linear.bias
         layers, features_in, features_out = linear.kernel.shape
         dtype, bound = jnp.dtype(linear.param_dtype), 1.0 / math.sqrt(features_in)

@@ -258,7 +258,9 @@ def save(
     config, folder = model.config, Path(folder)
     found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
     if odd := sorted(found - {part.path for part in file_parts(config)}):
-        raise ValueError(f"model must have no adapters (flax_models.lora.merge gives one), got {'.'.join(odd[0])}")
+        raise ValueError(
+            f"model must have no adapters (flax_models.lora.merge gives one), got {'.'.join(map(str, odd[0]))}"
+        )
     dtype = config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")

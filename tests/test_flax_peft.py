@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,7 +100,7 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
     # Gradients, ours laid out as the files lay out the adapters themselves.
     trainer = Trainer(model, TrainConfig(batch_size=2), lora)
     batch = Batch(ids[:, :-1].astype(np.int32), ids[:, 1:].astype(np.int32))
-    loss, gradients = trainer._gradients(trainer.initial.params, batch)
+    loss, gradients = jax.jit(trainer._gradients)(trainer.initial.params, batch)
     assert float(loss) == pytest.approx(float(output.loss.detach()), rel=1e-5)
     output.loss.backward()
     as_model = with_adapters(tmp_path / "base", lora)
