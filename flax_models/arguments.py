@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax_models.config import CONFIGS, RunConfig, check_same, fine_tuning
+from flax_models.config import CONFIGS, UNUSED, RunConfig, TrainConfig, check_same, fine_tuning
 from flax_models.errors import RunError
 from flax_models.hub_config import differing, read_config
 from flax_models.model_config import ModelConfig
@@ -28,8 +28,8 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         (config, folder to continue or None).
 
     Raises:
-        RunError: there is nothing to continue, an option differs from the run's, or the folder of --weights cannot be
-            read or holds another model than the options ask for.
+        RunError: there is nothing to continue, an option differs from the run's or is not for the run's optimiser, or
+            the folder of --weights cannot be read or holds another model than the options ask for.
         SystemExit: an option is wrong, or --help.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
@@ -55,13 +55,22 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
 def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
     import tyro
 
-    return tyro.cli(
+    config = tyro.cli(
         RunConfig,
         prog=PROGRAM,
         args=list(arguments),
         default=defaults,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
+    _check_used(config.train, defaults.train)
+    return config
+
+
+def _check_used(asked: TrainConfig, defaults: TrainConfig) -> None:
+    """Raises RunError for an option that was given and that the optimiser does not read."""
+    for name in UNUSED.get(asked.optimizer, ()):
+        if (value := getattr(asked, name)) != getattr(defaults, name):
+            raise RunError(f"--{name} is not for --optimizer {asked.optimizer}, got {value}")
 
 
 def _shape_of(weights: Path) -> ModelConfig:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 else:  # at run time the names that there are, for the command line and for config.json
     ConfigName = Literal["tiny", "micro", *PUBLISHED]
 
+Optimizer = Literal["adamw", "muon", "schedule_free_adamw", "adafactor"]
+UNUSED: dict[Optimizer, tuple[str, ...]] = {"adafactor": ("beta1", "beta2")}  # options that an optimiser does not read
+Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 Packing = Literal["windows", "best_fit", "none"]
 
 # May differ between a run and its continuation: they change what is seen, never what is learned. The text may have
@@ -42,16 +45,20 @@ class TrainConfig:
     none, one of these a row. Without a name: windows for texts, best_fit for dialogues."""
     accumulate: int = 1
     """Micro-batches that a step's sequences are worked through in, one after another: less memory, the same step."""
+    optimizer: Optimizer = "adamw"
+    """What takes the steps: adamw; muon (the blocks' matrices by orthogonalised momentum, the rest by adamw);
+    schedule_free_adamw (judged and saved by an average of the parameters); adafactor (the least memory)."""
     learning_rate: float = 2e-3
-    """Peak of the schedule: linear warm-up, then a cosine down to zero."""
+    """Peak of the schedule: linear warm-up, then a cosine down to zero; schedule_free_adamw stays at the peak."""
     warmup_steps: int = 100
     """Steps of the warm-up."""
     weight_decay: float = 0.1
-    """AdamW's decay of matrices; norms are left alone."""
+    """Decay of matrices, times the learning rate; norms are left alone."""
     beta1: float = 0.9
-    """AdamW's average of gradients."""
+    """AdamW's average of gradients; schedule_free_adamw's share of the average in what gradients are taken at. Not for
+    adafactor, nor for muon's own matrices, whose momentum is 0.95."""
     beta2: float = 0.997
-    """AdamW's average of squared gradients; steps of few tokens want a long one."""
+    """AdamW's average of squared gradients; steps of few tokens want a long one. Not for adafactor."""
     clip_norm: float = 1.0
     """Longest gradient; longer ones are scaled down to it."""
     z_loss_weight: float = 0.0
@@ -83,6 +90,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")
+        if self.optimizer == "schedule_free_adamw" and not self.beta1:
+            raise ValueError("--beta1 must be positive with --optimizer schedule_free_adamw, got 0")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"--label-smoothing must lie in [0, 1], got {self.label_smoothing}")
         if self.batch_tokens is None and self.batch_size % self.accumulate:
@@ -105,6 +114,44 @@ class TrainConfig:
                 f"got {self.accumulate}"
             )
         return dataclasses.replace(self, batch_size=rows, batch_tokens=None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank, which train in the place of the model (`flax_models.lora`)."""
+
+    lora_rank: int = 0
+    """Rank of an adapter on each of --lora-targets; everything else keeps its values. 0: no adapters."""
+    lora_alpha: float | None = None
+    """What an adapter gives is multiplied by lora_alpha / lora_rank; none: twice the rank, which makes it 2."""
+    lora_targets: tuple[Projection, ...] = typing.get_args(Projection)
+    """Projections of every block that have an adapter."""
+    lora_plus_ratio: float = 1.0
+    """Learning rate of an adapter's second matrix, B, over that of all else (LoRA+); 16 is recommended."""
+    dora: bool = False
+    """Learn the length of each column of the adapted weights by itself (DoRA)."""
+    unfreeze: tuple[str, ...] = ()
+    """Parts of the model that train beside the adapters, named as for --freeze."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora-rank must not be negative, got {self.lora_rank}")
+        if self.lora_rank == 0:
+            for item in dataclasses.fields(self):
+                if (value := getattr(self, item.name)) != item.default:
+                    raise ValueError(f"{_flag(item.name)} goes with --lora-rank, which is 0: got {value}")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise ValueError(f"--lora-alpha must be positive, got {self.lora_alpha}")
+        if not self.lora_plus_ratio > 0:
+            raise ValueError(f"--lora-plus-ratio must be positive, got {self.lora_plus_ratio}")
+        if not self.lora_targets or len(set(self.lora_targets)) < len(self.lora_targets):
+            raise ValueError(f"--lora-targets must name projections, each once, got {' '.join(self.lora_targets)!r}")
+
+    @property
+    def scale(self) -> float:
+        """Factor on what an adapter gives; a run without adapters has none."""
+        alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / self.lora_rank
 
 
 @dataclass(frozen=True)
@@ -138,6 +185,7 @@ class RunConfig:
     """Trace some steps into the run's folder, and say at the end where the time of steps went."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         if self.config is None and self.weights is None:
@@ -225,7 +273,7 @@ def _value(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value)
     if typing.get_origin(hint) is tuple:
-        return tuple(typing.get_args(hint)[0](item) for item in value)
+        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # of a type and None
         return None if value is None else _value(typing.get_args(hint)[0], value)
     if typing.get_origin(hint) is Literal:

@@ -21,6 +21,7 @@ from flax import nnx
 
 from flax_models.errors import RunError
 from flax_models.hub_config import read_config
+from flax_models.lora import merge
 from flax_models.model import Decoder
 from flax_models.sampling import Sampling, continue_prompts
 from flax_models.trained import read_run
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
             run = read_run(options.run)
-            source = Source(run.model, run.vocabulary)
+            source = Source(merge(run.model), run.vocabulary)
         else:
             source = read_weights(options.weights, options.dtype)
         texts = continue_texts(

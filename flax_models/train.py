@@ -41,8 +41,9 @@ from flax_models.errors import RunError, Stopped
 from flax_models.generate import decoded_after, generate
 from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
+from flax_models.lora import adapt, adapted_shapes
 from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
+from flax_models.model import Decoder, ModelConfig
 from flax_models.plot import plot_losses
 from flax_models.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
 from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder
@@ -83,8 +84,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
             display.fact(label, words)
 
         from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
-        model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
-        trainer = Trainer(model, train_config)
+        model = adapted_shapes(model_config, config.lora) if from_checkpoint else _first_model(config, model_config)
+        trainer = Trainer(model, train_config, config.lora)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
         cost = _describe_costs(trainer, model_config, train_config, data, display)
         display.fact(
@@ -129,10 +130,11 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         if config.profile:
             _report_times(parts, train_config.steps - start, trained)
 
-        loss = trainer.held_out_loss(state.params, data.held_out)
+        learned = trainer.evaluated(state)
+        loss = trainer.held_out_loss(learned, data.held_out)
         _report(loss, data, display)
         display.say()
-        display.say(_sample(trainer.model(state.params), text, config))
+        display.say(_sample(trainer.model(learned), text, config))
         seconds = time.monotonic() - began
         result = {
             "held_out_loss": loss,
@@ -156,11 +158,15 @@ def _hold(stack: ExitStack, lock: RunLock, display: Display) -> None:
 
 
 def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
-    """Returns the model that a run begins with: random, or the folder's of --weights."""
+    """Returns the model that a run begins with: random, or the folder's of --weights, with its adapters if any."""
+    rngs = nnx.Rngs(config.seed)
     if config.weights is None:
-        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
-    check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
-    return load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+        model = Decoder(model_config, rngs=rngs)
+    else:
+        check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
+        model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+    adapt(model, config.lora, rngs)
+    return model
 
 
 def _attention(config: ModelConfig, *, packed: bool) -> AttentionChoice:
@@ -186,7 +192,7 @@ def _describe_costs(
     display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
-    head: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype)
+    head: Any = nnx.eval_shape(lambda model: model.head_weight(), trainer.model(trainer.initial.params))
     chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
     if device.platform == "gpu":

@@ -15,8 +15,8 @@ from random_decoder import SMALL, quick_compilation, random_decoder
 from flax_models.config import TrainConfig
 from flax_models.generate import generate
 from flax_models.model import Decoder, ModelConfig
+from flax_models.optimizers import make_optimizer
 from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
-from flax_models.step import make_optimizer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -28,9 +28,10 @@ from flax_models.display import duration
 from flax_models.errors import RunError
 from flax_models.metrics import CLOCKED, read_rows
 from flax_models.model import ModelConfig
+from flax_models.optimizers import learning_rate_schedule, make_optimizer
 from flax_models.plot import running_mean
 from flax_models.run_folder import new_folder
-from flax_models.step import Trainer, learning_rate_schedule, make_optimizer
+from flax_models.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 
