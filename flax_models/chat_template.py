@@ -129,7 +129,7 @@ class ChatTemplate:
         program, _ = self._compiled
         names: dict[str, Any] = {**self.tokens, "tools": None, "documents": None}
         try:
-            return program.render(messages=messages, add_generation_prompt=prompts, **names)
+            return program.render(messages=list(messages), add_generation_prompt=prompts, **names)
         except Exception as error:  # a program from elsewhere: it may fail in any way
             fault = " ".join(str(error).split())
             raise RunError(f"{where}: the chat template of {self.origin} refuses it: {fault}") from None

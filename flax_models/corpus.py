@@ -107,11 +107,8 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
 def _sha256(records: Sequence[Document | Dialogue]) -> str:
     digest = hashlib.sha256()
     for record in records:
-        if isinstance(record, Document):
-            parts = [record.name, record.text]
-        else:
-            parts = [record.name, str(len(record.turns)), *(part for turn in record.turns for part in turn)]
-        for part in map(str.encode, parts):
+        content = [record.text] if isinstance(record, Document) else [part for turn in record.turns for part in turn]
+        for part in map(str.encode, (record.name, *content)):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 

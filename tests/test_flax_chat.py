@@ -237,6 +237,15 @@ def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
         assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
 
 
+def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<<{{ m.content }}</s>\n>>va"
+    template += "{% endif %}{% endfor %}"
+    assert learned(with_template(folder, tmp_path, marked(template)), *TALK) == f"{ANSWER.content}</s>\nno</s>\n"
+    template = template.replace("</s>\n", "")
+    spaced = Turn("assistant", "no ")
+    assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", "' va' is over the end"
+
+
 def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, THINKING)
     first, second = (
@@ -353,10 +362,11 @@ def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, template, bos_token=None, eos_token=token)
     (example,) = vocabulary.encode_examples([Dialogue("a", (Turn("user", "more"), Turn("assistant", "no")))])
     assert vocabulary.tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False) == "more</s>no</s>"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
+    assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no</s>"
     values = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del values["eos_token"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
     assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no<|eot|>"
 
 
