@@ -166,7 +166,8 @@ class RunConfig:
     tokenizer: Path | None = None
     """Hugging Face folder whose tokenizer random weights are trained with; none: one made from the text."""
     data: tuple[Path, ...] = ()
-    """Text files or folders to train on; none: the Python standard library's sources."""
+    """Texts or dialogues: text files, JSON lines, or folders of them (docs/data.md); none: the Python standard
+    library's sources."""
     name: str | None = None
     """Name of the run, its folder under --runs; none: the config's name, or that of --weights, numbered if it is
     taken."""

@@ -80,8 +80,8 @@ def fit_examples(examples: Sequence[Example], length: int) -> Fitted:
     return Fitted(kept, cut, len(examples) - len(kept))
 
 
-def pack(examples: Sequence[Example]) -> dict[str, np.ndarray]:
-    """Returns examples as three arrays, for a file; `unpack` turns them back, given the names."""
+def to_arrays(examples: Sequence[Example]) -> dict[str, np.ndarray]:
+    """Returns examples as three arrays, for a file; `from_arrays` turns them back, given the names."""
     none = np.zeros(0, np.int32)
     return {
         "lengths": np.asarray([len(example.tokens) for example in examples], np.int64),
@@ -90,8 +90,8 @@ def pack(examples: Sequence[Example]) -> dict[str, np.ndarray]:
     }
 
 
-def unpack(arrays: dict[str, np.ndarray], names: Sequence[str]) -> list[Example]:
-    """Returns the examples of `pack`; raises ValueError or KeyError where the arrays do not belong together."""
+def from_arrays(arrays: dict[str, np.ndarray], names: Sequence[str]) -> list[Example]:
+    """Returns the examples of `to_arrays`; raises ValueError or KeyError where the arrays do not belong together."""
     bounds = pairwise(accumulate(arrays["lengths"].tolist(), initial=0))
     if not len(arrays["tokens"]) == len(arrays["counted"]) == arrays["lengths"].sum():
         raise ValueError("its arrays have different lengths")

@@ -17,7 +17,7 @@ import numpy as np
 from flax_models.corpus import Corpus
 from flax_models.dialogue import Dialogue
 from flax_models.display import Display
-from flax_models.examples import Example, pack, unpack
+from flax_models.examples import Example, from_arrays, to_arrays
 from flax_models.vocabulary import Vocabulary
 
 _RECIPE = "tokens 1"  # in the key: a new number whenever reading, splitting, writing or encoding changes
@@ -128,7 +128,7 @@ def _encode(corpus: Corpus, vocabulary: Vocabulary, display: Display) -> dict[st
                 show(before + done)
 
             if isinstance(records[0], Dialogue):
-                packed = pack(vocabulary.encode_examples(records, progress))
+                packed = to_arrays(vocabulary.encode_examples(records, progress))
                 arrays |= {f"{part}_{name}": array for name, array in packed.items()}
             else:
                 arrays[f"{part}_tokens"] = vocabulary.encode(records, progress)
@@ -139,7 +139,7 @@ def _from_arrays(arrays: dict[str, np.ndarray], corpus: Corpus, origin: str) -> 
     if not isinstance(corpus.train[0], Dialogue):
         return Tokens(arrays["train_tokens"], arrays["held_out_tokens"], origin)
     train, held_out = (
-        unpack(
+        from_arrays(
             {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)},
             [record.name for record in records],
         )

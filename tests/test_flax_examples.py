@@ -17,7 +17,7 @@ from flax_models.data import Text, read_text
 from flax_models.dialogue import Dialogue, Document, Turn
 from flax_models.display import Display
 from flax_models.errors import RunError
-from flax_models.examples import Example, fit_examples, pack, unpack
+from flax_models.examples import Example, fit_examples, from_arrays, to_arrays
 from flax_models.token_cache import read_or_encode
 from flax_models.tokenizer import END, END_ID, load_or_train
 from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary
@@ -124,16 +124,16 @@ def test_examples_are_cut_at_their_end_and_dropped_where_nothing_is_left():
 
 def test_packed_examples_come_back():
     examples = [example("a", "0001"), example("b", "011"), example("c", "1")]
-    again = unpack(pack(examples), ["a", "b", "c"])
+    again = from_arrays(to_arrays(examples), ["a", "b", "c"])
     for one, other in zip(examples, again, strict=True):
         assert one.name == other.name
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.counted, other.counted)
     for wrong in ({"counted": np.zeros(3, bool)}, {"lengths": np.array([4, 3])}):
         with pytest.raises(ValueError, match="different lengths"):
-            unpack({**pack(examples), **wrong}, ["a", "b", "c"])
+            from_arrays({**to_arrays(examples), **wrong}, ["a", "b", "c"])
     with pytest.raises(ValueError, match="zip"):
-        unpack(pack(examples), ["a", "b"])
+        from_arrays(to_arrays(examples), ["a", "b"])
 
 
 # The cache
