@@ -108,6 +108,9 @@ class LoraConfig:
     """Learn the length of each column of the adapted weights by itself (DoRA)."""
     unfreeze: tuple[str, ...] = ()
     """Parts of the model that train beside the adapters, named as for --freeze."""
+    adapter: Path | None = None
+    """Folder of adapters, as the peft library writes them, that the run starts from; rank, alpha, targets and DoRA are
+    the folder's."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
@@ -168,6 +171,8 @@ class RunConfig:
             raise ValueError("--config must name a config where there are no --weights, got none")
         if self.weights is not None and self.tokenizer is not None:
             raise ValueError(f"--tokenizer goes with random weights, --weights has its own: got {self.tokenizer}")
+        if self.weights is None and self.lora.adapter is not None:
+            raise ValueError(f"--adapter goes with the --weights that it was trained on, got {self.lora.adapter} alone")
 
 
 def _to_train(shape: ModelConfig) -> ModelConfig:

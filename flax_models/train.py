@@ -30,6 +30,7 @@ from flax_models.accounting import (
     flops_per_token,
     step_memory,
 )
+from flax_models.adapter_folder import load_adapter
 from flax_models.arguments import check_shape, parse
 from flax_models.attention_choice import AttentionChoice, explain_attention
 from flax_models.baselines import Baselines, baselines
@@ -196,6 +197,8 @@ def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
         check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
         model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
     adapt(model, config.lora, rngs)
+    if config.lora.adapter is not None:
+        load_adapter(model, config.lora.adapter)
     return model
 
 
