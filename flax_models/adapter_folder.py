@@ -6,7 +6,10 @@ stand one below the other, and the B on the diagonal of a matrix that is zero el
 
     [y_q y_k y_v] = x [W_q W_k W_v] + s x [A_q A_k A_v] diag(B_q, B_k, B_v)
 
-so that each projection keeps what it learned. peft multiplies by alpha / rank, and alpha grows with the rank.
+so that each projection keeps what it learned. peft multiplies by alpha / rank, and alpha grows with the rank. The way
+back is for families that keep projections apart: a fused adapter that was trained as one has no such blocks.
+
+Reading fails closed, as for config.json of a model: what changes the numbers and is not known here is an error.
 """
 
 import json
@@ -17,8 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from flax_models.config import LoraConfig, Projection
 from flax_models.errors import RunError
+from flax_models.hub_config import read_object
 from flax_models.lora import MODULES, AdaptedLinear, adapted_projections
 from flax_models.model import Decoder
 from flax_models.weights import FLOATS, Part, file_parts, write_tensors
@@ -26,6 +32,30 @@ from flax_models.weights import FLOATS, Part, file_parts, write_tensors
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # what peft's own modules add to the names of the model's
+PROJECTIONS: dict[str, Projection] = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "out",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_dora", "init_lora_weights", "bias"})
+# Fields that say nothing of what an adapter computes, or nothing unless another field is set.
+NEUTRAL = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "task_type",
+    }
+)
 
 
 class _Pair(NamedTuple):
@@ -82,6 +112,87 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
         (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {folder}: {error}") from None
+
+
+def read_adapter_config(folder: Path) -> LoraConfig:
+    """Returns the options with which a run goes on from a folder of adapters.
+
+    Args:
+        folder: holds adapter_config.json.
+
+    Raises:
+        RunError: it cannot be read, or asks for something that these adapters do not compute; names the field.
+    """
+    where = folder / CONFIG
+    values = read_object(where)
+    # Drawn in another way than these, the weights that an adapter goes with are others too.
+    admitted = {"peft_type": ["LORA"], "init_lora_weights": [True, False, "gaussian"], "bias": ["none", None]}
+    for name, possible in admitted.items():
+        if (value := values.get(name, possible[0])) not in possible:
+            raise RunError(f"{where}: {name} must be one of {possible}, got {value!r}")
+    for name in sorted(set(values) - READ - NEUTRAL):
+        if values[name]:
+            raise RunError(f"{where}: {name} must not be set, got {values[name]!r}")
+    modules = values.get("target_modules")
+    if not isinstance(modules, list) or not modules or set(modules) - set(PROJECTIONS):
+        raise RunError(f"{where}: target_modules must be a list of {', '.join(PROJECTIONS)}, got {modules!r}")
+    targets: tuple[Projection, ...] = tuple(projection for name, projection in PROJECTIONS.items() if name in modules)
+    try:
+        rank, alpha, dora = int(values["r"]), float(values["lora_alpha"]), bool(values.get("use_dora"))
+        return LoraConfig(rank, alpha, targets, dora=dora, adapter=folder)
+    except KeyError as error:
+        raise RunError(f"{where}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{where}: {error}") from None
+
+
+def load_adapter(model: Decoder, folder: Path) -> None:
+    """Gives a model's adapters the values of a folder, in place.
+
+    Args:
+        model: adapted with what `read_adapter_config` returns of the folder.
+        folder: holds adapter_model.safetensors.
+
+    Raises:
+        RunError: the folder cannot be read, its model keeps projections fused, or tensors are missing, unexpected or of
+            another shape; names the first.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = folder / TENSORS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"cannot read {path}: {error}") from None
+    for name, parts in _modules(model).items():
+        if len(parts) > 1:
+            raise RunError(f"--adapter: {model.config.family} keeps several projections in {name.rsplit('.', 1)[-1]}")
+        linear = getattr(getattr(model.blocks, parts[0].path[1]), parts[0].path[2])
+        places = [PREFIX + name.format(layer) for layer in range(model.config.num_layers)]
+        linear.lora_a.set_value(_stacked(tensors, places, "lora_A.weight", linear.lora_a, path))
+        linear.lora_b.set_value(_stacked(tensors, places, "lora_B.weight", linear.lora_b, path))
+        if linear.dora:
+            magnitude = _stacked(tensors, places, "lora_magnitude_vector", linear.lora_magnitude, path)
+            linear.lora_magnitude.set_value(magnitude)
+    if tensors:
+        raise RunError(f"{path}: no adapter has a place for {min(tensors)}")
+
+
+def _stacked(
+    tensors: dict[str, np.ndarray], places: list[str], name: str, like: nnx.Param[jax.Array], path: Path
+) -> jax.Array:
+    """Takes every layer's tensor out of `tensors` and returns them as our parameter."""
+    layers = []
+    for place in places:
+        key, shape = f"{place}.{name}", like.shape[1:][::-1]
+        if key not in tensors:
+            raise RunError(f"{path}: {key} is missing")
+        tensor = tensors.pop(key)
+        if tensor.shape != shape:
+            raise RunError(f"{path}: {key} must have shape {shape}, got {tensor.shape}")
+        layers.append(tensor.T)
+    return jnp.asarray(np.stack(layers), like.dtype)
 
 
 def _modules(model: Decoder) -> dict[str, list[Part]]:

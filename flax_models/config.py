@@ -65,6 +65,9 @@ class TrainConfig:
     """Adds so much times the square of the logits' log-sum-exp to each token's training loss; PaLM takes 1e-4."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
+    cast_head: bool = False
+    """Give the loss a copy of the head in the computation's dtype: three products in place of four where the head is
+    kept in another, for the copy's memory and a gradient of the head that is rounded as every other matrix's."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks,
     attention, feed_forward, attention.query, ...; their gradients are not computed."""
@@ -132,6 +135,9 @@ class LoraConfig:
     """Learn the length of each column of the adapted weights by itself (DoRA)."""
     unfreeze: tuple[str, ...] = ()
     """Parts of the model that train beside the adapters, named as for --freeze."""
+    adapter: Path | None = None
+    """Folder of adapters, as the peft library writes them, that the run starts from; rank, alpha, targets and DoRA are
+    the folder's."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
@@ -193,6 +199,8 @@ class RunConfig:
             raise ValueError("--config must name a config where there are no --weights, got none")
         if self.weights is not None and self.tokenizer is not None:
             raise ValueError(f"--tokenizer goes with random weights, --weights has its own: got {self.tokenizer}")
+        if self.weights is None and self.lora.adapter is not None:
+            raise ValueError(f"--adapter goes with the --weights that it was trained on, got {self.lora.adapter} alone")
 
 
 def _to_train(shape: ModelConfig) -> ModelConfig:

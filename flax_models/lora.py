@@ -25,7 +25,6 @@ s = 2 are the field's habit (Biderman et al., "LoRA learns less and forgets less
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,15 +145,12 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
         module = getattr(model.blocks, MODULES[projection])
         setattr(module, projection, AdaptedLinear(getattr(module, projection), lora, rngs))
     dtype = jnp.dtype(model.config.dtype)
-
-    def kept(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        name = name_of(path)
-        wide = variable.dtype.itemsize > dtype.itemsize
-        if not wide or path[-1] == "scale" or is_adapter(name) or is_named(name, lora.unfreeze):
-            return variable
-        return variable.replace(variable[...].astype(dtype))
-
-    nnx.update(model, nnx.map_state(kept, nnx.state(model, nnx.Param)))
+    for path, variable in nnx.iter_graph(model):
+        if not isinstance(variable, nnx.Param) or path[-1] == "scale":
+            continue
+        trains = is_adapter(name_of(path)) or is_named(name_of(path), lora.unfreeze)
+        if not trains and variable.dtype.itemsize > dtype.itemsize:  # one by one: beside the model, memory for one
+            variable.set_value(variable[...].astype(dtype))
 
 
 def adapted_projections(model: Decoder) -> Iterator[tuple[Projection, AdaptedLinear]]:

@@ -110,13 +110,18 @@ class Trainer:
             lengths = None if batch.lengths is None else jnp.asarray(batch.lengths)
             return model(jnp.asarray(batch.tokens), lengths), model  # (B, T, D)
 
+    def head(self, model: Decoder) -> jax.Array:
+        """Returns the (V, D) head as the loss takes it."""
+        head = model.head_weight()
+        return head.astype(jnp.dtype(model.config.dtype)) if self._config.cast_head else head
+
     def _loss(self, params: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
         """Returns a batch's share of the mean over `counted` tokens."""
         hidden, model = self._hidden(params, batch)
         with jax.named_scope("loss"):
             return linear_cross_entropy(
                 hidden,
-                model.head_weight(),
+                self.head(model),
                 jnp.asarray(batch.targets),
                 reduction="mean",
                 normalizer=counted,
@@ -131,7 +136,7 @@ class Trainer:
         hidden, model = self._hidden(params, batch)
         return linear_cross_entropy(
             hidden,
-            model.head_weight(),
+            self.head(model),
             jnp.asarray(batch.targets),
             reduction="sum",
             ignore_index=IGNORED,

@@ -29,6 +29,7 @@ from flax_models.accounting import (
     flops_per_token,
     step_memory,
 )
+from flax_models.adapter_folder import load_adapter
 from flax_models.arguments import check_shape, parse
 from flax_models.attention_choice import AttentionChoice, explain_attention
 from flax_models.baselines import Baselines
@@ -166,6 +167,8 @@ def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
         check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
         model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
     adapt(model, config.lora, rngs)
+    if config.lora.adapter is not None:
+        load_adapter(model, config.lora.adapter)
     return model
 
 
@@ -192,7 +195,7 @@ def _describe_costs(
     display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
-    head: Any = nnx.eval_shape(lambda model: model.head_weight(), trainer.model(trainer.initial.params))
+    head: Any = nnx.eval_shape(trainer.head, trainer.model(trainer.initial.params))
     chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
     if device.platform == "gpu":

@@ -1,5 +1,6 @@
 """Adapters against the peft library: outputs, gradients, merged weights, and the files that it writes itself."""
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ from random_decoder import quick_compilation
 from safetensors.numpy import load_file
 
 from flax_models import export
-from flax_models.adapter_folder import save_adapter
+from flax_models.adapter_folder import load_adapter, read_adapter_config, save_adapter
+from flax_models.arguments import parse
 from flax_models.batches import Batch
 from flax_models.config import LoraConfig, Projection, TrainConfig
 from flax_models.errors import RunError
 from flax_models.lora import adapt, adapted_projections, merge
+from flax_models.metrics import read_rows
 from flax_models.model import Decoder
 from flax_models.step import Trainer
 from flax_models.weights import load, save
@@ -153,6 +156,81 @@ def test_the_files_are_those_that_peft_writes(dora, tmp_path):
     assert set(ours["target_modules"]) == set(theirs["target_modules"])
 
 
+def test_a_run_starts_from_what_peft_has_written(tmp_path):
+    import torch
+
+    peft = import_peft()
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_folder(make("qwen2"), base)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["v_proj", "q_proj", "down_proj"], use_dora=True, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(load_transformers(base), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(adapter)
+    config, _ = parse(["--weights", str(base), "--adapter", str(adapter), "--unfreeze", "norms", "--dtype=float32"])
+    assert config.lora == LoraConfig(3, 5.0, ("query", "value", "down"), 1.0, True, ("norms",), adapter)
+    model = load(base)
+    adapt(model, config.lora, nnx.Rngs(0))
+    load_adapter(model, adapter)
+    ids = tokens(rows=1, length=12)
+    with torch.no_grad():
+        close(logits_of(model, ids), theirs(torch.from_numpy(ids)).logits)
+    save_adapter(model, tmp_path / "again", base=base)
+    files = [load_file(where / "adapter_model.safetensors") for where in (adapter, tmp_path / "again")]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        np.testing.assert_array_equal(files[1][name], tensor, err_msg=name)
+
+
+def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_folder(make("llama2"), base)
+    lora = LoraConfig(lora_rank=2, lora_targets=("up", "query"))
+    save_adapter(with_adapters(base, lora), adapter)
+    values, file = json.loads((adapter / "adapter_config.json").read_text()), adapter / "adapter_config.json"
+    for changes, message in [
+        ({"peft_type": "LOHA"}, "adapter_config.json: peft_type must be one of .'LORA'., got 'LOHA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
+        ({"use_rslora": True}, "use_rslora must not be set, got True"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must not be set, got {'q_proj': 4}"),
+        ({"target_modules": ["qkv_proj"]}, "target_modules must be a list of q_proj, .*, got .'qkv_proj'."),
+        ({"r": 0}, "--lora-alpha goes with --lora-rank, which is 0: got 4.0"),
+    ]:
+        file.write_text(json.dumps({**values, **changes}))
+        with pytest.raises(RunError, match=message):
+            read_adapter_config(adapter)
+    file.write_text(json.dumps({name: value for name, value in values.items() if name != "r"}))
+    with pytest.raises(RunError, match=r"adapter_config\.json: r is missing"):
+        read_adapter_config(adapter)
+    file.write_text(json.dumps(values))
+    with pytest.raises(RunError, match="--lora-rank is 2 in the folder of --adapter, got 3"):
+        parse(["--weights", str(base), "--adapter", str(adapter), "--lora-rank=3"])
+    with pytest.raises(SystemExit):
+        parse(["--adapter", str(adapter), "--lora-rank=2"])
+
+    def loaded(lora: LoraConfig, where: Path = adapter) -> None:
+        model = load(base)
+        adapt(model, lora, nnx.Rngs(0))
+        load_adapter(model, where)
+
+    for options, message in [
+        ({"lora_rank": 3}, r"layers.0.self_attn.q_proj.lora_A.weight must have shape \(3, 32\), got \(2, 32\)"),
+        ({"lora_targets": ("up",)}, "no adapter has a place for .*layers.0.self_attn.q_proj.lora_A.weight"),
+        ({"lora_targets": ("up", "query", "key")}, "layers.0.self_attn.k_proj.lora_A.weight is missing"),
+        ({"dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector is missing"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            loaded(dataclasses.replace(lora, **options))
+    with pytest.raises(RunError, match=r"cannot read .*absent/adapter_model\.safetensors"):
+        loaded(lora, tmp_path / "absent")
+
+
 def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
     write_folder(make("llama2"), tmp_path / "base")
     lora = LoraConfig(lora_rank=2, lora_targets=("up",))
@@ -192,3 +270,9 @@ def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, caps
     # The base of the run was rounded to bfloat16, in which it computes; that of the folder here is in float32.
     np.testing.assert_allclose(results[0], results[1], atol=0.02 * np.abs(results[0]).max())
     assert np.abs(results[0] - results[2]).max() > 0.05 * np.abs(results[0]).max()
+
+    again = ["--weights", weights, "--data", data, "--adapter", str(tmp_path / "adapter"), *options.split()[:6]]
+    again += ["--held-out-windows=2", "--remat=none"]
+    assert train(tmp_path, "--name", "b", *again) == 0
+    losses = [[row["loss"] for row in read_rows(tmp_path / "runs" / name) if "loss" in row] for name in "ab"]
+    assert losses[1][0] < losses[0][0] - 0.05, "the same batch, by adapters that have learned from it"
