@@ -86,13 +86,19 @@ class AdaptedLinear(nnx.Module):
         if self.dora:
             added = jnp.matmul(a, b, preferred_element_type=jnp.float32)
             lengths = jax.lax.stop_gradient(_lengths(kernel.astype(jnp.float32) + self.scale * added))
-            y = (y.astype(jnp.float32) * (self.lora_magnitude[...].astype(jnp.float32) / lengths)).astype(self.dtype)
+            y = _times(y, self.lora_magnitude[...].astype(jnp.float32) / lengths)
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y
 
     def merged(self) -> jax.Array:
         """Returns the kernels (L, in, out), float32, that alone do what kernels and adapters do together."""
         magnitude = self.lora_magnitude[...] if self.dora else None
         return _merged(self.kernel[...], self.lora_a[...], self.lora_b[...], magnitude, self.scale)
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # the backward pass is left y, and no float32 copy of it
+def _times(y: jax.Array, factors: jax.Array) -> jax.Array:
+    """Returns y (..., out) times float32 factors (out,), rounded once."""
+    return (y.astype(jnp.float32) * factors).astype(y.dtype)
 
 
 @partial(jax.jit, static_argnames="scale")

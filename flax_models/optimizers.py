@@ -68,10 +68,10 @@ def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientT
     schedule_free_adamw: AdamW without a first moment moves z, by gradients at y = (1 - beta1) * z + beta1 * x, where x
     is the average of z, weighted by squared learning rates. Steps hold y; `averaged` gives x, which is to be judged.
 
-    adafactor: each matrix of at least 128 x 128 has row and column sums for its squared gradients, others all of them,
-    averaged over 1 - t**-0.8 of the past; no momentum, so no use of beta1 and beta2. A layer's update is scaled
-    down to a root mean square of 1 at most, times the learning rate: not times the parameter's own size, which would
-    hold an adapter's B at the zero where it starts.
+    adafactor: of its squared gradients a matrix of at least 128 x 128 keeps averages by row and by column, every other
+    array averages of each; at step t a share 1 - t**-0.8 of them is what they were. No momentum, so no use of beta1 and
+    beta2. An update is scaled down to a root mean square of 1 at most, in each layer, and multiplied by the learning
+    rate: not by the parameter's own size, which would hold an adapter's B at the zero where it starts.
 
     Args:
         config: names it, and gives its numbers.

@@ -84,13 +84,17 @@ TOKENS = jnp.asarray(random_batch(2).tokens)
 # What a run begins with
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_first_output_is_the_base_models_to_the_bit(dtype):
     config = dataclasses.replace(BIASED, dtype=dtype)
     expected = hidden_states(random_decoder(config), TOKENS)
     np.testing.assert_array_equal(hidden_states(adapted(config, LORA), TOKENS), expected)
-    dora = hidden_states(adapted(config, DORA), TOKENS)
-    np.testing.assert_allclose(dora.astype(np.float32), expected.astype(np.float32), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
+    expected = hidden_states(random_decoder(BIASED), TOKENS)
+    np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_adapters_are_drawn_as_peft_draws_them_and_differ():

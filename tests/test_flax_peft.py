@@ -83,7 +83,7 @@ def close(ours: Any, theirs: Any, name: str = "") -> None:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
 
 
-SLOW = ("dora", "fused-lora")
+SLOW = ("lora", "dora", "fused-lora")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
