@@ -5,6 +5,7 @@ Its calls have side effects, which neither a loop nor the loss's own operators l
 stand, their chunks and slabs in a Python loop.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,8 +48,14 @@ CASES = [
 def interpreted(_: str) -> launch.Kernels:
     kernels = load("mosaic")
     names = ("exponentials", "statistics", "d_logits", "d_weight", "d_input")
-    switched = {name: partial(getattr(kernels, name), interpret=True) for name in names}
-    return kernels._replace(add_target_rows=add_target_rows, **switched)
+    switched = {name: waiting(partial(getattr(kernels, name), interpret=True)) for name in names}
+    return kernels._replace(add_target_rows=waiting(add_target_rows), **switched)
+
+
+def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel whose caller goes on when it is done: what it would start meanwhile can wait for the kernel, and
+    the interpreter, which starts operations of its own, for that."""
+    return lambda *arrays, **options: jax.block_until_ready(kernel(*arrays, **options))
 
 
 load = launch.load
