@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.methods import UnavailableError, check_errors, load
+from benchmarks.methods import UnavailableError, check_errors, installed, load
 from benchmarks.timing import MIN_PAIRS, Sensor, host_blocks
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models import weights
@@ -50,7 +49,7 @@ class LogitsTrainer(Trainer):
 
 
 def versions() -> dict[str, str]:
-    return {name: version(name) for name in ("jax", "jaxlib", "flax", "optax")}
+    return installed("jax", "jaxlib", "flax", "optax")
 
 
 def device_name() -> str:
@@ -230,7 +229,7 @@ def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) 
         if not compared.moved.all():
             raise ValueError(f"{dtype}: {names[int(np.argmin(compared.moved))]} has no gradient other than zero")
         if with_weights and dtype == "float32" and row.mode == "full":
-            figures["err_weights"] = abs(_loss_by_transformers(fused.model(params), data) / compared.unfused - 1)
+            figures["err_weights"] = abs(_loss_by_transformers(fused.model(params), data) / float(compared.unfused) - 1)
             if wrong := check_errors({"err_loss": figures["err_weights"]}, dtype):
                 raise ValueError(f"transformers with the same weights: {wrong}")
 

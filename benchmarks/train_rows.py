@@ -251,7 +251,7 @@ def _packed(generator: np.random.Generator, rows: int, length: int) -> np.ndarra
 
 
 def speed_figures(
-    row: Row, drawn: Drawn, step_ms: float, trained: Mapping[str, int], device_kind: str
+    row: Row, drawn: Drawn, step_ms: float, trained: Mapping[str, int] | None, device_kind: str
 ) -> dict[str, Any]:
     """Returns the speed of a row's steps, by one formula for all frameworks.
 
