@@ -85,6 +85,9 @@ class Step:
 
     def do_not_compile(self) -> None:
         self._forward = self._loss
+
+    def forget(self) -> None:
+        """Drops gradients that no update has taken."""
         for weight in self.weights:
             weight.grad = None
 
@@ -138,12 +141,13 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     if on_gpu:
         step.compile()
         try:
-            step()
+            step.backward(step.forward())
         except Exception as error:  # a compiler may fail in any way, and the model is still to be measured
             if out_of_memory(error):
                 raise
             figures |= {"compiled": False, "note": f"not compiled: {describe(error)}"}
             step.do_not_compile()
+        step.forget()
     figures |= check_steps(step, 1 if once else WARM_UP)
     figures["compile_s"] = time.perf_counter() - began
     if on_gpu:
