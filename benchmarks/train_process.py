@@ -6,6 +6,7 @@ REQUEST is the JSON of a `Request`, ANSWER the file that gets what was measured.
 """
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -97,10 +98,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def answer(request: Request) -> dict[str, Any]:
     """Returns what this process measures; errors are answers, and figures that were there before them are kept."""
-    if request.in_torch:
-        from benchmarks import train_torch as side
-    else:
-        from benchmarks import train_jax as side
+    side: Any = importlib.import_module(f"benchmarks.train_{'torch' if request.in_torch else 'jax'}")
     from benchmarks.train_rows import Row
 
     figures: dict[str, Any] = {"device": side.device_name(), "versions": side.versions()}

@@ -111,7 +111,7 @@ class Step:
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
-            torch._foreach_copy_(self.weights, self._masters)
+            torch._foreach_copy_(self.weights, self._masters)  # pyright: ignore[reportPrivateImportUsage]
         return norm
 
     def __call__(self) -> Tensor:
@@ -199,7 +199,7 @@ def _estimate(step: Step, batch: int) -> int:
 
 def _split(step: Step, wait: Callable[[], None]) -> dict[str, float]:
     """Returns the milliseconds of a step's parts, each waited for by itself, which makes their sum the longer."""
-    times = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
+    times: dict[str, float] = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
 
     def timed[T](part: str, call: Callable[[], T]) -> T:
         wait()
