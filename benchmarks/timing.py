@@ -184,17 +184,14 @@ class Blocks:
         }
 
 
-def host_blocks(
-    step: Callable[[], Any], wait: Callable[[], None], seconds: float, sensor: Sensor, *, least: int = MIN_PAIRS
-) -> Blocks:
+def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: float, sensor: Sensor) -> Blocks:
     """Times steps with the host's clock in blocks; within one the device does not wait for the host.
 
     Args:
         step: enqueues one step.
         wait: blocks until the last one is done.
-        seconds: time for all blocks.
+        seconds: time for all blocks; 0: time one step, and read no sensor.
         sensor: read while the device works on a block that is not timed.
-        least: fewest blocks.
     """
 
     def block(count: int) -> float:
@@ -206,8 +203,10 @@ def host_blocks(
 
     wait()
     once = block(1) / 1000
+    if not seconds:
+        return Blocks([1000 * once], 1, [])
     steps = max(1, round(seconds / MAX_BLOCKS / max(once, 1e-9)))
-    blocks = int(np.clip(seconds / max(steps * once, 1e-9), least, MAX_BLOCKS))
+    blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_PAIRS, MAX_BLOCKS))
     times = [block(steps) for _ in range(blocks)]
     readings: list[tuple[float, float]] = []
     if sensor.why_not is None:  # in a block of its own: a reading takes host time

@@ -138,7 +138,7 @@ def largest(attempt: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
 
     Returns:
         The figures of the largest that ran, with `batch`, `tried`, and `too_large`, the smallest that did not run.
-        Without one that ran, or after an error other than memory, those of the last.
+        Without one that ran they are those of the last. An error that is not for memory ends the search, and is told.
     """
     fits, too_large, trial = 0, None, FIRST
     tried: list[int] = []
@@ -150,6 +150,9 @@ def largest(attempt: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
             fits, best = trial, found
         elif found["status"] == "oom":
             too_large, best = trial, best or found
+        elif fits:
+            note = f"batch {trial} failed, not for memory: {found['note']}"
+            return {**best, "batch": fits, "tried": tried, "too_large": trial, "note": note}
         else:
             return {**found, "batch": trial, "tried": tried}
         step = max(1, fits // FINE)

@@ -7,6 +7,7 @@ peak. Memory is that of the whole process: parameters, optimiser, batches and al
 import dataclasses
 import itertools
 import math
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +21,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.methods import UnavailableError, check_errors, installed, load
-from benchmarks.timing import MIN_PAIRS, Sensor, host_blocks
+from benchmarks.methods import UnavailableError, check_errors, describe, installed, load
+from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models import weights
 from flax_models.accounting import Memory, device_memory, step_memory
@@ -131,7 +132,7 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     began = time.perf_counter()
     lengths = drawn.batches[0].lengths
     compiled = trainer.compile(batch, row.seq, None if lengths is None else lengths.shape[1])
-    figures["compile_s"] = time.perf_counter() - began
+    figures |= {"compile_s": time.perf_counter() - began, "xla_flags": os.environ.get("XLA_FLAGS")}
     device = jax.devices()[0]
     plan, there = step_memory(trainer, compiled), device_memory(device)
     if plan is not None:
@@ -146,17 +147,21 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     once = row.kind == "largest"  # the most that fit take many seconds a step
     figures |= check_steps([run.step() for _ in range(1 if once else WARM_UP)], [part.name for part in trainer.parts])
     sensor = Sensor(gpu=device.platform == "gpu")
-    blocks = host_blocks(run.step, run.wait, seconds, sensor, least=1 if once else MIN_PAIRS)
+    blocks = host_blocks(run.step, run.wait, 0 if once else seconds, sensor)
+    assert run.metrics is not None
     figures |= {
         **blocks.figures(),
         **speed_figures(row, drawn, blocks.figures()["step_ms"], trainer.trained, device.device_kind),
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "last_loss": float(run.step().loss),
+        "last_loss": float(run.metrics.loss),
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
     if not once:
-        figures["split"] = _split(run, compiled.as_text() or "")
+        try:
+            figures["split"] = _split(run, compiled.as_text() or "")
+        except Exception as error:  # a profiler may fail in any way, and the steps are timed by now
+            figures["note"] = f"no split: {describe(error)}"
 
 
 def _estimate(plan: Memory, batch: int, limit: int | None) -> int | None:

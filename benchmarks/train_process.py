@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import UnavailableError, describe, out_of_memory
+from benchmarks.results import ROOT
 
 LAST_LINES = 30  # of a failed process that are printed
 
@@ -57,7 +58,7 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.train_process", json.dumps(asdict(request)), str(answer)]
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, env=_environment(request), stdout=output, stderr=output, start_new_session=True
+                command, cwd=ROOT, env=_environment(request), stdout=output, stderr=output, start_new_session=True
             )
             try:
                 status = process.wait(limit)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.methods import UnavailableError, describe, installed, load, out_of_memory
-from benchmarks.timing import MIN_PAIRS, Sensor, host_blocks
+from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models.batches import Batch
 from flax_models.hub_config import values_of
@@ -152,14 +152,19 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     figures["compile_s"] = time.perf_counter() - began
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    blocks = host_blocks(step, wait, seconds, Sensor(gpu=on_gpu), least=1 if once else MIN_PAIRS)
+    losses: list[Tensor] = [torch.zeros(())]
+
+    def take_step() -> None:
+        losses[0] = step()
+
+    blocks = host_blocks(take_step, wait, 0 if once else seconds, Sensor(gpu=on_gpu))
     adapters = {"blocks.lora_a": sum(weight.numel() for weight in step.weights)} if row.mode == "lora" else None
     figures |= {
         **blocks.figures(),
         **speed_figures(row, drawn, blocks.figures()["step_ms"], adapters, device_name()),
         "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "estimate": _estimate(step, batch) if on_gpu else None,
-        "last_loss": float(step()),
+        "last_loss": float(losses[0]),
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")

@@ -311,6 +311,9 @@ def test_the_largest_batch_is_found(capacity: int, estimate: float | None) -> No
 def test_another_error_ends_the_search() -> None:
     found = train.largest(lambda batch: {"status": "failed", "note": "wrong"})
     assert found == {"status": "failed", "note": "wrong", "batch": 16, "tried": [16]}
+    found = train.largest(lambda batch: {"status": "ok" if batch < 40 else "failed", "note": "wrong"})
+    assert (found["status"], found["batch"], found["too_large"]) == ("ok", 32, 64)
+    assert found["note"] == "batch 64 failed, not for memory: wrong"
 
 
 def test_pictures_are_made_of_recorded_rows(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
@@ -343,7 +346,7 @@ def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: 
 
 @pytest.mark.slow
 def test_smoke_rows_run_end_to_end(tmp_path: Path) -> None:
-    names = ("smoke/*fused/full/64x2*", "largest/smoke*", "converge/smoke*")
+    names = ("smoke/*fused/full/64x2", "smoke/*packed", "largest/smoke*", "converge/smoke*")
     arguments = ["--rows", *names, "--seconds", "0", "--memory", "20000000", "--weights"]
     status, rows = run(tmp_path / "train.json", *arguments)
     assert status == 0
