@@ -127,7 +127,8 @@ def test_the_unfused_trainer_differs_in_the_loss_alone() -> None:
     ],
 )
 def test_a_wrong_loss_fails_the_check(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str) -> None:
-    right: Any = train_jax.Compared(*map(np.float32, (6, 1e-7, 1e-6)), np.full(12, 1e-6), np.full(12, True))
+    make: Any = train_jax.Compared
+    right = make(np.float32(6), np.float32(1e-7), np.float32(1e-6), np.full(12, 1e-6), np.full(12, True))
     monkeypatch.setattr(train_jax, "_compare", lambda *arguments: right._replace(**wrong))
     with quick_compilation(), pytest.raises(ValueError, match=message):
         train_jax.check(FUSED.check(), 1, {}, with_weights=False)
