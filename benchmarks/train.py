@@ -20,7 +20,7 @@ from benchmarks.train_rows import GROUPS, Row, select
 
 FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
 FIRST = 16  # rows of a step that the search of the largest batch begins with
-FINE = 16  # it ends once the next size tried would be less than a 16th larger
+FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
 # The keys that every row has, None where they were not measured.
 MEASURED = ("tokens_per_s", "mfu", "step_ms", "peak_bytes", "split", "note")
 
@@ -44,7 +44,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a row of ours failed."""
     options, began = parse(arguments), time.monotonic()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or a row's process would live on
     try:
         rows = select(options.rows)
     except ValueError as error:
@@ -61,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if there["status"] != "ok":
         raise SystemExit(f"no device: {there['note']}")
     commit = options.commit or results.commit("flax_models")
-    file = results.ResultFile(options.json, there["device"], installed(*FRAMEWORKS), commit, key=("name",))
+    try:
+        file = results.ResultFile(options.json, there["device"], installed(*FRAMEWORKS), commit, key=("name",))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     print(f"{there['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
     failed = 0
     for row in with_checks(rows, file):
@@ -110,7 +112,8 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
     if row.batch is None:
         return largest(attempt)
     found = attempt(row.batch)
-    wrong = disagreement(row, found, file.rows) if found["status"] == "ok" else None
+    others = [other for other in file.rows if other["commit"] == file.head["commit"] and other["name"] != row.name]
+    wrong = disagreement(row, found, others) if found["status"] == "ok" else None
     # A loss that is another than its sibling's says nothing of which of the two is wrong: no speed of this one, then.
     return found if wrong is None else {"status": "failed", "note": wrong, "first_loss": found["first_loss"]}
 
@@ -210,4 +213,5 @@ def _line(cells: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or a row's process would live on
     sys.exit(main())

@@ -140,10 +140,7 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
         figures |= {"planned_bytes": plan.total, "plan": plan._asdict(), "estimate": _estimate(plan, batch, limit)}
         if memory_limit is not None and plan.total > memory_limit:
             raise MemoryError(f"the step's plan of {plan.total:,} bytes exceeds --memory")
-    state = jax.device_put(make_trainer(row, config, train, drawn=True).initial, device)
-    batches = jax.device_put(drawn.batches, device)
-    run = Run(trainer, state, itertools.cycle(batches))
-    del state
+    run = Run(trainer, _first_state(row, config, train), itertools.cycle(jax.device_put(drawn.batches, device)))
     once = row.kind == "largest"  # the most that fit take many seconds a step
     figures |= check_steps([run.step() for _ in range(1 if once else WARM_UP)], [part.name for part in trainer.parts])
     sensor = Sensor(gpu=device.platform == "gpu")
@@ -162,6 +159,14 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
             figures["split"] = _split(run, compiled.as_text() or "")
         except Exception as error:  # a profiler may fail in any way, and the steps are timed by now
             figures["note"] = f"no split: {describe(error)}"
+
+
+def _first_state(row: Row, config: ModelConfig, train: TrainConfig) -> TrainState:
+    """Returns the state of random parameters, which nothing else holds: a step can take its memory over."""
+    trainer = make_trainer(row, config, train, drawn=True)
+    state = jax.device_put(trainer.initial, jax.devices()[0])
+    del trainer.initial
+    return state
 
 
 def _estimate(plan: Memory, batch: int, limit: int | None) -> int | None:
@@ -295,12 +300,9 @@ def converge(row: Row, batch: int, figures: dict[str, Any]) -> None:
     text = "".join(document.text for document in load_corpus().train)
     stream = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     sampler = BatchSampler(stream, batch, row.seq, seed=0)
-    trainer = make_trainer(row, config, train, drawn=True)
+    trainer = make_trainer(row, config, train, drawn=False)
     trainer.compile(batch, row.seq)
-    state = jax.device_put(trainer.initial, jax.devices()[0])
-    del trainer.initial
-    run = Run(trainer, state, (sampler.next() for _ in range(CONVERGENCE_STEPS)))
-    del state
+    run = Run(trainer, _first_state(row, config, train), (sampler.next() for _ in range(CONVERGENCE_STEPS)))
     losses = jax.device_get([run.step().loss for _ in range(CONVERGENCE_STEPS)])
     if not np.isfinite(losses).all():
         raise ValueError(f"the loss of step {int(np.argmin(np.isfinite(losses))) + 1} is not finite")

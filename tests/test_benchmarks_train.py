@@ -306,7 +306,7 @@ def test_the_largest_batch_is_found(capacity: int, estimate: float | None) -> No
         assert (found["status"], found["batch"]) == ("oom", None)
         return
     assert (found["status"], found["step_ms"]) == ("ok", found["batch"])
-    assert found["batch"] <= capacity < found["too_large"] <= found["batch"] + max(1, found["batch"] // 16)
+    assert found["batch"] <= capacity < found["too_large"] <= found["batch"] + max(1, found["batch"] // train.FINE)
 
 
 def test_another_error_ends_the_search() -> None:
