@@ -11,12 +11,18 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
 
 from benchmarks.plot import RESULTS
 from benchmarks.train_rows import GROUPS
 
 COLORS = {"fused": "#c2410c", "unfused": "#f59e0b", "hf": "#94a3b8", "hf+liger": "#475569"}
-LABELS = {"fused": "ours", "unfused": "ours, optax's loss on logits", "hf": "transformers", "hf+liger": "with Liger"}
+LABELS = {
+    "fused": "ours",
+    "unfused": "ours, optax's loss on logits",
+    "hf": "transformers",
+    "hf+liger": "transformers, Liger",
+}
 
 Recorded = dict[str, Any]
 
@@ -67,8 +73,9 @@ def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
         panel.set_ylim(bottom=0)
     names = [f"{config}\n{mode}, {seq:,} x {batch}" for config, mode, seq, batch in groups]
     panels[1].set_xticks(range(len(groups)), names, fontsize=8)
-    panels[0].legend(fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COLORS), fontsize=8)
     panels[0].set_title(f"training steps, bfloat16, {device}")
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _save(figure, path)
 
 
