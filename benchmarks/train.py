@@ -82,12 +82,12 @@ def with_checks(rows: Sequence[Row], file: results.ResultFile) -> list[Row]:
     ordered: list[Row] = []
     for row in rows:
         check = row.check()
-        needed = not row.in_torch and row.kind != "check" and (_passed(check, file) or {}).get("status") != "ok"
+        needed = not row.in_torch and row.kind != "check" and (_recorded(check, file) or {}).get("status") != "ok"
         ordered += [check, row] if needed and check not in ordered else [row]
     return list(dict.fromkeys(ordered))
 
 
-def _passed(check: Row, file: results.ResultFile) -> dict[str, Any] | None:
+def _recorded(check: Row, file: results.ResultFile) -> dict[str, Any] | None:
     """Returns what the file has of a check on the commit that is measured."""
     found = [row for row in file.rows if row["name"] == check.name and row["commit"] == file.head["commit"]]
     return found[0] if found else None
@@ -96,7 +96,7 @@ def _passed(check: Row, file: results.ResultFile) -> dict[str, Any] | None:
 def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> dict[str, Any]:
     """Returns a row's figures, `status` and `note` among them; ours are not measured unless their check has passed."""
     if not row.in_torch and row.kind != "check":
-        check = _passed(row.check(), file)
+        check = _recorded(row.check(), file)
         if check is None or check["status"] != "ok":
             status = "skipped" if check is not None and check["status"] == "skipped" else "failed"
             why = "has not run" if check is None else check["note"]

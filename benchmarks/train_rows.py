@@ -20,7 +20,8 @@ Data = Literal["whole", "padded", "packed"]
 Size = tuple[int, int | None]
 
 MODELS = ("llama3.2-1b", "qwen2.5-0.5b")
-LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)  # tokens of a sequence, sequences of a step
+# Tokens of a sequence, and sequences of a step; none: the most that fit.
+LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
 CHECKED = (512, 2)
 LORA_RANK = 32
 BATCHES = 4  # different ones, taken in turn
@@ -69,7 +70,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What the row is called by; no other row is called alike."""
+        """Returns what the row is called; no other row is called the same."""
         size = f"{self.seq}x{self.batch}" if self.batch else str(self.seq)
         words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
         usual = {field.name: field.default for field in fields(self)}
@@ -80,7 +81,7 @@ class Row:
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
 
     def check(self) -> "Row":
-        """Returns the row that must have passed before this one, of JAX, is measured."""
+        """Returns the check that must have passed before a row of JAX is measured."""
         return _row(self.config, "fused", self.mode, CHECKED, kind="check")
 
     def model(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> ModelConfig:
@@ -156,7 +157,8 @@ def select(names: Sequence[str] | None = None) -> list[Row]:
     """Returns rows in the order of measuring, each once.
 
     Args:
-        names: groups, or names of rows, in which * stands for anything; None: all groups but smoke.
+        names: groups, or names of rows, in which * stands for anything, but for smoke only where that is in the name;
+            None: all groups but smoke.
 
     Raises:
         ValueError: nothing is called so; says what is.
@@ -171,7 +173,8 @@ def select(names: Sequence[str] | None = None) -> list[Row]:
         names = [group for group in GROUPS if group != "smoke"]
     chosen: set[Row] = set()
     for name in names:
-        found = GROUPS.get(name) or [row for row in rows if fnmatchcase(row.name, name)]
+        known = rows if "smoke" in name else [row for row in rows if row.config != "smoke"]
+        found = GROUPS.get(name) or [row for row in known if fnmatchcase(row.name, name)]
         if not found:
             raise ValueError(f"rows must be of {', '.join(GROUPS)}, or names as {rows[0].name}, got {name}")
         chosen.update(found)
