@@ -80,13 +80,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     state, losses, began = optimizer.init(params), [], time.monotonic()
     for number in range(1, chosen.steps + 1):
-        params, state, loss = step(params, state, *batches.next())
+        tokens, targets, _ = batches.next()  # no lengths: every row is one sequence
+        params, state, loss = step(params, state, tokens, targets)
         losses.append(loss)  # still on the device: reading each one would make the host wait for it
         if number % 100 == 0 or number == chosen.steps:
             mean = np.mean(jax.device_get(losses))
             print(f"step {number:>5}/{chosen.steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s", flush=True)
             losses.clear()
-    mean = float(jax.jit(loss_of)(params, *judged_by))
+    mean = float(jax.jit(loss_of)(params, judged_by.tokens, judged_by.targets))
     print(f"held-out loss {mean:.3f} nats a token; guessing would be {np.log(config.vocab_size):.3f}")
 
     model = nnx.merge(graph, params)

@@ -14,6 +14,8 @@ again by the loss, the optimiser. So MFU falls when they are added.
 
 Frozen parameters have no gradient of their own, which leaves them 4 in place of 6. Where nothing before them trains
 either, nothing goes back through them, and they have 2 (attention 4 in place of 12); all blocks count as one there.
+Adapters (flax_models.lora) are parameters more that train. What DoRA computes of the parameters alone, once a step, is
+not counted.
 
 Source: Chowdhery et al., "PaLM", 2022, appendix B; there attention counts in full, here its causal half.
 """
@@ -113,7 +115,9 @@ def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapp
     if trained is None:
         return 6.0 * (blocks + head) + 12.0 * attention
     in_blocks = [name for name in trained if name.startswith("blocks.")]
-    own = sum(trained[name] for name in in_blocks if name.endswith(".kernel"))  # multiplied by their tokens' gradients
+    adapters = sum(trained[name] for name in in_blocks if name.endswith((".lora_a", ".lora_b")))
+    blocks += adapters
+    own = adapters + sum(trained[name] for name in in_blocks if name.endswith(".kernel"))  # have gradients of their own
     own += trained.get("embedding" if config.tie_embeddings else "head", 0)
     through_blocks = bool(in_blocks) or "embedding" in trained
     through_head = through_blocks or "final_norm.scale" in trained

@@ -1,7 +1,8 @@
 """The command line of `python -m flax_models.train`, read into a `RunConfig`.
 
 Defaults come from elsewhere than the class: `--config` names a set of them, `--weights` takes the model's shape from a
-folder, and `--resume` takes all of them from the run that it continues. So these are looked for first.
+folder, `--adapter` that of adapters, and `--resume` takes all of them from the run that it continues. So these are
+looked for first.
 """
 
 import argparse
@@ -9,7 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax_models.config import CONFIGS, RunConfig, check_same, fine_tuning
+from flax_models.adapter_folder import read_adapter_config
+from flax_models.config import CONFIGS, UNUSED, LoraConfig, RunConfig, TrainConfig, check_same, fine_tuning
 from flax_models.errors import RunError
 from flax_models.hub_config import differing, read_config
 from flax_models.model_config import ModelConfig
@@ -28,13 +30,14 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         (config, folder to continue or None).
 
     Raises:
-        RunError: there is nothing to continue, an option differs from the run's, or the folder of --weights cannot be
-            read or holds another model than the options ask for.
+        RunError: there is nothing to continue, an option differs from the run's or is not for the run's optimiser, or
+            the folder of --weights or --adapter cannot be read or holds other than the options ask for.
         SystemExit: an option is wrong, or --help.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
     first.add_argument("--config", choices=tuple(CONFIGS))
     first.add_argument("--weights", type=Path)
+    first.add_argument("--adapter", type=Path)
     first.add_argument("--name")
     first.add_argument("--runs", type=Path, default=RunConfig.runs)
     first.add_argument("--resume", action="store_true")
@@ -47,21 +50,43 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         return config, folder
     if known.weights is None:
         return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
-    config = _read_all(arguments, fine_tuning(known.config, known.weights, _shape_of(known.weights)))
+    defaults = fine_tuning(known.config, known.weights, _shape_of(known.weights))
+    if known.adapter is not None:
+        defaults = dataclasses.replace(defaults, lora=read_adapter_config(known.adapter))
+    config = _read_all(arguments, defaults)
     check_shape(config.model, known.weights)
+    if known.adapter is not None:
+        _check_adapter(config.lora, defaults.lora)
     return config, None
+
+
+def _check_adapter(asked: LoraConfig, found: LoraConfig) -> None:
+    """Raises RunError unless a folder holds the adapters that are asked for; they may be trained otherwise."""
+    for name in ("lora_rank", "lora_alpha", "lora_targets", "dora"):
+        ours, theirs = getattr(asked, name), getattr(found, name)
+        if ours != theirs:
+            raise RunError(f"--{name.replace('_', '-')} is {theirs} in the folder of --adapter, got {ours}")
 
 
 def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
     import tyro
 
-    return tyro.cli(
+    config = tyro.cli(
         RunConfig,
         prog=PROGRAM,
         args=list(arguments),
         default=defaults,
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
+    _check_used(config.train, defaults.train)
+    return config
+
+
+def _check_used(asked: TrainConfig, defaults: TrainConfig) -> None:
+    """Raises RunError for an option that was given and that the optimiser does not read."""
+    for name in UNUSED.get(asked.optimizer, ()):
+        if (value := getattr(asked, name)) != getattr(defaults, name):
+            raise RunError(f"--{name} is not for --optimizer {asked.optimizer}, got {value}")
 
 
 def _shape_of(weights: Path) -> ModelConfig:

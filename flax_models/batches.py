@@ -1,7 +1,7 @@
 """Windows of a token stream: drawn at random to train on, evenly spaced to be judged by."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,6 +25,29 @@ class Batch(NamedTuple):
     def counted(self) -> int:
         """Targets that are not IGNORED."""
         return int(np.count_nonzero(self.targets != IGNORED))
+
+
+class Sampler(Protocol):
+    """What batches come from: `BatchSampler` below and `packing.PackedSampler`."""
+
+    starts: np.ndarray  # where the latest batch came from
+    tokens: int  # positions of the latest batch that are not padding
+
+    def next(self) -> Batch:
+        """Returns the next batch."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Returns the place in the order, as plain JSON."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes to the place that `state()` gave."""
+        ...
+
+    def close(self) -> None:
+        """Ends what makes batches ahead."""
+        ...
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, length: int) -> Batch:
@@ -100,6 +123,9 @@ class BatchSampler:
         self.passes = state["passes"]
         self._shuffle()
         self._cursor = state["cursor"]
+
+    def close(self) -> None:
+        """Does nothing: batches are made when they are asked for."""
 
 
 class Places:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 else:  # at run time the names that there are, for the command line and for config.json
     ConfigName = Literal["tiny", "micro", *PUBLISHED]
 
+Optimizer = Literal["adamw", "muon", "schedule_free_adamw", "adafactor"]
+UNUSED: dict[Optimizer, tuple[str, ...]] = {"adafactor": ("beta1", "beta2")}  # options that an optimiser does not read
+Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
+Packing = Literal["windows", "best_fit", "none"]
+
 # May differ between a run and its continuation: they change what is seen, never what is learned. The text may have
 # moved: its hash says whether it is the same.
 FREE_ON_RESUME = frozenset({"resume", "runs", "name", "data", "log_every", "prompt", "sample_tokens", "profile"})
@@ -32,25 +37,37 @@ class TrainConfig:
     steps: int = 2000
     """Optimiser steps of the whole run."""
     batch_size: int = 2
-    """Sequences a step; each is --max-seq-len tokens long."""
+    """Rows a step; each is --max-seq-len tokens long."""
+    batch_tokens: int | None = None
+    """Tokens a step, padding among them, in place of --batch-size: as many rows of --max-seq-len as they fill."""
+    packing: Packing | None = None
+    """How rows are filled: windows of all texts on end; best_fit, whole dialogues or texts that do not see each other;
+    none, one of these a row. Without a name: windows for texts, best_fit for dialogues."""
     accumulate: int = 1
     """Micro-batches that a step's sequences are worked through in, one after another: less memory, the same step."""
+    optimizer: Optimizer = "adamw"
+    """What takes the steps: adamw; muon (the blocks' matrices by orthogonalised momentum, the rest by adamw);
+    schedule_free_adamw (judged and saved by an average of the parameters); adafactor (the least memory)."""
     learning_rate: float = 2e-3
-    """Peak of the schedule: linear warm-up, then a cosine down to zero."""
+    """Peak of the schedule: linear warm-up, then a cosine down to zero; schedule_free_adamw stays at the peak."""
     warmup_steps: int = 100
     """Steps of the warm-up."""
     weight_decay: float = 0.1
-    """AdamW's decay of matrices; norms are left alone."""
+    """Decay of matrices, times the learning rate; norms are left alone."""
     beta1: float = 0.9
-    """AdamW's average of gradients."""
+    """AdamW's average of gradients; schedule_free_adamw's share of the average in what gradients are taken at. Not for
+    adafactor, nor for muon's own matrices, whose momentum is 0.95."""
     beta2: float = 0.997
-    """AdamW's average of squared gradients; steps of few tokens want a long one."""
+    """AdamW's average of squared gradients; steps of few tokens want a long one. Not for adafactor."""
     clip_norm: float = 1.0
     """Longest gradient; longer ones are scaled down to it."""
     z_loss_weight: float = 0.0
     """Adds so much times the square of the logits' log-sum-exp to each token's training loss; PaLM takes 1e-4."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
+    cast_head: bool = False
+    """Give the loss a copy of the head in the computation's dtype: three products in place of four where the head is
+    kept in another, for the copy's memory and a gradient of the head that is rounded as every other matrix's."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks,
     attention, feed_forward, attention.query, ...; their gradients are not computed."""
@@ -76,10 +93,71 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")
+        if self.optimizer == "schedule_free_adamw" and not self.beta1:
+            raise ValueError("--beta1 must be positive with --optimizer schedule_free_adamw, got 0")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"--label-smoothing must lie in [0, 1], got {self.label_smoothing}")
-        if self.batch_size % self.accumulate:
+        if self.batch_tokens is None and self.batch_size % self.accumulate:
             raise ValueError(f"--accumulate must divide --batch-size {self.batch_size}, got {self.accumulate}")
+
+    def with_rows(self, length: int) -> "TrainConfig":
+        """Returns the config with the rows a step that --batch-tokens fill, of rows of `length` tokens.
+
+        Raises:
+            RunError: they fill none, or --accumulate does not divide them.
+        """
+        if self.batch_tokens is None:
+            return self
+        rows = self.batch_tokens // length
+        if rows < 1:
+            raise RunError(f"--batch-tokens must be at least --max-seq-len {length}, got {self.batch_tokens}")
+        if rows % self.accumulate:
+            raise RunError(
+                f"--accumulate must divide the {rows} rows of {length} tokens that --batch-tokens fill, "
+                f"got {self.accumulate}"
+            )
+        return dataclasses.replace(self, batch_size=rows, batch_tokens=None)
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Adapters of low rank, which train in the place of the model (`flax_models.lora`)."""
+
+    lora_rank: int = 0
+    """Rank of an adapter on each of --lora-targets; everything else keeps its values. 0: no adapters."""
+    lora_alpha: float | None = None
+    """What an adapter gives is multiplied by lora_alpha / lora_rank; none: twice the rank, which makes it 2."""
+    lora_targets: tuple[Projection, ...] = typing.get_args(Projection)
+    """Projections of every block that have an adapter."""
+    lora_plus_ratio: float = 1.0
+    """Learning rate of an adapter's second matrix, B, over that of all else (LoRA+); 16 is recommended."""
+    dora: bool = False
+    """Learn the length of each column of the adapted weights by itself (DoRA)."""
+    unfreeze: tuple[str, ...] = ()
+    """Parts of the model that train beside the adapters, named as for --freeze."""
+    adapter: Path | None = None
+    """Folder of adapters, as the peft library writes them, that the run starts from; rank, alpha, targets and DoRA are
+    the folder's."""
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 0:
+            raise ValueError(f"--lora-rank must not be negative, got {self.lora_rank}")
+        if self.lora_rank == 0:
+            for item in dataclasses.fields(self):
+                if (value := getattr(self, item.name)) != item.default:
+                    raise ValueError(f"{_flag(item.name)} goes with --lora-rank, which is 0: got {value}")
+        if self.lora_alpha is not None and not self.lora_alpha > 0:
+            raise ValueError(f"--lora-alpha must be positive, got {self.lora_alpha}")
+        if not self.lora_plus_ratio > 0:
+            raise ValueError(f"--lora-plus-ratio must be positive, got {self.lora_plus_ratio}")
+        if not self.lora_targets or len(set(self.lora_targets)) < len(self.lora_targets):
+            raise ValueError(f"--lora-targets must name projections, each once, got {' '.join(self.lora_targets)!r}")
+
+    @property
+    def scale(self) -> float:
+        """Factor on what an adapter gives; a run without adapters has none."""
+        alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+        return alpha / self.lora_rank
 
 
 @dataclass(frozen=True)
@@ -94,7 +172,8 @@ class RunConfig:
     tokenizer: Path | None = None
     """Hugging Face folder whose tokenizer random weights are trained with; none: one made from the text."""
     data: tuple[Path, ...] = ()
-    """Text files or folders to train on; none: the Python standard library's sources."""
+    """Texts or dialogues: text files, JSON lines, or folders of them (docs/data.md); none: the Python standard
+    library's sources."""
     name: str | None = None
     """Name of the run, its folder under --runs; none: the config's name, or that of --weights, numbered if it is
     taken."""
@@ -113,12 +192,15 @@ class RunConfig:
     """Trace some steps into the run's folder, and say at the end where the time of steps went."""
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         if self.config is None and self.weights is None:
             raise ValueError("--config must name a config where there are no --weights, got none")
         if self.weights is not None and self.tokenizer is not None:
             raise ValueError(f"--tokenizer goes with random weights, --weights has its own: got {self.tokenizer}")
+        if self.weights is None and self.lora.adapter is not None:
+            raise ValueError(f"--adapter goes with the --weights that it was trained on, got {self.lora.adapter} alone")
 
 
 def _to_train(shape: ModelConfig) -> ModelConfig:
@@ -200,7 +282,7 @@ def _value(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value)
     if typing.get_origin(hint) is tuple:
-        return tuple(typing.get_args(hint)[0](item) for item in value)
+        return tuple(_value(typing.get_args(hint)[0], item) for item in value)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):  # of a type and None
         return None if value is None else _value(typing.get_args(hint)[0], value)
     if typing.get_origin(hint) is Literal:

@@ -1,18 +1,22 @@
-"""Text to train on: read it, name it by a hash, hold some of it out.
+"""Texts or dialogues to train on: read them, name them by a hash, hold some of them out.
 
 Without paths the corpus is the Python standard library of the running interpreter: real text, several million tokens of
 it, there on every machine that can run this program, and nothing to download. It is split by file, since lines of one
 file repeat each other and a split inside files would flatter the held-out loss.
+
+Files of records (`flax_models.records`) hold texts or dialogues; the same code holds some of either out.
 """
 
 import hashlib
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
+from flax_models.dialogue import Dialogue, Document
 from flax_models.errors import RunError
+from flax_models.records import read_records
 
 # Tests and generated tables, an application, and packages that are not the library's own.
 STDLIB_EXCLUDED = frozenset({"test", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"})
@@ -22,44 +26,41 @@ HELD_OUT_SHARE = (
 FEWEST_FILES = 10  # under this a split by file is too coarse, and the end of each file is held out instead
 
 
-class Document(NamedTuple):
-    """One text and the name it is split by."""
-
-    name: str
-    text: str
-
-
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents held out.
+    """Documents to train on and documents held out, or dialogues.
 
     Args:
-        train: documents the tokenizer, the baselines and the model see.
-        held_out: documents none of them sees.
+        train: what the tokenizer, the baselines and the model see.
+        held_out: what none of them sees.
         sha256: hash over every name and text.
         source: what it is, for people.
         skipped: files left out since they are not UTF-8 text.
+        notes: what else was found in records, for people.
     """
 
-    train: tuple[Document, ...]
-    held_out: tuple[Document, ...]
+    train: tuple[Document, ...] | tuple[Dialogue, ...]
+    held_out: tuple[Document, ...] | tuple[Dialogue, ...]
     sha256: str
     source: str
     skipped: int
+    notes: tuple[str, ...] = ()
 
 
 def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
-    """Reads and splits a corpus; which documents are held out depends on their names and sizes alone.
+    """Reads and splits a corpus; what is held out depends on names and sizes alone.
 
     Args:
-        paths: text files, or folders searched for them (hidden files and folders, and files that are not UTF-8, are
-            passed over); none means the Python standard library.
+        paths: text files, files of records (.jsonl, or .json with a list), or folders searched for texts and .jsonl
+            (hidden files and folders, and files that are not UTF-8, are passed over); none means the Python standard
+            library.
 
     Returns:
-        The corpus.
+        The corpus, of texts or of dialogues.
 
     Raises:
-        RunError: a path does not exist, cannot be read, is a file that is not UTF-8, or no text is found.
+        RunError: a path does not exist, cannot be read, is a file that is not UTF-8, a record is wrong, there are both
+            texts and dialogues, or no text is found, or one dialogue alone.
 
     Example:
         >>> corpus = load_corpus()
@@ -67,7 +68,9 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
         True
     """
     documents: list[Document] = []
-    skipped = 0
+    dialogues: list[Dialogue] = []
+    unread: Counter[str] = Counter()
+    skipped = empty = 0
     for name, path, required in _files(paths):
         try:
             text = path.read_bytes().decode("utf-8")
@@ -78,17 +81,49 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             continue
         except OSError as error:
             raise RunError(f"--data: cannot read {path}: {error.strerror}") from None
-        if text.strip() and "\0" not in text:
+        suffix = path.suffix.lower()
+        if suffix == ".jsonl" or (required and suffix == ".json"):
+            found = read_records(path, text, name)
+            documents += found.texts
+            dialogues += found.dialogues
+            unread += found.unread
+            empty += found.empty
+        elif text.strip() and "\0" not in text:
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"
-    if not documents:
+    if documents and dialogues:
+        raise RunError(
+            f"--data: {documents[0].name} is a text and {dialogues[0].name} has an answer to learn: "
+            f"one run learns from texts or from answers, not from both"
+        )
+    records = documents or dialogues
+    if not records:
         raise RunError(f"--data: no text found in {source}")
+    notes = _notes(unread, empty, len(dialogues) - len({dialogue.turns for dialogue in dialogues}))
+    train, held_out = _split(documents) if documents else _split_whole(dialogues)
+    return Corpus(train, held_out, _sha256(records), source, skipped, notes)
+
+
+def _sha256(records: Sequence[Document | Dialogue]) -> str:
     digest = hashlib.sha256()
-    for name, text in documents:
-        for part in (name.encode(), text.encode()):
+    for record in records:
+        content = [record.text] if isinstance(record, Document) else [part for turn in record.turns for part in turn]
+        for part in map(str.encode, (record.name, *content)):
             digest.update(len(part).to_bytes(8, "little") + part)
-    train, held_out = _split(documents)
-    return Corpus(train, held_out, digest.hexdigest(), source, skipped)
+    return digest.hexdigest()
+
+
+def _notes(unread: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
+    notes = []
+    if unread:
+        names = sorted(unread, key=lambda name: (-unread[name], name))
+        rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        notes.append(f"fields not read: {', '.join(names[:4])}{rest}")
+    if empty:
+        notes.append(f"{empty:,} empty left out")
+    if repeated:
+        notes.append(f"{repeated:,} repeat another")
+    return tuple(notes)
 
 
 def _files(paths: Sequence[Path]) -> Iterator[tuple[str, Path, bool]]:
@@ -113,27 +148,34 @@ def _files(paths: Sequence[Path]) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Returns (train, held out): files in the order of their names' hashes, until the held-out share is reached."""
-    if len(documents) < FEWEST_FILES:
-        cuts = [_cut(document.text) for document in documents]
-        train = (Document(d.name, d.text[:cut]) for d, cut in zip(documents, cuts, strict=True))
-        held_out = (Document(d.name, d.text[cut:]) for d, cut in zip(documents, cuts, strict=True))
-        return tuple(train), tuple(held_out)
-    wanted = HELD_OUT_SHARE * sum(len(document.text) for document in documents)
-    order = sorted(range(len(documents)), key=lambda i: hashlib.sha256(documents[i].name.encode()).digest())
+    """Returns (train, held out): of few files the end of each is held out, of more whole files."""
+    if len(documents) >= FEWEST_FILES:
+        return _split_whole(documents)
+    cuts = [_cut(document.text) for document in documents]
+    train = (Document(d.name, d.text[:cut]) for d, cut in zip(documents, cuts, strict=True))
+    held_out = (Document(d.name, d.text[cut:]) for d, cut in zip(documents, cuts, strict=True))
+    return tuple(train), tuple(held_out)
+
+
+def _split_whole[T: (Document, Dialogue)](records: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
+    """Returns (train, held out): records in the order of their names' hashes, until the held-out share is reached."""
+    if len(records) < 2:
+        raise RunError(f"--data: {records[0].name} is the only record, and one must be held out: two are the fewest")
+    sizes = [len(record.text) for record in records]
+    wanted = HELD_OUT_SHARE * sum(sizes)
+    order = sorted(range(len(records)), key=lambda i: hashlib.sha256(records[i].name.encode()).digest())
     chosen: set[int] = set()
     size = 0
     for i in order:
-        length = len(documents[i].text)
-        if size + length <= 1.5 * wanted:  # one long file must not double the share
+        if size + sizes[i] <= 1.5 * wanted:  # one long record must not double the share
             chosen.add(i)
-            size += length
+            size += sizes[i]
         if size >= wanted:
             break
-    if not chosen:  # every file is longer than the share: the shortest does least harm to training
-        chosen.add(min(range(len(documents)), key=lambda i: len(documents[i].text)))
-    train = tuple(document for i, document in enumerate(documents) if i not in chosen)
-    return train, tuple(documents[i] for i in sorted(chosen))
+    if not chosen:  # every record is longer than the share: the shortest does least harm to training
+        chosen.add(min(range(len(records)), key=lambda i: sizes[i]))
+    train = tuple(record for i, record in enumerate(records) if i not in chosen)
+    return train, tuple(records[i] for i in sorted(chosen))
 
 
 def _cut(text: str) -> int:

@@ -1,6 +1,8 @@
 """What a person sees while a run goes: a progress bar on a terminal, plain lines anywhere else."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -30,6 +32,33 @@ class Display:
     def fact(self, label: str, text: str) -> None:
         """Prints a labelled line."""
         self.say(f"{label:<{LABEL_WIDTH}}{text}")
+
+    @contextmanager
+    def counting(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Shows how much of some work before the first step is done, for as long as the `with` statement lasts.
+
+        Args:
+            label: of what is counted.
+            total: how many there are.
+
+        Yields:
+            A function to call with the number that is done.
+        """
+        if self._console.is_terminal:
+            columns = TextColumn(label), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn()
+            with Progress(*columns, console=self._console, expand=True, transient=True) as bar:
+                task = bar.add_task("", total=total)
+                yield lambda done: bar.update(task, completed=done)
+            return
+        last = time.monotonic()  # nothing is said of what takes less than the time between lines
+
+        def say(done: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                self.say(f"{label} {done:>6,}/{total:,}")
+
+        yield say
 
     def start(self, done: int, steps: int) -> Self:
         """Readies the bar for steps of which some are done; use the result in a `with` statement."""

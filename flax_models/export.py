@@ -2,6 +2,9 @@
 
 transformers loads what it writes: weights, config.json, the tokenizer, and which token ends a text. A run that started
 from a folder gives that folder's tokenizer files and generation config as they were.
+
+The adapters of a run with --lora-rank are merged into the weights. With --adapter they alone are written, as the peft
+library loads them beside the folder that the run started from.
 """
 
 import argparse
@@ -10,7 +13,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flax_models.adapter_folder import save_adapter
+from flax_models.config import RunConfig
 from flax_models.errors import RunError
+from flax_models.lora import merge
 from flax_models.model import Decoder
 from flax_models.tokenizer import END, END_ID, write
 from flax_models.trained import read_run
@@ -20,7 +26,9 @@ from flax_models.weights import save
 PROGRAM = "python -m flax_models.export"
 
 
-def export(run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9) -> int:
+def export(
+    run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9, adapter: bool = False
+) -> int:
     """Writes a run's latest checkpoint as a Hugging Face folder.
 
     Args:
@@ -28,16 +36,33 @@ def export(run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: i
         out: made; must not hold anything yet.
         dtype: of the tensors written; None: that of the run's parameters.
         max_shard_bytes: most bytes of tensors in a file.
+        adapter: write the run's adapters alone; otherwise they are merged into the weights.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        RunError: the run has no checkpoint, or `out` holds something or cannot be written.
+        RunError: the run has no checkpoint, `out` holds something or cannot be written, or the run's adapters alone
+            are not what it learned.
     """
     trained = read_run(run)
-    save_with_tokenizer(trained.model, trained.vocabulary, out, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    if adapter:
+        _check_adapter(run, trained.config)
+        save_adapter(trained.model, out, base=trained.config.weights, dtype=dtype)
+        return trained.step
+    save_with_tokenizer(merge(trained.model), trained.vocabulary, out, dtype=dtype, max_shard_bytes=max_shard_bytes)
     return trained.step
+
+
+def _check_adapter(run: Path, config: RunConfig) -> None:
+    """Raises RunError unless a run's adapters, beside a folder that there is, are the run's model."""
+    if not config.lora.lora_rank:
+        raise RunError(f"--adapter: {run} has no adapters, it was trained without --lora-rank")
+    if config.lora.unfreeze:
+        others = " ".join(config.lora.unfreeze)
+        raise RunError(f"--adapter: {run} trained {others} beside its adapters (--unfreeze); export the merged model")
+    if config.weights is None:
+        raise RunError(f"--adapter: {run} started from random weights, which no folder holds; export the merged model")
 
 
 def save_with_tokenizer(
@@ -48,7 +73,7 @@ def save_with_tokenizer(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model and its vocabulary as a Hugging Face folder; see `export` for what it takes and raises."""
+    """Writes a model without adapters and its vocabulary as a Hugging Face folder; see `export` for the rest."""
     if vocabulary.folder is not None:
         save(model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, like=vocabulary.folder)
         return
@@ -83,9 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the tensors (the run's own)"
     )
+    options.add_argument("--adapter", action="store_true", help="write the adapters of --lora-rank alone, for peft")
     chosen = options.parse_args(arguments)
     try:
-        step = export(chosen.run, chosen.out, dtype=chosen.dtype)
+        step = export(chosen.run, chosen.out, dtype=chosen.dtype, adapter=chosen.adapter)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

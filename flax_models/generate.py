@@ -2,6 +2,7 @@
 
     python -m flax_models.generate --weights Llama-3.2-1B --dtype bfloat16 --prompt "Once upon" --prompt "The sea"
     python -m flax_models.generate --run runs/tiny --prompt "def main():"
+    python -m flax_models.generate --run runs/Llama-3.2-1B --chat --prompt "Which colour is snow?"
 
 `continue_prompts` of `flax_models.sampling` draws, with a cache. `generate`, below, serves the sample at the end of a
 training run: it has no cache, and goes on past the model's max_seq_len.
@@ -20,6 +21,7 @@ from flax import nnx
 
 from flax_models.errors import RunError
 from flax_models.hub_config import read_config
+from flax_models.lora import merge
 from flax_models.model import Decoder
 from flax_models.sampling import Sampling, continue_prompts
 from flax_models.trained import read_run
@@ -56,7 +58,7 @@ def generate(
     key: jax.Array,
     temperature: float = 0.8,
     top_k: int = 40,
-    end: int | None = None,
+    ends: Sequence[int] = (),
 ) -> list[int]:
     """Draws a continuation of a prompt, each token from softmax(logits / temperature) over the top_k largest logits.
 
@@ -69,7 +71,7 @@ def generate(
         key: of jax.random.
         temperature: > 0; small values keep to the likeliest tokens.
         top_k: >= 1; 1 takes the likeliest token every time.
-        end: token that ends the text; it is not returned.
+        ends: tokens that end the text; none of them is returned.
 
     Returns:
         The tokens drawn, without the prompt.
@@ -103,7 +105,7 @@ def generate(
         window[0, : len(seen)] = seen
         last = jnp.asarray(len(seen) - 1)
         token = int(_next_token(graph, params, window, last, step_key, jnp.asarray(temperature), top_k))
-        if token == end:
+        if token in ends:
             break
         tokens.append(token)
     return tokens[len(prompt) :]
@@ -131,7 +133,9 @@ def read_weights(folder: Path, dtype: str) -> Source:
     return Source(load(folder, dtype=dtype, param_dtype=dtype), vocabulary)
 
 
-def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling) -> list[str]:
+def continue_texts(
+    source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling, chat: bool = False
+) -> list[str]:
     """Returns every text's continuation, without the text.
 
     Args:
@@ -140,11 +144,13 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         length: most tokens for each; fewer where the model's max_seq_len ends.
         seed: of what is drawn.
         sampling: how.
+        chat: each text is a user's turn, and its continuation the answer: in the chat template, as examples are.
 
     Raises:
-        RunError: a text leaves no room for a token, or has no token at all.
+        RunError: a text leaves no room for a token, has no token at all, or is refused by the chat template.
     """
-    prompts = [source.vocabulary.prompt(text) for text in texts]
+    vocabulary = source.vocabulary
+    prompts = [vocabulary.chat_prompt(text) if chat else vocabulary.prompt(text) for text in texts]
     width, longest = max(map(len, prompts)), source.model.config.max_seq_len
     if not all(prompts):
         raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
@@ -156,9 +162,9 @@ def continue_texts(source: Source, texts: Sequence[str], *, length: int, seed: i
         length=min(length, longest - width),
         key=jax.random.key(seed),
         sampling=sampling,
-        ends=source.vocabulary.ends,
+        ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
     )
-    return [decoded_after(source.vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
+    return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
 
 
 def decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
@@ -174,6 +180,9 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--weights", type=Path, help="Hugging Face folder: safetensors, config.json, tokenizer.json")
     where.add_argument("--run", type=Path, help="folder of a run of flax_models.train")
     options.add_argument("--prompt", action="append", required=True, help="text to continue; may be given many times")
+    options.add_argument(
+        "--chat", action="store_true", help="prompts are a user's turns, put through the chat template; print answers"
+    )
     options.add_argument("--length", type=int, default=128, help="most tokens to draw for each prompt (128)")
     options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     options.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest tokens, 0: all (40)")
@@ -198,15 +207,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
             run = read_run(options.run)
-            source = Source(run.model, run.vocabulary)
+            source = Source(merge(run.model), run.vocabulary)
         else:
             source = read_weights(options.weights, options.dtype)
-        texts = continue_texts(source, options.prompt, length=options.length, seed=options.seed, sampling=sampling)
+        texts = continue_texts(
+            source,
+            options.prompt,
+            length=options.length,
+            seed=options.seed,
+            sampling=sampling,
+            chat=options.chat,
+        )
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for prompt, text in zip(options.prompt, texts, strict=True):
-        print(prompt + text)
+        print(text if options.chat else prompt + text)
         if len(texts) > 1:
             print("---")
     return 0

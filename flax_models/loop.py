@@ -12,20 +12,21 @@ which a part never had a gradient, end the run instead.
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from flax_models.accounting import describe_flops
-from flax_models.batches import Batch
+from flax_models.batches import Batch, Sampler
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import TrainConfig
 from flax_models.display import Display
 from flax_models.errors import RunError, Stopped
 from flax_models.metrics import MetricsLog
+from flax_models.parameters import Part
 from flax_models.profile import Clock, Tracer
-from flax_models.step import Part, StepMetrics, Trainer, TrainState
+from flax_models.step import StepMetrics, Trainer, TrainState
 from flax_models.stopping import StopRequest
 
 
@@ -34,17 +35,6 @@ class Cost(NamedTuple):
 
     flops_per_token: float
     peak: float | None  # flops/s, None where it is not known
-
-
-class Sampler(Protocol):
-    """What batches come from: `BatchSampler` and `PackedSampler`."""
-
-    starts: np.ndarray  # where the latest batch came from
-    tokens: int  # in the latest batch, without padding
-
-    def next(self) -> Batch: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 class RunParts(NamedTuple):
@@ -142,9 +132,10 @@ class _Fetcher:
             raise RunError(
                 f"no throughput to report: the gradients of steps {block[0].step} to {block[-1].step} are exactly zero"
             )
-        idle = [part for part, trained in zip(self._parts.trainer.parts, self._trained, strict=True) if not trained]
+        parts, last = self._parts.trainer.parts, block[-1].step
+        idle = [part for part, trained in zip(parts, self._trained, strict=True) if part.due <= last and not trained]
         if idle:
-            raise RunError(f"no throughput to report: {_fewer(idle, self._parts.trainer.parts)}")
+            raise RunError(f"no throughput to report: {_fewer(idle, parts)}")
 
     def skip_time(self) -> None:
         """Leaves what was done since the last fetch out of tokens/s: compiling, held-out losses, checkpoints."""
@@ -205,7 +196,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 fetcher.fetch(keep=0)
                 if evaluate:
                     with clock.part("held-out losses"):
-                        loss = parts.trainer.held_out_loss(state.params, parts.held_out)
+                        loss = parts.trainer.held_out_loss(parts.trainer.evaluated(state), parts.held_out)
                     parts.metrics.write(step, held_out_loss=loss)
                     parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
                 if keep:

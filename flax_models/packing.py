@@ -2,32 +2,25 @@
 
 Each example goes into the row that it leaves the least room in, of BINS rows that are filled at the same time; what is
 left of a row is padding. A row's examples do not see each other: `Batch.lengths` says where each ends, attention and
-positions follow it, and the last token of an example has no target.
+positions follow it. An example of n tokens takes n - 1 positions: its last token is a target alone.
 
 Source: Ding et al., "Fewer truncations improve language modeling", 2024 (best-fit packing); the packing is grain's.
 """
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from flax_models.batches import IGNORED, Batch
 from flax_models.errors import RunError
+from flax_models.examples import Example
 
 BINS = 256  # rows filled at the same time: of lengths of mean T/4, 8 rows leave 5.6% padding, 64 2.0%, 256 1.3%
 ROOM = 32  # most examples in a row of packed ones; cuDNN's attention keeps sums for so many
 PREFETCHED = 64  # rows made ahead, by a thread
 NAMED = 4  # examples of a batch that are named one by one
-
-
-class Example(NamedTuple):
-    """Tokens, and which of them are to be learned."""
-
-    name: str
-    tokens: np.ndarray  # (n,) int32
-    counted: np.ndarray  # (n,) bool
 
 
 class _Rows:
@@ -41,9 +34,8 @@ class _Rows:
 
     def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
         _, tokens, counted = self._examples[index]
-        targets = np.full(len(tokens), IGNORED, np.int32)
-        targets[:-1] = np.where(counted[1:], tokens[1:], IGNORED)
-        return {"tokens": tokens, "targets": targets, "example": np.full(len(tokens), index, np.int32)}
+        targets = np.where(counted[1:], tokens[1:], IGNORED)
+        return {"tokens": tokens[:-1], "targets": targets, "example": np.full(len(targets), index, np.int32)}
 
 
 def _packed(examples: Sequence[Example], length: int, *, bins: int, room: int, seed: int | None) -> Any:
@@ -82,16 +74,11 @@ def _lengths(segments: np.ndarray, room: int) -> np.ndarray:
 
 
 def _check(examples: Sequence[Example], length: int) -> None:
-    for example in examples:
-        if not 0 < len(example.tokens) <= length:
-            raise ValueError(
-                f"examples must have 1 to {length} tokens (length), got {len(example.tokens)} in {example.name}"
-            )
-        if len(example.counted) != len(example.tokens):
-            raise ValueError(
-                f"counted must have as many entries as tokens, {len(example.tokens)}, got {len(example.counted)} "
-                f"in {example.name}"
-            )
+    for name, tokens, counted in examples:
+        if not 2 <= len(tokens) <= length + 1:
+            raise ValueError(f"examples must have 2 to {length + 1} tokens (length + 1), got {len(tokens)} in {name}")
+        if len(counted) != len(tokens):
+            raise ValueError(f"counted must have {len(tokens)} entries (tokens'), got {len(counted)} in {name}")
 
 
 class PackedSampler:
@@ -101,7 +88,7 @@ class PackedSampler:
     Rows are made ahead by a thread: `close` ends it.
 
     Args:
-        examples: of at most `length` tokens each.
+        examples: of 2 to `length` + 1 tokens each.
         batch_size: rows a batch (B).
         length: tokens a row (T).
         seed: of the order.
@@ -109,15 +96,15 @@ class PackedSampler:
 
     Attributes:
         starts: numbers of the examples in the latest batch.
-        tokens: in the latest batch, without padding.
+        tokens: positions of the latest batch that are not padding.
         passes: through all examples, finished ones.
 
     Raises:
         RunError: there is no example.
-        ValueError: an example is empty or too long.
+        ValueError: an example is too short or too long.
 
     Example:
-        >>> examples = [Example(str(n), np.arange(n, dtype=np.int32), np.ones(n, bool)) for n in (3, 5, 2, 4)]
+        >>> examples = [Example(str(n), np.arange(n, dtype=np.int32), np.ones(n, bool)) for n in (4, 6, 3, 5)]
         >>> sampler = PackedSampler(examples, batch_size=1, length=8, seed=0)
         >>> sampler.next().lengths.sum(), sampler.close()
         (np.int32(8), None)
@@ -132,7 +119,9 @@ class PackedSampler:
         self._examples, self._batch_size, self._length, self._seed = examples, batch_size, length, seed
         self._room = min(room, max(length // 2, 1))
         # No more than one pass fills, or the last rows of a pass would be left half empty.
-        self._bins = min(BINS, max(sum(len(example.tokens) for example in examples) // length, 1)) if room > 1 else 1
+        self._bins = (
+            min(BINS, max(sum(len(example.tokens) - 1 for example in examples) // length, 1)) if room > 1 else 1
+        )
         self.starts = np.zeros(0, np.int64)
         self.tokens = self.passes = 0
         self._rows = self._begin()
@@ -181,18 +170,18 @@ class PackedSampler:
         self._rows.close()
 
 
-def pack(examples: Sequence[Example], length: int, most: int, *, room: int = ROOM) -> Batch:
+def pack_rows(examples: Sequence[Example], length: int, most: int, *, room: int = ROOM) -> Batch:
     """Returns packed rows of examples, each once, in an order that does not change.
 
     Args:
-        examples: of 1 to `length` tokens each, at least one.
+        examples: of 2 to `length` + 1 tokens each, at least one.
         length: T.
         most: rows; more are left out.
         room: as `PackedSampler` has it.
 
     Raises:
         RunError: there is no example.
-        ValueError: an example is empty or too long.
+        ValueError: an example is too short or too long.
     """
     if not examples:
         raise RunError("no example to be judged by: too few were held out")

@@ -1,6 +1,7 @@
 """One training step and the held-out loss, as compiled functions over plain trees of arrays."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -8,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.tree_util import GetAttrKey
 
 from flax_models.batches import IGNORED, Batch, padded
-from flax_models.config import TrainConfig
-from flax_models.errors import RunError
+from flax_models.config import LoraConfig, TrainConfig
 from flax_models.model import Decoder
+from flax_models.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
+from flax_models.parameters import is_adapter, moved, name_of, names_that_train, parts_of
 from jax_pallas.linear_ce import linear_cross_entropy
 
 
@@ -34,88 +35,6 @@ class StepMetrics(NamedTuple):
     trained: jax.Array  # (P,) bool: parts of the model (`Trainer.parts`) with a gradient other than zero
 
 
-class Part(NamedTuple):
-    """Parameters that train or do not as one: one of the model's arrays, or one layer's share of it."""
-
-    name: str
-    size: int
-
-
-def learning_rate_schedule(config: TrainConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
-    """Returns the schedule: linear warm-up to the peak, then a cosine that ends at zero with the run.
-
-    rate(s) = peak * (s + 1) / warmup                                    for s < warmup
-    rate(s) = peak * (1 + cos(pi * (s - warmup) / (steps - warmup))) / 2 after it
-    """
-    warmup = min(config.warmup_steps, config.steps)
-
-    def rate(count: jax.typing.ArrayLike) -> jax.Array:
-        # s + 1: the first step must move, and s = steps is never asked for.
-        done = jnp.asarray(count, jnp.float32)
-        rising = (done + 1) / max(warmup, 1)
-        falling = 0.5 * (1.0 + jnp.cos(jnp.pi * (done - warmup) / max(config.steps - warmup, 1)))
-        return config.learning_rate * jnp.where(done < warmup, rising, falling)
-
-    return rate
-
-
-def name_of(path: tuple[Any, ...]) -> str:
-    """Returns a parameter's name, as "blocks.attention.query.kernel", of its path in an nnx.State or in its tree."""
-    return ".".join(str(getattr(entry, "key", entry)) for entry in path if not isinstance(entry, GetAttrKey))
-
-
-def is_frozen(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a parameter keeps its value: a pattern is its name, or a run of the name's parts.
-
-    Example:
-        >>> is_frozen("blocks.attention.query.kernel", ["attention"]), is_frozen("final_norm.scale", ["norms"])
-        (True, True)
-    """
-    parts = name.split(".")
-    if "norms" in patterns and parts[-1] == "scale":  # of every norm, wherever it stands
-        return True
-    runs = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
-    return not runs.isdisjoint(patterns)
-
-
-def _check_frozen(names: Sequence[str], patterns: Sequence[str]) -> None:
-    """Raises RunError for a pattern that no parameter fits, and where nothing is left to train."""
-    for pattern in patterns:
-        if not any(is_frozen(name, [pattern]) for name in names):
-            raise RunError(f"--freeze: no parameter is named {pattern}; there are {', '.join(names)}")
-    if all(is_frozen(name, patterns) for name in names):
-        raise RunError(f"--freeze leaves nothing to train: got {' '.join(patterns)}")
-
-
-def _stacked(path: tuple[Any, ...]) -> bool:
-    """Returns whether a parameter holds all layers, stacked along its first axis."""
-    return any(getattr(entry, "key", None) == "blocks" for entry in path)
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Returns AdamW behind gradient clipping; weight decay touches matrices alone.
-
-    Source: Loshchilov and Hutter, "Decoupled weight decay regularization".
-    """
-
-    def matrices(params: optax.Params) -> optax.Params:
-        def is_matrix(path: tuple[Any, ...], leaf: jax.Array) -> bool:
-            return leaf.ndim - _stacked(path) > 1  # norms and biases are vectors
-
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            learning_rate_schedule(config),
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=matrices,
-        ),
-    )
-
-
 class Trainer:
     """The compiled functions of one model and one optimiser.
 
@@ -124,13 +43,15 @@ class Trainer:
     mean however the counted tokens lie. A micro-batch is differentiated where it is computed, which keeps one gradient
     of the head alive and not N.
 
-    Parameters that `config.freeze` names are read by the model and by nothing else: no gradient is asked for (the loss
-    then leaves d_weight out, if the head is among them), and the optimiser has no state of them.
+    Frozen parameters (`config.freeze` names them; with adapters all others and what `lora.unfreeze` does not name) are
+    read by the model and by nothing else: no gradient is asked for (the loss then leaves d_weight out, if the head is
+    among them), and the optimiser has no state of them.
 
     Args:
         model: gives the structure and the initial parameters; with those of `decoder_shapes`, nothing is computed and
             `initial` says shapes alone.
         config: of the optimiser and the loss.
+        lora: what the model was adapted with (`flax_models.lora.adapt`); None: it has no adapters.
 
     Attributes:
         initial: the state before the first step; `del` it once another is at hand, for it holds memory.
@@ -140,21 +61,30 @@ class Trainer:
             donated. Its batch has (B, T) int32 tokens and targets, of which IGNORED ones count for nothing.
 
     Raises:
-        RunError: `config.freeze` names what is not there, or everything.
+        RunError: `config.freeze` or `lora.unfreeze` names what is not there, nothing is left to train, or the optimiser
+            is not for what is left.
+        ValueError: the model has adapters and `lora` says none, or the other way round.
     """
 
-    def __init__(self, model: Decoder, config: TrainConfig) -> None:
+    def __init__(self, model: Decoder, config: TrainConfig, lora: LoraConfig | None = None) -> None:
         self._graph, params = nnx.split(model)
-        self._optimizer = make_optimizer(config)
+        lora = LoraConfig() if lora is None else lora
+        self._optimizer = make_optimizer(config, lora.lora_plus_ratio)
         self._schedule = learning_rate_schedule(config)
         self._config = config
-        _check_frozen([name_of(path) for path, _ in nnx.to_flat_state(params)], config.freeze)
+        names = [name_of(path) for path, _ in nnx.to_flat_state(params)]
+        if any(map(is_adapter, names)) != (lora.lora_rank > 0):
+            raise ValueError(f"lora must be what the model was adapted with, got lora_rank {lora.lora_rank}")
+        self._names = names_that_train(names, config.freeze, lora.unfreeze)
+        check_optimizer(config, self.split(params)[0])
+        self._averaged = jax.jit(partial(averaged, config))
         drawn = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
         self.initial = self._begin(params) if drawn else jax.eval_shape(self._begin, params)
         trained = self.split(params)[0]
-        self.parts = tuple(_parts(trained))
+        self.parts = tuple(parts_of(trained))
         self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
-        self._jitted = jax.jit(self._step, donate_argnums=0)
+        # Unused arguments are kept, or XLA's plan of the memory would leave them out.
+        self._jitted = jax.jit(self._step, donate_argnums=0, keep_unused=True)
         self._compiled: jax.stages.Compiled | None = None
         self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._take
         self._loss_sum = jax.jit(self._negative_log_likelihood)
@@ -164,10 +94,15 @@ class Trainer:
 
     def split(self, params: nnx.State) -> tuple[nnx.State, nnx.State]:
         """Returns the parameters that train, and those that are frozen."""
-        trained, frozen = nnx.split_state(
-            params, lambda path, _: not is_frozen(name_of(path), self._config.freeze), ...
-        )
+        trained, frozen = nnx.split_state(params, lambda path, _: name_of(path) in self._names, ...)
         return trained, frozen
+
+    def evaluated(self, state: TrainState) -> nnx.State:
+        """Returns the parameters to judge, sample and export: the optimiser's average if it keeps one, else its own."""
+        if self._config.optimizer != "schedule_free_adamw":
+            return state.params
+        trained, frozen = self.split(state.params)
+        return cast(nnx.State, nnx.merge_state(self._averaged(state.optimizer, trained), frozen))
 
     def _hidden(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, Decoder]:
         model = nnx.merge(self._graph, params)
@@ -175,13 +110,18 @@ class Trainer:
             lengths = None if batch.lengths is None else jnp.asarray(batch.lengths)
             return model(jnp.asarray(batch.tokens), lengths), model  # (B, T, D)
 
+    def head(self, model: Decoder) -> jax.Array:
+        """Returns the (V, D) head as the loss takes it."""
+        head = model.head_weight()
+        return head.astype(jnp.dtype(model.config.dtype)) if self._config.cast_head else head
+
     def _loss(self, params: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
         """Returns a batch's share of the mean over `counted` tokens."""
         hidden, model = self._hidden(params, batch)
         with jax.named_scope("loss"):
             return linear_cross_entropy(
                 hidden,
-                model.head_weight(),
+                self.head(model),
                 jnp.asarray(batch.targets),
                 reduction="mean",
                 normalizer=counted,
@@ -196,7 +136,7 @@ class Trainer:
         hidden, model = self._hidden(params, batch)
         return linear_cross_entropy(
             hidden,
-            model.head_weight(),
+            self.head(model),
             jnp.asarray(batch.targets),
             reduction="sum",
             ignore_index=IGNORED,
@@ -237,7 +177,7 @@ class Trainer:
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
             trained = cast(nnx.State, optax.apply_updates(trained, updates))  # optax keeps the tree, not its type
         norm = optax.tree.norm(gradients)
-        metrics = StepMetrics(loss, norm, self._schedule(state.step), _trained(gradients))
+        metrics = StepMetrics(loss, norm, self._schedule(state.step), moved(gradients))
         return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
@@ -268,22 +208,3 @@ class Trainer:
     def model(self, params: nnx.State) -> Decoder:
         """Returns the model with these parameters."""
         return nnx.merge(self._graph, params)
-
-
-def _parts(params: nnx.State) -> Iterator[Part]:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
-        name = name_of(path)
-        if not _stacked(path):
-            yield Part(name, leaf.size)
-            continue
-        for layer in range(leaf.shape[0]):
-            yield Part(f"{name} of layer {layer}", leaf.size // leaf.shape[0])
-
-
-def _trained(gradients: nnx.State) -> jax.Array:
-    """Returns (P,) bool, in the order of `_parts`: which parts have a gradient other than zero (NaN is another)."""
-    moved = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(gradients)[0]:
-        shape = (leaf.shape[0], -1) if _stacked(path) else (1, -1)
-        moved.append(jnp.any(leaf.reshape(shape) != 0, axis=1))
-    return jnp.concatenate(moved)

@@ -5,13 +5,13 @@ Every byte is in the alphabet, so any text can be encoded and no entry stands fo
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flax_models.corpus import Document
+from flax_models.dialogue import Dialogue, Document, in_batches
 from flax_models.errors import RunError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "linear-ce"
 
 
-def load_or_train(documents: Sequence[Document], vocab_size: int, folder: Path) -> tuple["Tokenizer", str]:
+def load_or_train(documents: Sequence[Document | Dialogue], vocab_size: int, folder: Path) -> tuple["Tokenizer", str]:
     """Returns the tokenizer of these documents, and a word on where it came from.
 
     Args:
@@ -64,7 +64,7 @@ def load_or_train(documents: Sequence[Document], vocab_size: int, folder: Path) 
     return tokenizer, "trained now"
 
 
-def _train(documents: Sequence[Document], vocab_size: int) -> "Tokenizer":
+def _train(documents: Sequence[Document | Dialogue], vocab_size: int) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -104,7 +104,12 @@ def write(tokenizer: "Tokenizer", path: Path) -> None:
 
 
 def encode(
-    tokenizer: "Tokenizer", documents: Sequence[Document], *, end: int = END_ID, template: bool = False
+    tokenizer: "Tokenizer",
+    documents: Sequence[Document],
+    *,
+    end: int = END_ID,
+    template: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
     """Returns the documents' tokens (n,) int32, `end` after each.
 
@@ -113,17 +118,21 @@ def encode(
         documents: in this order.
         end: the token; there is one between two documents, though a template put it before or after each, too.
         template: put around each document what the tokenizer's template says.
+        progress: called with the number of documents done, every now and then.
 
     Raises:
         RunError: a document has `end` within it, which would be two documents.
     """
-    encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=template)
     parts = []
-    for document, ids in zip(documents, (encoding.ids for encoding in encodings), strict=True):
-        first = int(template and ids[:1] == [end])
-        last = int(template and len(ids) > first and ids[-1] == end)
-        inner = ids[first : len(ids) - last]
-        if end in inner:  # of tokenizers that know it as a word of its own, and not as a special token alone
-            raise RunError(f"--data: {document.name} spells {tokenizer.id_to_token(end)}, which ends a text")
-        parts.append(np.asarray([*inner, end], np.int32))
+    for batch in in_batches(documents):
+        encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=template)
+        for document, ids in zip(batch, (encoding.ids for encoding in encodings), strict=True):
+            first = int(template and ids[:1] == [end])
+            last = int(template and len(ids) > first and ids[-1] == end)
+            inner = ids[first : len(ids) - last]
+            if end in inner:  # of tokenizers that know it as a word of its own, and not as a special token alone
+                raise RunError(f"--data: {document.name} spells {tokenizer.id_to_token(end)}, which ends a text")
+            parts.append(np.asarray([*inner, end], np.int32))
+        if progress is not None:
+            progress(len(parts))
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from flax_models import tokenizer as own_tokenizer
 from flax_models.accounting import (
     describe_bytes,
     device_memory,
@@ -30,39 +29,31 @@ from flax_models.accounting import (
     flops_per_token,
     step_memory,
 )
+from flax_models.adapter_folder import load_adapter
 from flax_models.arguments import check_shape, parse
 from flax_models.attention_choice import AttentionChoice, explain_attention
-from flax_models.baselines import Baselines, baselines
-from flax_models.batches import Batch, BatchSampler, Places, held_out_windows
+from flax_models.baselines import Baselines
+from flax_models.batches import Sampler
 from flax_models.checkpoint import Checkpoints, steps_in
 from flax_models.config import RunConfig, TrainConfig
-from flax_models.corpus import Corpus, load_corpus
+from flax_models.data import Data, Text, make_data, read_text
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.generate import decoded_after, generate
 from flax_models.hub_config import RUN_FIELDS
 from flax_models.loop import Cost, RunParts, train
+from flax_models.lora import adapt, adapted_shapes
 from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
+from flax_models.model import Decoder, ModelConfig
 from flax_models.plot import plot_losses
 from flax_models.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
-from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder, read_record
+from flax_models.run_folder import RunLock, RunRecord, make_folder, new_folder
 from flax_models.step import Trainer, TrainState
-from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
 from flax_models.weights import load
 from jax_pallas.linear_ce import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no choice of kernels by measured time
 LESS_MEMORY = "--accumulate in more micro-batches, --remat full, or a smaller --batch-size or --max-seq-len take less"
-
-
-class Text(NamedTuple):
-    """What a run learns from and is judged by."""
-
-    corpus: Corpus
-    vocabulary: Vocabulary
-    stream: np.ndarray  # (n,) int32, to train on
-    held_out: np.ndarray  # (m,) int32
 
 
 def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
@@ -77,30 +68,32 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         RunError: anything the person who started it can mend.
     """
     began = time.monotonic()
-    attention = _attention(config.model)
+    _attention(config.model, packed=False)  # told before anything is read
     folder = resumed or new_folder(config)
     with ExitStack() as stack:
         if resumed:
             _hold(stack, RunLock(folder), display)
         origin = config.config if config.weights is None else f"from {config.weights}"
         display.fact("run", f"{folder} ({'continued' if resumed else origin})")
-        text = _read_text(config, resumed, display)
-        model_config, train_config = text.vocabulary.fit(config.model), config.train
+        text = read_text(config, resumed, display)
+        model_config = text.vocabulary.fit(config.model)
         length = model_config.max_seq_len
-        sampler = BatchSampler(text.stream, train_config.batch_size, length, config.seed)
-        windows = held_out_windows(text.held_out, length, train_config.held_out_windows)
-        judged = baselines(text.stream, windows.tokens.ravel(), windows.targets.ravel(), model_config.vocab_size)
+        train_config = config.train.with_rows(length)
+        data = make_data(text, train_config, length, config.seed, model_config.vocab_size)
+        stack.callback(data.sampler.close)
+        for label, words in data.facts:
+            display.fact(label, words)
 
         from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
-        model = decoder_shapes(model_config) if from_checkpoint else _first_model(config, model_config)
-        trainer = Trainer(model, train_config)
+        model = adapted_shapes(model_config, config.lora) if from_checkpoint else _first_model(config, model_config)
+        trainer = Trainer(model, train_config, config.lora)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
-        cost = _describe_costs(trainer, model_config, train_config, attention, display)
-        tokens = train_config.batch_size * length
+        cost = _describe_costs(trainer, model_config, train_config, data, display)
         display.fact(
             "training",
-            f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = {tokens:,} tokens, "
-            f"{train_config.steps * tokens / len(text.stream):.2f} passes over the text",
+            f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = "
+            f"{train_config.batch_size * length:,} tokens, "
+            f"{train_config.steps * data.tokens / data.size:.2f} passes over the text",
         )
 
         if not resumed:
@@ -109,22 +102,21 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
             _hold(stack, lock, display)
         checkpoints = Checkpoints(folder / "checkpoints", writes=True)
         stack.callback(checkpoints.close)
-        state = _continued(trainer, sampler, checkpoints, display) if from_checkpoint else trainer.initial
+        state = _continued(trainer, data.sampler, checkpoints, display) if from_checkpoint else trainer.initial
         if resumed and not from_checkpoint:
             display.fact("continued", "from the beginning: it ended before its first checkpoint")
         state = jax.device_put(state, jax.devices()[0])  # as a restored one is: both take the same compiled step
         del trainer.initial  # as the model above
         start = int(state.step)
-        places = Places(text.stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
         parts = RunParts(
             trainer=trainer,
-            sampler=sampler,
-            held_out=windows,
+            sampler=data.sampler,
+            held_out=data.held_out,
             checkpoints=checkpoints,
             metrics=MetricsLog(folder, after=start),
             display=display,
             cost=cost,
-            describe=lambda starts: places.describe(starts, length),
+            describe=data.describe,
             clock=Clock(),
             tracer=Tracer(folder / "profile" if config.profile else None, start + 1, train_config.steps),
         )
@@ -135,19 +127,20 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         finally:
             parts.tracer.stop()
             parts.metrics.close()
-            _plot(folder, judged, display)
+            _plot(folder, data.judged, display)
         if config.profile:
             _report_times(parts, train_config.steps - start, trained)
 
-        loss = trainer.held_out_loss(state.params, windows)
-        _report(loss, judged, windows, display)
+        learned = trainer.evaluated(state)
+        loss = trainer.held_out_loss(learned, data.held_out)
+        _report(loss, data, display)
         display.say()
-        display.say(_sample(trainer.model(state.params), text.vocabulary, config))
+        display.say(_sample(trainer.model(learned), text, config))
         seconds = time.monotonic() - began
         result = {
             "held_out_loss": loss,
-            **judged._asdict(),
-            "held_out_tokens": windows.targets.size,
+            **data.judged._asdict(),
+            "held_out_tokens": data.held_out.counted,
             "train_seconds": round(trained, 1),
             "seconds": round(seconds, 1),
         }
@@ -165,53 +158,30 @@ def _hold(stack: ExitStack, lock: RunLock, display: Display) -> None:
         display.fact("warning", f"no lock on the run's folder ({lock.fault}): let no other process write there")
 
 
-def _read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text:
-    """Reads the corpus and the tokenizer, says what they are, and encodes the one with the other."""
-    corpus = load_corpus(config.data)
-    display.fact("corpus", _describe_corpus(corpus))
-    if resumed and read_record(resumed).corpus_sha256 != corpus.sha256:
-        raise RunError(f"--resume: the text has changed since {resumed} was started (its hash is another)")
-    if resumed:
-        vocabulary, origin = read_run_vocabulary(resumed), "the run's own"
-    elif source := config.weights or config.tokenizer:
-        vocabulary, origin = read_hub_vocabulary(source), f"of {source}"
-    else:
-        cache = own_tokenizer.cache_folder()
-        tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)
-        vocabulary = made_from_text(tokenizer)
-    display.fact("tokenizer", f"{vocabulary.tokenizer.get_vocab_size():,} entries, {origin}")
-    stream, held_out = vocabulary.encode(corpus.train), vocabulary.encode(corpus.held_out)
-    display.fact("tokens", f"{len(stream):,} to train on, {len(held_out):,} held out")
-    return Text(corpus, vocabulary, stream, held_out)
-
-
 def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
-    """Returns the model that a run begins with: random, or the folder's of --weights."""
+    """Returns the model that a run begins with: random, or the folder's of --weights, with its adapters if any."""
+    rngs = nnx.Rngs(config.seed)
     if config.weights is None:
-        return Decoder(model_config, rngs=nnx.Rngs(config.seed))
-    check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
-    return load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+        model = Decoder(model_config, rngs=rngs)
+    else:
+        check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
+        model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+    adapt(model, config.lora, rngs)
+    if config.lora.adapter is not None:
+        load_adapter(model, config.lora.adapter)
+    return model
 
 
-def _describe_corpus(corpus: Corpus) -> str:
-    size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out))
-    skipped = f", {corpus.skipped} not UTF-8 left out" if corpus.skipped else ""
-    return (
-        f"{corpus.source}: {len(corpus.train)} texts and {len(corpus.held_out)} held out, {size:,} characters"
-        f"{skipped}, sha256 {corpus.sha256[:16]}"
-    )
-
-
-def _attention(config: ModelConfig) -> AttentionChoice:
+def _attention(config: ModelConfig, *, packed: bool) -> AttentionChoice:
     """Returns what attention runs by; raises RunError where the one that is named cannot."""
     try:
-        return explain_attention(config, config.max_seq_len)
+        return explain_attention(config, config.max_seq_len, packed=packed)
     except ValueError as error:
         raise RunError(f"--{str(error).replace('_', '-', 1)}") from None
 
 
 def _describe_costs(
-    trainer: Trainer, config: ModelConfig, train_config: TrainConfig, attention: AttentionChoice, display: Display
+    trainer: Trainer, config: ModelConfig, train_config: TrainConfig, data: Data, display: Display
 ) -> Cost:
     """Says what is trained, by what, and how much memory that takes; compiles the step and returns a token's cost."""
     device, length = jax.devices()[0], config.max_seq_len
@@ -221,17 +191,18 @@ def _describe_costs(
         "model",
         f"{parameters:,} parameters, {100 * trainable / parameters:.3g}% of them to train, on {device.device_kind}",
     )
+    attention = _attention(config, packed=data.columns is not None)
     display.fact("attention", f"{attention.name}: {attention.reason}")
     rows = train_config.batch_size // train_config.accumulate * length
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
-    head: Any = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), config.param_dtype)
+    head: Any = nnx.eval_shape(trainer.head, trainer.model(trainer.initial.params))
     chosen = explain(hidden, head)
     display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
     if device.platform == "gpu":
         much = "to the bit, by" if DETERMINISTIC in os.environ.get("XLA_FLAGS", "") else "to rounding, to the bit under"
         display.fact("repeats", f"{much} XLA_FLAGS={DETERMINISTIC}")
-    _compile(trainer, train_config.batch_size, length, display)
-    cost = Cost(flops_per_token(config, length, trainer.trained), device_peak(device.device_kind))
+    _compile(trainer, (train_config.batch_size, length, data.columns), display)
+    cost = Cost(flops_per_token(config, data.lengths, trainer.trained), device_peak(device.device_kind))
     if cost.peak is None:
         display.fact("throughput", f"in FLOP/s: the peak of {device.device_kind}, to be a share of, is not known")
     else:
@@ -239,11 +210,11 @@ def _describe_costs(
     return cost
 
 
-def _compile(trainer: Trainer, rows: int, length: int, display: Display) -> None:
+def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Display) -> None:
     """Compiles the step and says what memory it takes; raises RunError if that is more than JAX may use."""
     device, began = jax.devices()[0], time.monotonic()
     try:
-        compiled = trainer.compile(rows, length)
+        compiled = trainer.compile(*shape)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -271,7 +242,7 @@ def _has_checkpoint(folder: Path, config: TrainConfig) -> bool:
     return bool(steps_in(folder / "checkpoints")) or _last_step(folder) > config.checkpoint_every
 
 
-def _continued(trainer: Trainer, sampler: BatchSampler, checkpoints: Checkpoints, display: Display) -> TrainState:
+def _continued(trainer: Trainer, sampler: Sampler, checkpoints: Checkpoints, display: Display) -> TrainState:
     """Returns the state of the latest checkpoint, with the sampler put where it belongs."""
     state, place = checkpoints.restore(trainer.initial)
     sampler.restore(place)
@@ -299,30 +270,39 @@ def _report_times(parts: RunParts, steps: int, seconds: float) -> None:
     if not parts.tracer.steps or parts.tracer.folder is None:
         parts.display.say(f"no step was traced: the run took {steps:,}, and the trace begins after {SKIPPED}")
         return
-    program = parts.trainer.compile(*parts.sampler.next().tokens.shape).as_text() or ""
+    program = parts.trainer.compile(*parts.held_out.tokens.shape).as_text() or ""  # the one that ran
     found = operations(parts.tracer.folder)
     for line in device_table(found, operation_parts(program), parts.tracer.steps):
         parts.display.say(line)
     parts.display.say(f"the trace is in {parts.tracer.folder}, for TensorBoard's profile plugin or Perfetto")
 
 
-def _report(loss: float, judged: Baselines, windows: Batch, display: Display) -> None:
+def _report(loss: float, data: Data, display: Display) -> None:
     display.say()
-    display.say(f"held-out loss, nats a token over {windows.targets.size:,} tokens")
-    for name, value in judged._asdict().items():
+    display.say(f"held-out loss, nats a token over {data.held_out.counted:,} tokens")
+    judged = data.judged._asdict()
+    for name, value in judged.items():
         display.say(f"  {name:<10}{value:6.3f}")
     gaps = ", ".join(
-        f"{abs(value - loss):.2f} {'below' if loss < value else 'above'} {name}"
-        for name, value in judged._asdict().items()
+        f"{abs(value - loss):.2f} {'below' if loss < value else 'above'} {name}" for name, value in judged.items()
     )
     display.say(f"  {'model':<10}{loss:6.3f}   {gaps}")
 
 
-def _sample(model: Decoder, vocabulary: Vocabulary, config: RunConfig) -> str:
-    end = vocabulary.needed_end()
-    prompt = vocabulary.prompt(config.prompt) or [end]
-    drawn = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), end=end)
-    return f"sample:\n{config.prompt}{decoded_after(vocabulary.tokenizer, prompt, drawn)}"
+def _sample(model: Decoder, text: Text, config: RunConfig) -> str:
+    """Returns a text that the model draws: after --prompt, or of dialogues as the answer to one that was held out."""
+    vocabulary, ends = text.vocabulary, (text.vocabulary.needed_end(),)
+    if isinstance(text.held_out, list):
+        ends = (*vocabulary.ends, *vocabulary.format.ends)
+        asked = text.held_out[0]
+        prompt = asked.tokens[: np.argmax(asked.counted)].tolist()
+        if config.prompt:
+            prompt = vocabulary.chat_prompt(config.prompt)
+        shown = vocabulary.tokenizer.decode(prompt)
+    else:
+        prompt, shown = vocabulary.prompt(config.prompt) or [*ends], config.prompt
+    drawn = generate(model, prompt, length=config.sample_tokens, key=jax.random.key(config.seed), ends=ends)
+    return f"sample:\n{shown}{decoded_after(vocabulary.tokenizer, prompt, drawn)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,20 +5,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flax_models.checkpoint import Checkpoints
+from flax_models.config import RunConfig
 from flax_models.errors import RunError
 from flax_models.hub_config import read_config
-from flax_models.model import Decoder, decoder_shapes
+from flax_models.lora import adapted_shapes
+from flax_models.model import Decoder
 from flax_models.run_folder import read_record
 from flax_models.step import Trainer
 from flax_models.vocabulary import HUB, Vocabulary, read_run_vocabulary
 
 
 class TrainedRun(NamedTuple):
-    """The model of a run's latest checkpoint, and the run's vocabulary."""
+    """The model of a run's latest checkpoint, with its adapters if it has any, and what else belongs to the run."""
 
     model: Decoder
     vocabulary: Vocabulary
     step: int
+    config: RunConfig
 
 
 def read_run(folder: Path) -> TrainedRun:
@@ -39,7 +42,7 @@ def read_run(folder: Path) -> TrainedRun:
     shape = vocabulary.fit(config.model)
     if config.weights is not None:
         shape = dataclasses.replace(shape, max_seq_len=read_config(folder / HUB).max_seq_len)
-    trainer = Trainer(decoder_shapes(shape), config.train)
+    trainer = Trainer(adapted_shapes(shape, config.lora), config.train, config.lora)
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
         if checkpoints.latest_step() is None:
@@ -47,4 +50,4 @@ def read_run(folder: Path) -> TrainedRun:
         state, _ = checkpoints.restore(trainer.initial)
     finally:
         checkpoints.close()
-    return TrainedRun(trainer.model(state.params), vocabulary, int(state.step))
+    return TrainedRun(trainer.model(trainer.evaluated(state)), vocabulary, int(state.step), config)

@@ -7,16 +7,20 @@ runs/NAME/hub/, so that it goes on, generates and exports when the folder has mo
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flax_models import tokenizer as own
-from flax_models.corpus import Document
+from flax_models.chat import ChatFormat
+from flax_models.chat_template import DATE, ChatTemplate, read_chat_template
+from flax_models.dialogue import Dialogue, Document
 from flax_models.errors import RunError
+from flax_models.examples import Example, PlainFormat
 from flax_models.hub_config import read_object
 from flax_models.model_config import ModelConfig
 from flax_models.weights import copy_companions
@@ -44,16 +48,77 @@ class Vocabulary:
     folder: Path | None = None
     """The Hugging Face folder that it was read from; None: made from the text."""
 
-    def encode(self, documents: Sequence[Document]) -> np.ndarray:
-        """Returns the documents' tokens (n,) int32, `end` after each; what spells a special token is plain text."""
+    def encode(
+        self, documents: Sequence[Document | Dialogue], progress: Callable[[int], None] | None = None
+    ) -> np.ndarray:
+        """Returns the documents' tokens (n,) int32, `end` after each; what spells a special token is plain text.
+
+        Args:
+            documents: texts.
+            progress: called with the number of documents done, every now and then.
+
+        Raises:
+            RunError: one of them is a dialogue, or spells `end`, or there is no `end`.
+        """
+        texts = [record for record in documents if isinstance(record, Document)]
+        if len(texts) < len(documents):
+            raise RunError("--data: dialogues with answers to learn were given where texts are wanted")
         if self.folder is None:
-            return own.encode(self.tokenizer, documents)
+            return own.encode(self.tokenizer, texts, progress=progress)
         end = self.needed_end()
         self.tokenizer.encode_special_tokens = True
         try:
-            return own.encode(self.tokenizer, documents, end=end, template=True)
+            return own.encode(self.tokenizer, texts, end=end, template=True, progress=progress)
         finally:
             self.tokenizer.encode_special_tokens = False
+
+    def encode_examples(
+        self, dialogues: Sequence[Document | Dialogue], progress: Callable[[int], None] | None = None
+    ) -> list[Example]:
+        """Returns the dialogues' tokens, those marked that are learned: the answers and what ends them.
+
+        They are written by the folder's chat template; as plain text (`flax_models.dialogue`) where there is none.
+
+        Args:
+            dialogues: in this order.
+            progress: called with the number of dialogues done, every now and then.
+
+        Raises:
+            RunError: one of them is a text, or the template refuses a dialogue, or an answer cannot be told from the
+                rest, or a turn spells a token that steers dialogues; names the record.
+
+        Example:
+            >>> vocabulary = read_hub_vocabulary(Path("Llama-3.2-1B-Instruct"))  # doctest: +SKIP
+            >>> vocabulary.encode_examples(load_corpus([Path("alpaca.jsonl")]).train)  # doctest: +SKIP
+        """
+        found = [record for record in dialogues if isinstance(record, Dialogue)]
+        if len(found) < len(dialogues):
+            raise RunError("--data: texts were given where dialogues with answers to learn are wanted")
+        return self.format.encode(found, progress)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate | None:
+        """The folder's, None where it has none; raises RunError if it cannot be read."""
+        return None if self.folder is None else read_chat_template(self.folder)
+
+    @cached_property
+    def format(self) -> ChatFormat | PlainFormat:
+        """How dialogues are written."""
+        from tokenizers import Tokenizer
+
+        # Post-processors move offsets, and with them the borders of answers; what else they do, formats do themselves.
+        tokenizer = Tokenizer.from_str(json.dumps({**json.loads(self.tokenizer.to_str()), "post_processor": None}))
+        if self.chat_template is not None:
+            return ChatFormat(tokenizer, self.chat_template)
+        if self.folder is None:
+            return PlainFormat(tokenizer, [own.END_ID], own.END_ID)
+        encoding = self.tokenizer.encode("a")
+        added = encoding.special_tokens_mask
+        return PlainFormat(tokenizer, encoding.ids[: added.index(0) if 0 in added else None], self.needed_end())
+
+    def chat_prompt(self, text: str) -> list[int]:
+        """Returns the tokens that the answer to one user's turn is drawn after, as `encode_examples` writes them."""
+        return self.format.prompt(text)
 
     def needed_end(self) -> int:
         """Returns `end`; raises RunError where there is none."""
@@ -99,6 +164,8 @@ class Vocabulary:
         hub.mkdir()
         copy_companions(self.folder, hub)
         values = read_object(self.folder / "config.json") if weights else {"eos_token_id": self.end}
+        if self.chat_template is not None and self.chat_template.dated:
+            (hub / DATE).write_text(f"{self.chat_template.date}\n", encoding="utf-8")
         (hub / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 A folder holds config.json, and model.safetensors or several shards named by model.safetensors.index.json. Its tensors
 are per layer and (out, in); ours are stacked along the layers and (in, out), and what a family's files keep fused
-(Phi-3's qkv_proj, gate_up_proj) is several parameters here. `_parts` is the one table of both directions.
+(Phi-3's qkv_proj, gate_up_proj) is several parameters here. `file_parts` is the one table of both directions.
 
 Reading goes parameter by parameter through memory-mapped files, writing shard by shard: beside the model, the host
 holds one stacked parameter, or one shard.
@@ -63,7 +63,7 @@ class Part(NamedTuple):
         return self.path[0] == "blocks"
 
 
-def _parts(config: ModelConfig) -> list[Part]:
+def file_parts(config: ModelConfig) -> list[Part]:
     """Returns every parameter's place in the family's files, fused tensors' parts one after another."""
     width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * head, config.num_kv_heads * head
@@ -112,7 +112,7 @@ def _parts(config: ModelConfig) -> list[Part]:
 def _tensors(config: ModelConfig) -> dict[str, list[tuple[Part, int]]]:
     """Returns the names of all tensors of the family's files, each with its parts and their layer."""
     tensors: dict[str, list[tuple[Part, int]]] = {}
-    parts = _parts(config)
+    parts = file_parts(config)
     for layer in range(config.num_layers + 1):  # the last round has what belongs to no layer
         for part in parts:
             if part.stacked == (layer < config.num_layers):
@@ -218,7 +218,7 @@ def _some(names: list[str]) -> str:
 
 def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[Path_, jax.Array]]:
     dtype = jnp.dtype(config.param_dtype)
-    for part in _parts(config):
+    for part in file_parts(config):
         layers = range(config.num_layers) if part.stacked else [0]
         shape = part.shape[::-1] if part.transposed else part.shape
         whole = np.empty((len(layers), *shape), dtype)
@@ -250,12 +250,17 @@ def save(
 
     Raises:
         RunError: the folder is not empty or cannot be written, or the family's files cannot say what the model does.
-        ValueError: an option outside its range.
+        ValueError: an option outside its range, or a model with adapters.
 
     Example:
         >>> save(model, Path("out"), dtype="bfloat16", like=Path("Llama-3.2-1B"))  # doctest: +SKIP
     """
     config, folder = model.config, Path(folder)
+    found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    if odd := sorted(found - {part.path for part in file_parts(config)}):
+        raise ValueError(
+            f"model must have no adapters (flax_models.lora.merge gives one), got {'.'.join(map(str, odd[0]))}"
+        )
     dtype = config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
@@ -290,8 +295,6 @@ def copy_companions(source: Path, folder: Path) -> None:
 
 
 def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
-    from safetensors.numpy import save_file
-
     arrays = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     tensors = _tensors(model.config)
     sizes = {name: math.prod(_shape(parts)) * dtype.itemsize for name, parts in tensors.items()}
@@ -307,16 +310,21 @@ def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_byte
     for i, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         shard = {name: _tensor(tensors[name], arrays, dtype) for name in names}
-        (folder / file).touch()
-        mode = (
-            (folder / file).stat().st_mode
-        )  # that the person's umask gives; safetensors keeps its files to their owner
-        save_file(shard, folder / file, metadata={"format": "pt"})  # transformers reads no other
-        (folder / file).chmod(mode)
+        write_tensors(shard, folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file, with the rights that any new file has; raises OSError."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode  # that the person's umask gives; safetensors keeps its files to their owner
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers reads no other
+    path.chmod(mode)
 
 
 def _tensor(parts: list[tuple[Part, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:

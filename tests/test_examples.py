@@ -47,3 +47,23 @@ def test_what_a_person_can_mend_is_one_line(place, monkeypatch):
         with pytest.raises(SystemExit) as stopped:
             runpy.run_path(str(EXAMPLES / "pretrain_text.py"), run_name="__main__")
         assert stopped.value.code == message
+
+
+def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, monkeypatch, capsys):
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "finetune_instructions.py")))
+    small = ModelConfig(400, 32, 1, 2, 1, 16, 48, 64)
+    monkeypatch.setitem(example.main.__globals__, "MODEL", small)
+    monkeypatch.setitem(example.main.__globals__, "ROWS", 2)
+    kept = {kind: " ".join(words.split()[:3]) for kind, words in list(example.KINDS.items())[:2]}
+    monkeypatch.setitem(example.main.__globals__, "KINDS", kept)
+    with quick_compilation():
+        example.main(["--steps=60", "--out", str(place / "full")])
+        out = capsys.readouterr().out
+        assert float(out.split("held-out loss ")[1].split()[0]) < 1.0
+        assert "\n### Response:\n" in out
+        options = ["--weights", str(place / "full"), "--lora", "--steps=2", "--out", str(place / "adapter")]
+        example.main(options)
+    assert "of them to train" in capsys.readouterr().out
+    assert (place / "adapter" / "adapter_model.safetensors").is_file()
+    asked = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]
+    assert generate.main(asked) == 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from flax_models.baselines import BigramCounts, baselines, fit_mixture
 from flax_models.batches import IGNORED, BatchSampler, held_out_windows, padded
-from flax_models.corpus import STDLIB_EXCLUDED, Document, load_corpus
+from flax_models.corpus import STDLIB_EXCLUDED, load_corpus
+from flax_models.dialogue import Dialogue, Document
 from flax_models.errors import RunError
 from flax_models.tokenizer import END, END_ID, cache_folder, encode, load_or_train
 
@@ -20,7 +22,7 @@ def write_texts(folder: Path, count: int, lines: int = 20) -> None:
         (folder / f"text{i:03}.txt").write_text("".join(f"line {j} of text {i}\n" for j in range(lines)))
 
 
-def names(documents: tuple[Document, ...]) -> set[str]:
+def names(documents: Sequence[Document | Dialogue]) -> set[str]:
     return {document.name for document in documents}
 
 

@@ -26,7 +26,7 @@ from random_decoder import quick_compilation, random_decoder
 from flax_models import export
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import CONFIGS, TrainConfig, from_json, to_json
-from flax_models.corpus import Document
+from flax_models.dialogue import Document
 from flax_models.families import PUBLISHED, published
 from flax_models.model import Decoder
 from flax_models.step import Trainer

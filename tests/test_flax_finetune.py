@@ -25,7 +25,8 @@ from flax_models import export, generate
 from flax_models.arguments import parse
 from flax_models.batches import BatchSampler
 from flax_models.config import CONFIGS, RunConfig
-from flax_models.corpus import Document, load_corpus
+from flax_models.corpus import load_corpus
+from flax_models.dialogue import Document
 from flax_models.display import Display
 from flax_models.errors import RunError
 from flax_models.families import published

@@ -21,7 +21,8 @@ from flax_models.accounting import flops_per_token, mean_keys
 from flax_models.config import TrainConfig
 from flax_models.errors import RunError
 from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.step import Trainer, is_frozen, name_of
+from flax_models.parameters import is_named, name_of
+from flax_models.step import Trainer
 from flax_models.trained import read_run
 from jax_pallas.linear_ce import linear_cross_entropy
 
@@ -125,8 +126,8 @@ def test_names_that_are_not_there_and_freezing_everything_are_refused():
         trainer_of(TIED, "head")
     with pytest.raises(RunError, match="--freeze leaves nothing to train: got blocks embedding norms"):
         trainer_of(TIED, "blocks", "embedding", "norms")
-    assert not is_frozen("blocks.attention_norm.scale", ["attention"])
-    assert is_frozen("blocks.attention.query.kernel", ["attention.query"])
+    assert not is_named("blocks.attention_norm.scale", ["attention"])
+    assert is_named("blocks.attention.query.kernel", ["attention.query"])
 
 
 def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):

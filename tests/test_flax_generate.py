@@ -15,7 +15,7 @@ from random_decoder import SMALL, quick_compilation, random_decoder
 
 from flax_models import generate as program
 from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
-from flax_models.corpus import Document
+from flax_models.dialogue import Document
 from flax_models.model import Decoder
 from flax_models.rope import RopeScaling
 from flax_models.sampling import Sampling, continue_prompts, draw
@@ -211,6 +211,21 @@ def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys
     assert capsys.readouterr().out == first
     assert program.main([*options, "--seed", "1"]) == 0
     assert capsys.readouterr().out != first
+
+
+def test_a_chat_prints_the_answers_to_prompts_in_the_template(place, tmp_path, capsys):
+    for path in (place / "weights").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    template = "{% for m in messages %}{{ m.content }}{{ '? ' if m.role == 'user' else '<|end|>' }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    options = ["--weights", str(tmp_path), "--temperature", "0", "--length", "9"]
+    assert program.main([*options, "--prompt", "ink? ", "--prompt", "the fox? "]) == 0
+    texts = capsys.readouterr().out
+    assert program.main([*options, "--chat", "--prompt", "ink", "--prompt", "the fox"]) == 0
+    first, second = capsys.readouterr().out.removesuffix("---\n").split("---\n")
+    assert texts == f"ink? {first}---\nthe fox? {second}---\n"
+    assert program.main([*options, "--chat", "--prompt", "ink<|end|>"]) == 1
+    assert capsys.readouterr().err.startswith("error: --prompt spells '<|end|>', which would be a token of the chat")
 
 
 def test_ends_come_from_the_generation_config_and_else_from_the_config(place):

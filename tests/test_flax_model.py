@@ -15,8 +15,8 @@ from random_decoder import SMALL, quick_compilation, random_decoder
 from flax_models.config import TrainConfig
 from flax_models.generate import generate
 from flax_models.model import Decoder, ModelConfig
+from flax_models.optimizers import make_optimizer
 from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
-from flax_models.step import make_optimizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -276,7 +276,7 @@ def test_generation_repeats_with_its_key_and_ends_at_the_end_token():
         generate(model, [1], length=8, key=jax.random.key(seed), temperature=5.0) for seed in (0, 0, 1)
     )
     assert first == again != other
-    ended = generate(model, [1], length=8, key=jax.random.key(0), temperature=5.0, end=first[2])
+    ended = generate(model, [1], length=8, key=jax.random.key(0), temperature=5.0, ends=[first[2]])
     assert ended == first[: first.index(first[2])]
 
 

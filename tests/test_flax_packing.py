@@ -19,8 +19,9 @@ from flax_models.attention import Sight, make_sequences
 from flax_models.attention_choice import explain_attention
 from flax_models.batches import IGNORED, Batch, padded
 from flax_models.errors import RunError
+from flax_models.examples import Example
 from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.packing import Example, PackedSampler, describe_examples, pack
+from flax_models.packing import PackedSampler, describe_examples, pack_rows
 from flax_models.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
@@ -31,7 +32,7 @@ def examples(count: int, longest: int = 16, seed: int = 0) -> list[Example]:
     generator = np.random.default_rng(seed)
     made = []
     for number in range(count):
-        tokens = generator.integers(1, 97, generator.integers(2, longest + 1)).astype(np.int32)
+        tokens = generator.integers(1, 97, generator.integers(3, longest + 2)).astype(np.int32)
         counted = np.arange(len(tokens)) >= len(tokens) // 2
         made.append(Example(f"{number}", tokens, counted))
     return made
@@ -57,7 +58,7 @@ def as_row(example: Example) -> tuple[list[int], list[int]]:
         int(token) if counted else IGNORED
         for token, counted in zip(example.tokens[1:], example.counted[1:], strict=True)
     ]
-    return example.tokens.tolist(), [*following, IGNORED]
+    return example.tokens[:-1].tolist(), following
 
 
 @pytest.fixture
@@ -134,7 +135,9 @@ def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
     generator, longest = np.random.default_rng(0), 1024
     lengths = np.clip(np.exp(generator.normal(np.log(longest / 4) - 0.32, 0.8, 3000)), 8, longest).astype(int)
     assert 0.22 < lengths.mean() / longest < 0.28
-    given = [Example(str(i), np.ones(length, np.int32), np.ones(length, bool)) for i, length in enumerate(lengths)]
+    given = [
+        Example(str(i), np.ones(length + 1, np.int32), np.ones(length + 1, bool)) for i, length in enumerate(lengths)
+    ]
     sampler = sampler_of(given, 8, longest, 0)
     tokens = [(sampler.next(), sampler.tokens)[1] for _ in range(len(given) // 40)]
     assert 1 - np.sum(tokens) / (len(tokens) * 8 * longest) < 0.03
@@ -142,16 +145,16 @@ def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
 
 def test_held_out_examples_are_packed_in_their_order_once():
     given = examples(30)
-    batch = pack(given, 16, most=100)
+    batch = pack_rows(given, 16, most=100)
     assert sorted(row for row in rows_of(batch) if any(row[0])) == sorted(as_row(example) for example in given)
     assert batch.counted == sum(int(example.counted[1:].sum()) for example in given)
-    assert len(pack(given, 16, most=3).tokens) == 3
-    for ours, theirs in zip(batch, pack(given, 16, most=100), strict=True):
+    assert len(pack_rows(given, 16, most=3).tokens) == 3
+    for ours, theirs in zip(batch, pack_rows(given, 16, most=100), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
 def test_rows_that_fill_a_batch_up_are_one_sequence_without_targets():
-    batch = pack(examples(10), 16, most=3)
+    batch = pack_rows(examples(10), 16, most=3)
     first, second = padded(batch, 2)
     assert second.lengths is not None
     assert second.lengths[1].tolist() == [16, *[0] * (second.lengths.shape[1] - 1)]
@@ -162,15 +165,15 @@ def test_what_cannot_be_packed_is_named():
     with pytest.raises(RunError, match="no example to train on"):
         PackedSampler([], 1, 16, 0)
     with pytest.raises(RunError, match="no example to be judged by: too few were held out"):
-        pack([], 16, 5)
-    long = Example("a.jsonl:3", np.ones(17, np.int32), np.ones(17, bool))
-    for make in (lambda given: PackedSampler(given, 1, 16, 0), lambda given: pack(given, 16, 5)):
+        pack_rows([], 16, 5)
+    long = Example("a.jsonl:3", np.ones(18, np.int32), np.ones(18, bool))
+    for make in (lambda given: PackedSampler(given, 1, 16, 0), lambda given: pack_rows(given, 16, 5)):
         with pytest.raises(
-            ValueError, match=re.escape("examples must have 1 to 16 tokens (length), got 17 in a.jsonl:3")
+            ValueError, match=re.escape("examples must have 2 to 17 tokens (length + 1), got 18 in a.jsonl:3")
         ):
             make([long])
-        with pytest.raises(ValueError, match="counted must have as many entries as tokens, 16, got 17 in a"):
-            make([long._replace(tokens=np.ones(16, np.int32))])
+        with pytest.raises(ValueError, match=r"counted must have 17 entries \(tokens'\), got 18 in a"):
+            make([long._replace(tokens=np.ones(17, np.int32))])
 
 
 def test_a_batch_is_described_by_its_examples():
@@ -304,7 +307,7 @@ def test_a_query_sees_its_own_sequence_on_average():
 def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
     """The same examples, packed and each in a row of its own: one mean over counted tokens, one gradient."""
     given = [example._replace(tokens=example.tokens * 2) for example in examples(12)]
-    packed, alone = (pack(given, 16, most=100, room=room) for room in (packing.ROOM, 1))
+    packed, alone = (pack_rows(given, 16, most=100, room=room) for room in (packing.ROOM, 1))
     assert len(packed.tokens) < len(alone.tokens) == len(given)
     found = []
     for batch in (packed, alone):
@@ -319,7 +322,7 @@ def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
 
 
 def test_micro_batches_of_packed_rows_are_the_whole_batch():
-    batch = pack(examples(12), 16, most=4)
+    batch = pack_rows(examples(12), 16, most=4)
     steps = {}
     for accumulate in (1, 2):
         trainer: Trainer = small_trainer(batch_size=4, accumulate=accumulate)

@@ -151,7 +151,7 @@ def test_a_second_signal_ends_the_process_at_once(number):
 def test_sigterm_while_a_run_is_readied_ends_it_in_one_line(place, monkeypatch, capsys):
     import flax_models.train as program
 
-    monkeypatch.setattr(program, "load_corpus", lambda paths: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(program, "read_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert start(place, "a") == 143
     assert one_line(capsys.readouterr().err).startswith("stopped by SIGTERM")

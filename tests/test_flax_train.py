@@ -17,20 +17,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax_runs import compilation_cache, random_batch, small_trainer, start, train, write_texts
 from jax._src.array import ArrayImpl
 
 import flax_models.step as step_module
 import flax_models.train as program
 from flax_models.batches import IGNORED, Batch, Places, held_out_windows
-from flax_models.config import CONFIGS, RunConfig, TrainConfig, from_json, to_json
+from flax_models.config import CONFIGS, LoraConfig, RunConfig, TrainConfig, from_json, to_json
 from flax_models.display import duration
 from flax_models.errors import RunError
 from flax_models.metrics import CLOCKED, read_rows
-from flax_models.model import ModelConfig
+from flax_models.model import Decoder, ModelConfig
+from flax_models.optimizers import learning_rate_schedule, make_optimizer
 from flax_models.plot import running_mean
 from flax_models.run_folder import new_folder
-from flax_models.step import Trainer, learning_rate_schedule, make_optimizer
+from flax_models.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 
@@ -143,11 +145,11 @@ def test_help_lists_every_option_with_its_meaning(capsys):
         program.main(["--help"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
-    for cls in (RunConfig, TrainConfig, ModelConfig):
+    for cls in (RunConfig, TrainConfig, LoraConfig, ModelConfig):
         for field in dataclasses.fields(cls):
             if not dataclasses.is_dataclass(field.type):
                 assert field.name.replace("_", "-") in out
-    assert "Text files or folders to train on" in out
+    assert "Texts or dialogues: text files, JSON lines" in out
 
 
 def test_a_taken_name_and_a_changed_option_or_text_are_refused(copied, capsys):
@@ -319,6 +321,27 @@ def test_head_is_never_transposed_into_a_copy():
     compiled = trainer.compile(2, 16).as_text() or ""
     assert "f32[280,16]" in compiled
     assert not re.search(r"f32\[16,280\]\S* (transpose|copy)\(", compiled)
+
+
+def test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient(monkeypatch):
+    taken = []
+
+    def loss(hidden: jax.Array, head: jax.Array, *rest: Any, **options: Any) -> jax.Array:
+        taken.append(head.dtype)
+        return linear_cross_entropy(hidden, head, *rest, **options)
+
+    monkeypatch.setattr(step_module, "linear_cross_entropy", loss)
+    found = []
+    for cast in (False, True):
+        config = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16, tie_embeddings=False, dtype="bfloat16")
+        trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=cast))
+        value, gradients = jax.jit(trainer._gradients)(trainer.initial.params, random_batch(2))
+        found.append((value, gradients["head"][...]))
+    (value, exact), (other, rounded) = found
+    assert taken == [jnp.float32, jnp.bfloat16]
+    assert rounded.dtype == exact.dtype == jnp.float32
+    assert value == other  # the head's products are of the same bfloat16 values
+    assert 0 < jnp.linalg.norm(rounded - exact) < 2**-8 * jnp.linalg.norm(exact)
 
 
 def unevenly_ignored(rows: int) -> Batch:

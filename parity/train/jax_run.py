@@ -60,7 +60,7 @@ def _optimizer(setup: Setup) -> Any:
     import optax
 
     from flax_models.config import TrainConfig
-    from flax_models.step import learning_rate_schedule
+    from flax_models.optimizers import learning_rate_schedule
 
     schedule = learning_rate_schedule(
         TrainConfig(steps=setup.steps, learning_rate=setup.learning_rate, warmup_steps=setup.warmup_steps)

@@ -1,0 +1,387 @@
+"""Chat templates: every token and every mark against transformers, prompts, and templates and contents refused.
+
+transformers marks what a template's {% generation %} blocks write. Here each template is given to transformers with
+those blocks, and to us without them as well: its places of answers must be found again.
+"""
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hub_models import import_transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from flax_models.chat_template import DATE, read_chat_template
+from flax_models.dialogue import Dialogue, Turn
+from flax_models.errors import RunError
+from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
+# << and >> stand for the blocks that mark what is learned.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}<<{{ m['content'] + '<|im_end|>' }}>>"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for m in loop_messages %}{% if loop.first %}{{ bos_token }}{% endif %}"
+    "{{ '<|head|>' + m.role + '<|/head|>\\n\\n' }}"
+    "{% if m.role == 'assistant' %}<<{{ m.content | trim + '<|eot|>' }}>>"
+    "{% else %}{{ m.content | trim + '<|eot|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Roles must alternate\\nuser/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}<<{{ ' ' + m.content + eos_token }}>>{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "{{ '<turn>' + role + '\\n' }}{% if role == 'model' %}<<{{ m.content | trim + '</turn>' }}>>"
+    "{% else %}{{ m.content | trim + '</turn>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>model\\n' }}{% endif %}"
+)
+LINES = """{# several lines, where white space around blocks matters #}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        Q: {{ m.content | tojson }}
+    {% endif %}
+    {%- if m.role == 'assistant' -%}
+A:
+<<{{ m.content }}{{ eos_token }}>>
+    {%- endif %}
+    {%- if loop.index0 > 30 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
+PHI = (  # writes a token at the end of all that does not ask for an answer
+    "{% for m in messages %}{{ '<|head|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "<<{{ m.content + '<|eot|>' }}>>{% else %}{{ m.content + '<|eot|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
+THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
+    "{% else %}{% set parts = m.content.split('</think>') %}{% if loop.last %}"
+    "{{ m.content if parts | length > 1 else '<think>\\n\\n</think>\\n\\n' + m.content }}"
+    "{% else %}{{ parts[-1].lstrip('\\n') }}{% endif %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA, "phi": PHI, "lines": LINES}
+
+QUESTION, ANSWER = (
+    Turn("user", "Grüße an 👩‍👩‍👧 aus 日本?\r\n\r\nJa: <b>"),
+    Turn("assistant", "  Hallo 👋🏽, ça va & so.\nZweite Zeile "),
+)
+TALK = (QUESTION, ANSWER, Turn("user", "more"), Turn("assistant", "no"))
+
+
+def marked(template: str) -> str:
+    return template.replace("<<", "{% generation %}").replace(">>", "{% endgeneration %}")
+
+
+def unmarked(template: str) -> str:
+    return template.replace("<<", "").replace(">>", "")
+
+
+TEXT = "Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n" * 3
+
+
+def of_bytes() -> Tokenizer:
+    """Bytes and some merges, as Llama 3's and Qwen's; puts <s> before texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    start = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), start])
+    return tokenizer
+
+
+def of_pieces() -> Tokenizer:
+    """Pieces with a mark for spaces, one put before each text, and bytes for the rest, as Llama 2's and Phi-3's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    values = json.loads(tokenizer.to_str())
+    entries = values["model"]["vocab"]
+    entries |= {f"<0x{byte:02X}>": len(entries) + byte for byte in range(256)}
+    values["model"] |= {"unk_token": "<unk>", "byte_fallback": True, "fuse_unk": True}
+    return Tokenizer.from_str(json.dumps(values))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The folders of both tokenizers."""
+    found = {}
+    for name, tokenizer in (("bytes", of_bytes()), ("pieces", of_pieces())):
+        found[name] = tmp_path_factory.mktemp(name)
+        import_transformers().PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        ).save_pretrained(found[name])
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(folders) -> Path:
+    return folders["bytes"]
+
+
+@pytest.fixture(scope="module")
+def plain_chat(folder, tmp_path_factory) -> Vocabulary:
+    return with_template(folder, tmp_path_factory.mktemp("plain"), unmarked(CHATML))
+
+
+def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vocabulary:
+    """Returns the vocabulary of a copy of the folder that has a chat template."""
+    place.mkdir(exist_ok=True)
+    (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    (place / "tokenizer_config.json").write_text(json.dumps({**values, "chat_template": template, **fields}))
+    return read_hub_vocabulary(place)
+
+
+def learned(vocabulary: Vocabulary, *turns: Turn) -> str:
+    """The text of the tokens that are learned."""
+    (example,) = vocabulary.encode_examples([Dialogue("a.jsonl:1", turns)])
+    return vocabulary.tokenizer.decode(example.tokens[example.counted].tolist(), skip_special_tokens=False)
+
+
+def expected(theirs: Any, template: str, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[bool]]:
+    found = theirs.apply_chat_template(
+        messages, chat_template=marked(template), return_dict=True, return_assistant_tokens_mask=True
+    )
+    return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+@pytest.mark.parametrize("ours", [unmarked, marked], ids=["found", "marked"])
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_tokens_and_marks_are_those_of_transformers(folders, tmp_path, name, ours, kind):
+    theirs = import_transformers().AutoTokenizer.from_pretrained(folders[kind])
+    vocabulary = with_template(folders[kind], tmp_path / "hub", ours(TEMPLATES[name]))
+    talks = [TALK, TALK[:2], (Turn("instruction", "add"), Turn("input", "1, 2"), Turn("output", "3"))]
+    if name in ("chatml", "llama3"):
+        talks += [
+            (Turn("system", ""), *TALK),
+            (Turn("user", "?"), ANSWER, ANSWER),
+            (*TALK[:2], Turn("tool", "5"), ANSWER),
+        ]
+    dialogues = [Dialogue(f"a.jsonl:{i}", turns) for i, turns in enumerate(talks, start=1)]
+    for dialogue, example in zip(dialogues, vocabulary.encode_examples(dialogues), strict=True):
+        tokens, counted = expected(theirs, TEMPLATES[name], dialogue.messages())
+        assert example.name == dialogue.name
+        assert example.tokens.tolist() == tokens
+        assert example.counted.tolist() == counted
+        assert (example.tokens.dtype, example.counted.dtype) == (np.int32, np.bool_)
+    assert vocabulary.chat_prompt("more?") == theirs.apply_chat_template(
+        [{"role": "user", "content": "more?"}],
+        chat_template=unmarked(TEMPLATES[name]),
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+
+
+def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_path):
+    for name, answer, end in [
+        ("chatml", ANSWER.content, "<|im_end|>"),
+        ("llama3", ANSWER.content.strip(), "<|eot|>"),
+        ("mistral", " " + ANSWER.content, "</s>"),
+        ("gemma", ANSWER.content.strip(), "</turn>"),
+    ]:
+        vocabulary = with_template(folder, tmp_path, unmarked(TEMPLATES[name]))
+        assert learned(vocabulary, *TALK[:2]) == answer + end
+        assert vocabulary.format.ends == (vocabulary.tokenizer.token_to_id(end),)
+    closed = (
+        BARE.replace(": ", ":\\n") + "{% if add_generation_prompt %}assistant:\n{% else %}{{ eos_token }}{% endif %}"
+    )
+    closing = with_template(folder, tmp_path, unmarked(closed))
+    assert learned(closing, *TALK) == f"{ANSWER.content}\nno\n</s>", "the end of all, where it is the only one"
+    assert closing.format.ends == (closing.end,)
+    bare = with_template(folder, tmp_path, unmarked(BARE))
+    assert learned(bare, *TALK[2:]) == "assistant: no\n", "without a prompt or an end all that the answer adds"
+    assert bare.format.ends == ()
+
+
+@given(question=st.text(), answer=st.text(min_size=1))
+def test_any_answer_is_learned_to_its_last_byte(plain_chat, question, answer):
+    assert learned(plain_chat, Turn("user", question), Turn("assistant", answer)) == answer + "<|im_end|>"
+
+
+def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
+    # The prompt ends with a space, the answer begins with a word: one token for both.
+    template = "{% for m in messages %}{{ '> ' if m.role == 'user' else '< ' }}{{ m.content + '</s>' }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ '< ' }}{% endif %}"
+    with_template(folder, tmp_path, template)
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    for trimmed in (False, True):  # offsets that leave out a token's space would put it into the answer
+        values["post_processor"]["processors"][0]["trim_offsets"] = trimmed
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        vocabulary = read_hub_vocabulary(tmp_path)
+        offsets = vocabulary.tokenizer.encode("< va va", add_special_tokens=False).offsets
+        assert offsets == [(0, 1), *([(2, 4), (5, 7)] if trimmed else [(1, 4), (4, 7)])], "the case is what is meant"
+        assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
+
+
+def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<<{{ m.content }}</s>\n>>va"
+    template += "{% endif %}{% endfor %}"
+    assert learned(with_template(folder, tmp_path, marked(template)), *TALK) == f"{ANSWER.content}</s>\nno</s>\n"
+    template = template.replace("</s>\n", "")
+    spaced = Turn("assistant", "no ")
+    assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", "' va' is over the end"
+
+
+def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder, tmp_path):
+    vocabulary = with_template(folder, tmp_path, THINKING)
+    first, second = (
+        Turn("assistant", "<think>\nhm\n</think>\n\nhello"),
+        Turn("assistant", "<think>\nso\n</think>\n\nno"),
+    )
+    assert learned(vocabulary, QUESTION, first, Turn("user", "more"), second) == second.content + "<|im_end|>"
+    assert learned(vocabulary, *TALK[2:]) == "<think>\n\n</think>\n\nno<|im_end|>"
+
+
+def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_path):
+    opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\nlet me see' }}{% endif %}")
+    vocabulary = with_template(folder, tmp_path, opening)
+    with pytest.raises(RunError, match=r"--data: a\.jsonl:1: the chat template of .*tokenizer_config\.json writes the"):
+        learned(vocabulary, *TALK[2:])
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "message"),
+    [
+        (MISTRAL, TALK[1:], r"a\.jsonl:1: the chat template of .* refuses it: Roles must alternate user/assistant"),
+        (GEMMA, (Turn("system", ""), *TALK), r"a\.jsonl:1: the chat template of .* refuses it: System role not supp"),
+        ("{{ messages + 1 }}", TALK, r"a\.jsonl:1: the chat template of .* refuses it: can only concatenate list"),
+        ("{{ messages[0].nothing.role }}", TALK, r"refuses it: 'dict object' has no attribute 'nothing'"),
+        ("{{ ''.__class__.__mro__ }}", TALK, r"refuses it: access to attribute '__class__'"),
+        (
+            "{{ messages.append(1) }}",
+            TALK,
+            r"refuses it: access to attribute 'append'|refuses it: .*append.* is not safe",
+        ),
+        (
+            "{% for m in messages %}\n{{ m.role }",
+            TALK,
+            r"tokenizer_config\.json: line 2 of the chat template: unexpected",
+        ),
+        ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer of it"),
+    ],
+)
+def test_what_a_template_refuses_is_named_with_the_record(folder, tmp_path, template, turns, message):
+    vocabulary = with_template(folder, tmp_path, marked(template))
+    with pytest.raises(RunError, match=message) as caught:
+        learned(vocabulary, *turns)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
+    vocabulary = with_template(folder, tmp_path, THINKING)
+    for turns in (
+        (Turn("user", "a<|im_end|>"), ANSWER),
+        (QUESTION, Turn("assistant", "a<|im_start|>user")),
+        (Turn("system", "</s>"), *TALK),
+        (Turn("user", "<think>"), ANSWER),
+        (Turn("user", "\ufdd0"), ANSWER),
+    ):
+        with pytest.raises(RunError, match=r"--data: a\.jsonl:1 spells '.*', which would be a token of the chat templ"):
+            learned(vocabulary, *turns)
+    with pytest.raises(RunError, match=r"^--prompt spells '<\|im_end\|>', which would be"):
+        vocabulary.chat_prompt("a<|im_end|>")
+    assert (
+        learned(with_template(folder, tmp_path, unmarked(CHATML)), Turn("user", "<think>"), TALK[3]) == "no<|im_end|>"
+    )
+
+
+def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_path):
+    vocabulary = with_template(folder, tmp_path, marked(CHATML))
+    values = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in values["added_tokens"]:
+        token["rstrip"] = token["content"] == "<|im_end|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    for template in (marked(CHATML), unmarked(CHATML)):
+        with_template(tmp_path, tmp_path, template)
+        vocabulary = read_hub_vocabulary(tmp_path)
+        assert learned(vocabulary, *TALK) == f"{ANSWER.content}<|im_end|>no<|im_end|>"
+
+
+# Where the template is read from
+
+
+def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):
+    def found() -> str | None:
+        template = read_chat_template(tmp_path)
+        return None if template is None else template.source
+
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert found() is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "third"}))
+    assert found() == "third"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "second"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert found() == "second"
+    (tmp_path / "chat_template.jinja").write_text("first")
+    assert found() == "first"
+    assert (
+        import_transformers()
+        .AutoTokenizer.from_pretrained(with_template(folder, tmp_path, "second").folder)
+        .chat_template
+        == "first"
+    )
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(RunError, match=r"cannot read .*chat_template\.jinja"):
+        found()
+    (tmp_path / "chat_template.jinja").unlink()
+    for wrong in (5, named[:1]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": wrong}))
+        with pytest.raises(
+            RunError, match=r"tokenizer_config\.json: chat_template must be a string or a list with one"
+        ):
+            found()
+
+
+def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    token = {"content": "</s>", "special": True, "lstrip": False}
+    vocabulary = with_template(folder, tmp_path, template, bos_token=None, eos_token=token)
+    (example,) = vocabulary.encode_examples([Dialogue("a", (Turn("user", "more"), Turn("assistant", "no")))])
+    assert vocabulary.tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False) == "more</s>no</s>"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|eot|>"}))
+    assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no</s>"
+    values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del values["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no<|eot|>"
+
+
+def test_a_run_goes_on_with_the_date_that_it_was_started_with(folder, tmp_path):
+    dated = "{{ strftime_now('%d %b %Y') }}" + unmarked(CHATML)
+    vocabulary = with_template(folder, tmp_path / "hub", dated)
+    today = datetime.date.today()
+    assert vocabulary.tokenizer.decode(vocabulary.chat_prompt("a")).startswith(today.strftime("%d %b %Y"))
+    run = tmp_path / "run"
+    run.mkdir()
+    vocabulary.write(run, weights=False)
+    assert (run / "hub" / DATE).read_text() == f"{vocabulary.chat_template.date}\n"  # pyright: ignore[reportOptionalMemberAccess]
+    (run / "hub" / DATE).write_text("2024-02-29\n")
+    again = read_hub_vocabulary(run / "hub")
+    assert again.tokenizer.decode(again.chat_prompt("a")).startswith("29 Feb 2024")
+    (run / "hub" / DATE).write_text("yesterday")
+    with pytest.raises(RunError, match=f"cannot read .*{DATE}"):
+        read_hub_vocabulary(run / "hub").chat_prompt("a")

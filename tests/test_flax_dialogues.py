@@ -1,0 +1,140 @@
+"""Runs of `python -m flax_models.train` on dialogues and on packed texts: what they say, learn, and go on with."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax_runs import SMALL, WORDS, before_step, compilation_cache, learned, train, write_texts
+
+from flax_models.config import TrainConfig
+from flax_models.corpus import Corpus
+from flax_models.data import Text, make_data
+from flax_models.dialogue import Document
+from flax_models.tokenizer import load_or_train
+from flax_models.vocabulary import made_from_text
+
+# The last of an option's values counts.
+OPTIONS = [*SMALL, "--max-seq-len=96", "--held-out-windows=3", "--checkpoint-every=2"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
+        yield
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """A folder with 60 instructions in data.jsonl, the cache beside it, and runs/ to come."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    generator = np.random.default_rng(0)
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for _ in range(60):
+            words = generator.choice(WORDS, size=generator.integers(1, 6)).tolist()
+            record = {"instruction": "say it twice", "input": " ".join(words), "output": " ".join(words * 2)}
+            file.write(json.dumps(record) + "\n")
+    return tmp_path
+
+
+def start(place: Path, *options: str) -> int:
+    return train(place, "--data", str(place / "data.jsonl"), *OPTIONS, *options)
+
+
+def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(place, capsys, monkeypatch):
+    assert start(place, "--name", "whole") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^corpus     .*: 5\d dialogues and \d held out, ", out, re.M)
+    assert re.search(r"^packing    best fit, at most 32 examples a row: \d+\.\d\d% padding$", out, re.M)
+    assert re.search(r"^training   8 steps of 2 x 96 = 192 tokens, 0\.\d\d passes over the text$", out, re.M)
+    assert "\nsample:\n### Instruction:\nsay it twice\n" in out
+    result = json.loads((place / "runs" / "whole" / "result.json").read_text())
+    assert 0 < result["held_out_tokens"] < 3 * 96
+    assert result["held_out_loss"] < result["uniform"]
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(state):
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        before_step(patch, 6, interrupt)
+        with pytest.raises(Interrupted):
+            start(place, "--name", "cut")
+    assert start(place, "--name", "cut", "--resume") == 0
+    capsys.readouterr()
+    assert learned(place / "runs" / "cut") == learned(place / "runs" / "whole")
+
+
+def test_a_loss_that_is_not_finite_names_the_examples_of_its_batch(place, capsys, monkeypatch):
+    def spoil(state):
+        return state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+
+    before_step(monkeypatch, 5, spoil)
+    assert start(place, "--name", "bad") == 1
+    named = r"data\.jsonl:\d+"
+    said = rf"at step 5; the checkpoint of step 4 is kept. Its batch: {named}(, {named})*(, and \d more)?\. "
+    assert re.search(rf"^error: the loss is nan {said}", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--packing", "none"], r"packing    none, each example in a row of its own: [1-5]\d\.\d\d% padding"),
+        (["--batch-tokens", "400"], r"training   1 steps of 4 x 96 = 384 tokens"),
+        (
+            ["--max-seq-len", "50"],
+            r"warning    --max-seq-len 50: of 5\d examples \d+ \(.*%\) cut at their end, ",
+        ),
+    ],
+)
+def test_rows_are_filled_as_asked(place, capsys, options, said):
+    assert start(place, "--steps=1", *options) == 0
+    assert re.search(rf"^{said}", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--packing", "windows"], "--packing windows goes with texts, and --data has dialogues: got windows"),
+        (["--batch-tokens", "40"], "--batch-tokens must be at least --max-seq-len 96, got 40"),
+        (
+            ["--batch-tokens", "300", "--accumulate", "2"],
+            "--accumulate must divide the 3 rows of 96 tokens that --batch-tokens fill, got 2",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(place, capsys, options, error):
+    assert start(place, *options) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_texts_can_be_packed_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    assert train(tmp_path, "--data", str(tmp_path / "data"), *SMALL, "--steps=1", "--packing=best_fit") == 0
+    assert re.search(
+        r"^packing    best fit, at most 8 examples a row: \d+\.\d\d% padding$", capsys.readouterr().out, re.M
+    )
+
+
+def test_pieces_of_texts_have_every_target_once():
+    documents = tuple(Document(name, text) for name, text in (("a", "the quick brown fox " * 9), ("b", "a dog")))
+    tokenizer, _ = load_or_train(documents, 280, Path("/nowhere"))
+    vocabulary = made_from_text(tokenizer)
+    stream = vocabulary.encode(documents)
+    text = Text(Corpus(documents, documents, "", "", 0, ()), vocabulary, stream, stream)
+    data = make_data(text, TrainConfig(batch_size=1, packing="best_fit"), 8, 0, 280)
+    found = data.held_out
+    data.sampler.close()
+    ends = np.flatnonzero(stream == vocabulary.needed_end())
+    assert found.counted == len(stream) - len(ends) == data.size
+    expected = np.delete(stream, [0, *(ends[:-1] + 1)])  # each document's first token is predicted by nothing
+    targets = found.targets[found.targets >= 0]
+    assert sorted(targets.tolist()) == sorted(expected.tolist())
+    assert data.describe(np.array([0, 1])) == "a, from its token 0, a, from its token 8"

@@ -1,0 +1,357 @@
+"""Adapters: a run begins with its base model, trains what it says, costs what it says, and is merged without loss."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
+from jax.interpreters import partial_eval
+from product_flops import product_flops
+from random_decoder import quick_compilation, random_decoder
+
+from flax_models import export
+from flax_models.accounting import flops_per_token, mean_keys, step_memory
+from flax_models.arguments import parse
+from flax_models.config import LoraConfig, TrainConfig, from_json, to_json
+from flax_models.errors import RunError
+from flax_models.lora import adapt, adapted_projections, adapted_shapes, merge
+from flax_models.model import Decoder, ModelConfig, decoder_shapes
+from flax_models.parameters import is_adapter, name_of
+from flax_models.sampling import Sampling, continue_prompts
+from flax_models.step import Trainer
+from flax_models.trained import read_run
+from flax_models.weights import save
+
+UNTIED = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16, tie_embeddings=False)
+BIASED = dataclasses.replace(UNTIED, attention_bias=True, attention_out_bias=True)
+LORA = LoraConfig(lora_rank=3)
+DORA = LoraConfig(lora_rank=3, dora=True)
+FEW = LoraConfig(lora_rank=3, dora=True, lora_targets=("query", "down"))
+UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up",))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+        yield
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+def adapted(config: ModelConfig, lora: LoraConfig, *, moved: bool = False) -> Decoder:
+    """Returns a random decoder with adapters, whose B and magnitudes have moved from where they begin if asked for."""
+    model = random_decoder(config)
+    adapt(model, lora, nnx.Rngs(1))
+    if moved:
+        generator = np.random.default_rng(2)
+        for _, linear in adapted_projections(model):
+            shape = linear.lora_b.shape
+            linear.lora_b[...] = jnp.asarray(generator.normal(size=shape) * 0.3, linear.lora_b.dtype)
+            if lora.dora:
+                linear.lora_magnitude[...] *= jnp.asarray(generator.uniform(0.5, 1.5, shape[::2]), jnp.float32)
+    return model
+
+
+def trainer_of(model: Decoder, lora: LoraConfig, **options: Any) -> Trainer:
+    return Trainer(model, TrainConfig(steps=8, batch_size=2, warmup_steps=1, **options), lora)
+
+
+def parameters(params: nnx.State) -> dict[str, np.ndarray]:
+    return {name_of(path): np.array(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+
+
+@nnx.jit
+def hidden_states(model: Decoder, tokens: jax.Array) -> jax.Array:
+    return model(tokens)
+
+
+TOKENS = jnp.asarray(random_batch(2).tokens)
+
+
+# What a run begins with
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_the_first_output_is_the_base_models_to_the_bit(dtype):
+    config = dataclasses.replace(BIASED, dtype=dtype)
+    expected = hidden_states(random_decoder(config), TOKENS)
+    np.testing.assert_array_equal(hidden_states(adapted(config, LORA), TOKENS), expected)
+
+
+@pytest.mark.slow
+def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
+    expected = hidden_states(random_decoder(BIASED), TOKENS)
+    np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_are_drawn_as_peft_draws_them_and_differ():
+    assert [name for name, _ in adapted_projections(adapted(UNTIED, LORA))] == list(LORA.lora_targets)
+    model = adapted(dataclasses.replace(UNTIED, hidden_size=256), LoraConfig(8, lora_targets=("query", "key")))
+    drawn = {name: np.asarray(linear.lora_a[...]) for name, linear in adapted_projections(model)}
+    for a in (drawn["query"], drawn["key"]):  # kaiming uniform with a = sqrt(5): a bound of 1 / sqrt(in)
+        assert a.shape == (2, 256, 8)
+        assert 0.95 / 16 < np.abs(a).max() < 1 / 16
+        assert abs(a.mean()) < 0.003
+        assert not np.array_equal(a[0], a[1])
+    assert not np.array_equal(drawn["query"], drawn["key"])
+
+
+@pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits(differentiated):
+    """Against the same model with float32 copies of all that is frozen: the loss, or its gradients."""
+    config = dataclasses.replace(BIASED, dtype="bfloat16")
+    lora = dataclasses.replace(FEW, unfreeze=("attention.query.kernel",))
+    trainer = trainer_of(adapted(config, lora, moved=True), lora)
+    narrow = trainer.initial.params
+    for name, array in parameters(narrow).items():
+        wide = name.endswith(("scale", "attention.query.kernel")) or is_adapter(name)
+        assert array.dtype == (jnp.float32 if wide else jnp.bfloat16), name
+    shapes = nnx.state(adapted_shapes(config, lora), nnx.Param)
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), narrow)
+    assert jax.tree.leaves_with_path(shapes) == jax.tree.leaves_with_path(like)
+
+    masters = nnx.to_flat_state(nnx.state(random_decoder(config), nnx.Param))
+    originals = {path: leaf[...] for path, leaf in masters if path[-2:] != ("query", "kernel")}
+    wide = nnx.map_state(lambda path, leaf: leaf.replace(originals.get(path, leaf[...])), narrow)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(wide)} == {"float32"}
+    compute = jax.jit(trainer._gradients if differentiated else trainer._negative_log_likelihood)
+    jax.tree.map(np.testing.assert_array_equal, compute(narrow, random_batch(2)), compute(wide, random_batch(2)))
+
+
+# What trains
+
+
+@pytest.mark.parametrize("lora", [FEW, pytest.param(UNFROZEN, marks=pytest.mark.slow)])
+def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
+    trainer = trainer_of(adapted(UNTIED, lora, moved=True), lora)
+    before = parameters(trainer.initial.params)
+    wanted = {name for name in before if "lora" in name}
+    if lora.unfreeze:
+        wanted |= {name for name in before if name == "head" or name.endswith("scale")}
+    assert len(wanted) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
+    assert set(trainer.trained) == wanted
+    assert {part.due for part in trainer.parts if "lora_a" in part.name} == {2}
+    assert {part.due for part in trainer.parts if "lora_a" not in part.name} == {1}
+    program = trainer.compile(2, 16).as_text() or ""
+    assert "f32[32,280]{1,0} dot(" in program, "logits"
+    assert ("f32[280,16]{1,0} dot(" in program) == bool(lora.unfreeze), "d_weight of the head"
+    averages = jax.tree.leaves(trainer.initial.optimizer)
+    assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in wanted) + 2
+    state, metrics = trainer.step(trainer.initial, random_batch(2))
+    after = parameters(state.params)
+    assert {name for name in before if not np.array_equal(before[name], after[name])} == wanted
+    assert bool(metrics.trained.all())
+
+
+def halves() -> tuple[Trainer, Trainer]:
+    """Returns trainers of a model in bfloat16, of every parameter and of adapters on two projections."""
+    half = dataclasses.replace(UNTIED, dtype="bfloat16", tie_embeddings=True)
+    lora = LoraConfig(lora_rank=3, lora_targets=("query", "value"))
+    return trainer_of(decoder_shapes(half), LoraConfig()), trainer_of(adapted_shapes(half, lora), lora)
+
+
+def size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def test_the_state_has_two_bytes_for_what_is_frozen_and_twelve_for_what_is_not():
+    full, low = halves()
+    count, adapters = (sum(part.size for part in each.parts) for each in (full, low))
+    norms = 5 * 16
+    assert size(full.initial.params) == 4 * count
+    assert size(low.initial.params) == 2 * (count - norms) + 4 * (norms + adapters)
+    assert (size(full.initial.optimizer), size(low.initial.optimizer)) == (8 * count + 8, 8 * adapters + 8)
+
+
+@pytest.mark.slow
+def test_a_step_keeps_no_gradient_of_what_is_frozen():
+    whole, part = (step_memory(each, each.compile(2, 16)) for each in halves())
+    assert whole is not None
+    assert part is not None
+    assert whole.temporaries - part.temporaries > whole.parameters / 2
+
+
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [
+        (UNTIED, LORA),
+        (UNTIED, LoraConfig(lora_rank=2, lora_targets=("value", "down"), unfreeze=("head", "attention.query"))),
+        (dataclasses.replace(UNTIED, tie_embeddings=True), LoraConfig(lora_rank=5, unfreeze=("embedding",))),
+    ],
+)
+def test_flops_are_the_products_of_the_differentiated_model(config, lora):
+    """Traced attention meets every key, masked or not; all else must agree to the last product."""
+    trainer = trainer_of(adapted_shapes(config, lora), lora)
+    params = trainer.initial.params
+    tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+    def loss(trained: nnx.State, frozen: nnx.State, tokens: jax.Array) -> jax.Array:
+        model = trainer.model(nnx.merge_state(trained, frozen))
+        return jnp.sum((model(tokens) @ model.head_weight().T) ** 2)
+
+    traced = jax.make_jaxpr(jax.grad(loss))(*trainer.split(params), tokens).jaxpr
+    needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
+    masked = 12 * config.num_layers * config.num_heads * config.head_dim * (16 - mean_keys(16))
+    said = flops_per_token(config, 16, trainer.trained)
+    assert product_flops(needed) == pytest.approx(2 * 16 * (said + masked), rel=0)
+
+
+def test_what_cannot_be_is_refused_by_name():
+    for options, message in [
+        ({"lora_alpha": 3.0}, "--lora-alpha goes with --lora-rank, which is 0: got 3.0"),
+        ({"dora": True}, "--dora goes with --lora-rank"),
+        ({"unfreeze": ("head",)}, "--unfreeze goes with --lora-rank"),
+        ({"lora_rank": -1}, "--lora-rank must not be negative, got -1"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive, got 0.0"),
+        ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive, got -1.0"),
+        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name projections, each once, got ''"),
+        ({"lora_rank": 2, "lora_targets": ("up", "up")}, "--lora-targets must name .* got 'up up'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LoraConfig(**options)
+    unknown = dataclasses.replace(LORA, unfreeze=("heads",))
+    with pytest.raises(RunError, match=r"--unfreeze: no parameter is named heads; there are blocks\.attention\."):
+        trainer_of(adapted_shapes(UNTIED, unknown), unknown)
+    with pytest.raises(RunError, match="--freeze is for a run without adapters, which freeze all else: got head"):
+        trainer_of(adapted_shapes(UNTIED, LORA), LORA, freeze=("head",))
+    with pytest.raises(RunError, match="--lora-rank adapts the projections of blocks, and --num-layers is 0"):
+        adapted_shapes(dataclasses.replace(UNTIED, num_layers=0), LORA)
+    model = adapted(UNTIED, LORA)
+    with pytest.raises(ValueError, match="lora must be what the model was adapted with, got lora_rank 0"):
+        trainer_of(model, LoraConfig())
+    with pytest.raises(ValueError, match="model must have no adapters yet"):
+        adapt(model, LORA, nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"model must have no adapters .*, got blocks\.attention\.key\.lora_a"):
+        save(model, Path("nowhere"))
+
+
+def test_options_are_read_and_written_down():
+    config, _ = parse(["--lora-rank=4", "--lora-targets", "query", "value", "--dora", "--unfreeze", "norms", "head"])
+    assert config.lora == LoraConfig(4, None, ("query", "value"), 1.0, True, ("norms", "head"))
+    assert config.lora.scale == 2.0
+    assert LoraConfig(lora_rank=8, lora_alpha=4).scale == 0.5
+    assert from_json(to_json(config)) == config
+    with pytest.raises(RunError, match=r"config.json and this version differ in lora: it was written by another"):
+        from_json({name: value for name, value in to_json(config).items() if name != "lora"})
+    with pytest.raises(SystemExit):
+        parse(["--lora-rank=4", "--lora-targets", "queries"])
+
+
+# What it is in the end
+
+
+@pytest.mark.parametrize("lora", [FEW, pytest.param(LORA, marks=pytest.mark.slow)])
+def test_a_merged_model_gives_what_the_adapters_give(lora):
+    model = adapted(BIASED, lora, moved=True)
+    plain = merge(model)
+    assert not any(adapted_projections(plain))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(plain, nnx.Param))} == {"float32"}
+    expected = hidden_states(model, TOKENS)
+    base = random_decoder(model.config)
+    assert np.abs(hidden_states(base, TOKENS) - expected).max() > 0.1
+    np.testing.assert_allclose(hidden_states(plain, TOKENS), expected, atol=2e-5, rtol=1e-4)
+    for name, linear in adapted_projections(model):
+        a, b = (np.asarray(array[...], np.float64) for array in (linear.lora_a, linear.lora_b))
+        whole = np.asarray(linear.kernel[...], np.float64) + 2.0 * a @ b
+        if lora.dora:
+            whole *= (np.asarray(linear.lora_magnitude[...]) / np.linalg.norm(whole, axis=1))[:, None]
+        module = plain.blocks.attention if hasattr(plain.blocks.attention, name) else plain.blocks.feed_forward
+        np.testing.assert_allclose(getattr(module, name).kernel[...], whole, atol=1e-6)
+
+
+def test_a_cache_changes_nothing_that_is_drawn():
+    model = adapted(UNTIED, FEW, moved=True)
+    drawn = [
+        continue_prompts(
+            model,
+            [[5, 6], [7, 8, 9]],
+            length=8,
+            key=jax.random.key(0),
+            sampling=Sampling(temperature=0),
+            use_cache=cached,
+        )
+        for cached in (True, False)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_however_the_blocks_are_compiled():
+    results, lora = [], FEW
+    for options in ({}, {"remat": "full", "scan_layers": False}):
+        trainer = trainer_of(adapted(dataclasses.replace(UNTIED, **options), lora, moved=True), lora)
+        results.append(jax.jit(trainer._gradients)(trainer.initial.params, random_batch(2))[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-7), *results)
+
+
+def test_a_column_of_zeros_does_not_divide_by_zero():
+    model = random_decoder(UNTIED)
+    model.blocks.attention.query.kernel[...] = model.blocks.attention.query.kernel[...].at[:, :, 3].set(0.0)
+    adapt(model, FEW, nnx.Rngs(1))
+    graph, params = nnx.split(model.blocks.attention.query)
+
+    def loss(params: nnx.State) -> jax.Array:
+        layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[1], params))
+        return jnp.sum(layer(jnp.ones((4, 16))) ** 2)
+
+    gradients = parameters(jax.jit(jax.grad(loss))(params))
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
+    assert np.any(gradients["lora_magnitude"])
+
+
+# Runs
+
+
+def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(place, monkeypatch, capsys):
+    def stop(state):
+        raise KeyboardInterrupt
+
+    options = ["--lora-rank=2", "--lora-targets", "query", "up", "--unfreeze=norms", "--lora-plus-ratio=4"]
+    # The first numbers that are fetched, after two steps, are those of step 1 alone, in which A has no gradient yet.
+    options += ["--optimizer=schedule_free_adamw", "--log-every=2", "--sample-tokens=0"]
+    assert start(place, "whole", *options) == 0
+    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
+    assert found
+    run = read_run(place / "runs" / "whole")
+    adapters = sum(
+        2 * (linear.kernel.shape[1] + linear.kernel.shape[2]) for _, linear in adapted_projections(run.model)
+    )
+    count = run.model.config.parameter_count() + adapters
+    assert (int(found[1].replace(",", "")), float(found[2])) == (
+        count,
+        pytest.approx(100 * (adapters + 3 * 16) / count, abs=0.1),
+    )
+    with monkeypatch.context() as patch:
+        before_step(patch, 5, stop)
+        assert start(place, "broken", *options) == 130
+    assert train(place, "--name", "broken", "--resume") == 0
+    assert learned(place / "runs" / "broken") == learned(place / "runs" / "whole")
+    losses = [row["held_out_loss"] for row in learned(place / "runs" / "whole") if "held_out_loss" in row]
+    result = json.loads((place / "runs" / "whole" / "result.json").read_text())
+    assert losses[-1] == result["held_out_loss"] < losses[0]
+
+    capsys.readouterr()
+    assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out"), "--adapter"]) == 1
+    assert re.match(r"error: --adapter: .*whole trained norms beside its adapters", capsys.readouterr().err)
+    assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out")]) == 0
+    assert (place / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_whose_b_never_moves_ends_the_run(place, capsys):
+    assert start(place, "a", "--lora-rank=2", "--learning-rate=1e-60") == 1
+    message = r"error: no throughput to report: \d+ parameters train where [\d,]+ were to; without any gradient: "
+    assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 parts more", capsys.readouterr().err)

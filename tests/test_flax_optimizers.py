@@ -1,0 +1,253 @@
+"""Optimisers by name: each layer moves as the library moves an array of its own, and runs go on to the bit."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax_runs import compilation_cache, random_batch
+from random_decoder import quick_compilation, random_decoder
+
+from flax_models.accounting import step_memory
+from flax_models.arguments import parse
+from flax_models.checkpoint import Checkpoints
+from flax_models.config import Optimizer, TrainConfig
+from flax_models.errors import RunError
+from flax_models.model import ModelConfig, decoder_shapes
+from flax_models.optimizers import averaged, learning_rate_schedule, make_optimizer
+from flax_models.step import Trainer
+
+LAYERS = 2
+SHAPES = {
+    "embedding": (140, 136),
+    "blocks.attention.query.kernel": (LAYERS, 136, 130),  # adafactor factors both axes of at least 128
+    "blocks.feed_forward.down.kernel": (LAYERS, 20, 136),
+    "blocks.attention_norm.scale": (LAYERS, 136),
+    "final_norm.scale": (136,),
+}
+CONFIG = TrainConfig(
+    steps=9, warmup_steps=0, learning_rate=0.02, weight_decay=0.3, beta1=0.8, beta2=0.95, clip_norm=0.5
+)
+SMALL = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once(tmp_path_factory) -> Iterator[None]:
+    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+        yield
+
+
+def tree(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns arrays by name as a tree of the model's shape."""
+    nested: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *owners, last = name.split(".")
+        place = nested
+        for owner in owners:
+            place = place.setdefault(owner, {})
+        place[last] = array
+    return nested
+
+
+def flat(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in nested.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def apart(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arrays with each layer's under a name of its own."""
+    layers = {
+        f"{name}/{i}": array[i] for name, array in arrays.items() if name.startswith("blocks") for i in range(LAYERS)
+    }
+    return {**{name: array for name, array in arrays.items() if not name.startswith("blocks")}, **layers}
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    generator = np.random.default_rng(seed)
+    return {name: jnp.asarray(generator.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+
+
+def theirs(optimizer: Optimizer, name: str, array: jax.Array, rate: optax.Schedule) -> optax.GradientTransformation:
+    """Returns the library's optimiser for one array of one layer."""
+    config, decay = CONFIG, CONFIG.weight_decay if array.ndim > 1 else 0.0
+    if optimizer == "muon" and array.ndim > 1 and name.startswith("blocks"):
+        return optax.contrib.muon(rate, weight_decay=decay, consistent_rms=0.2)
+    if optimizer == "schedule_free_adamw":
+        peak = config.learning_rate
+        return optax.contrib.schedule_free_adamw(peak, b1=config.beta1, b2=config.beta2, weight_decay=decay)
+    if optimizer == "adafactor":
+        decayed = optax.chain(optax.add_decayed_weights(decay), optax.scale_by_learning_rate(rate))
+        scaled = optax.adafactor(rate, multiply_by_parameter_scale=False)
+
+        def init(params):
+            return scaled.init(params), decayed.init(params)
+
+        def update(updates, state, params=None):
+            step, first = scaled.update(updates, state[0], params)
+            shrink, second = decayed.update(jax.tree.map(jnp.zeros_like, updates), state[1], params)
+            return jax.tree.map(jnp.add, step, shrink), (first, second)
+
+        return optax.GradientTransformation(init, update)
+    return optax.adamw(rate, b1=config.beta1, b2=config.beta2, weight_decay=decay)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
+def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Optimizer):
+    config = dataclasses.replace(CONFIG, optimizer=optimizer)
+    rate, ours = learning_rate_schedule(config), make_optimizer(config)
+    first = apart(drawn(0))
+    gradients = [drawn(seed) for seed in (1, 2)]
+    expected: dict[str, Any] = dict(first)
+    states: dict[str, Any] = {}
+    made: dict[Any, Any] = {}
+    for gradient in map(apart, gradients):
+        clipped: Any = optax.clip_by_global_norm(config.clip_norm).update(gradient, optax.EmptyState())[0]
+        for name, array in expected.items():
+            kind = (array.shape, name.startswith("blocks"))  # one compilation for all layers
+            each = made.setdefault(kind, theirs(optimizer, name, array, rate))
+            state = states.get(name, each.init(array))
+            step, states[name] = made.setdefault((*kind, "update"), jax.jit(each.update))(clipped[name], state, array)
+            expected[name] = array + step
+
+    params: Any = tree(drawn(0))
+    state, update = ours.init(params), jax.jit(ours.update)
+    for gradient in gradients:
+        step, state = update(tree(gradient), state, params)
+        params = optax.apply_updates(params, step)
+    got = apart(flat(params))
+    assert set(got) == set(expected)
+    for name in expected:
+        moved = np.abs(np.asarray(expected[name] - first[name])).max()
+        assert moved > 1e-3, name
+        np.testing.assert_allclose(got[name], expected[name], atol=2e-5 * moved, rtol=0, err_msg=name)
+
+
+def test_the_average_of_schedule_free_adamw_is_the_papers():
+    """Defazio et al., "The road less scheduled", equations 3 to 5, with Adam's second moment and the warm-up."""
+    config = dataclasses.replace(CONFIG, optimizer="schedule_free_adamw", warmup_steps=3, clip_norm=1e9)
+    generator = np.random.default_rng(0)
+    start, gradients = generator.normal(size=(5, 4)), generator.normal(size=(6, 5, 4))
+    x, z, squares, weights = start, start, np.zeros((5, 4)), 0.0
+    for step, gradient in enumerate(gradients, start=1):
+        rate = config.learning_rate * min(step / 3, 1.0)
+        y = (1 - config.beta1) * z + config.beta1 * x
+        squares = config.beta2 * squares + (1 - config.beta2) * gradient**2
+        z = z - rate * (gradient / (np.sqrt(squares / (1 - config.beta2**step)) + 1e-8) + config.weight_decay * y)
+        weights += rate**2
+        x = x + rate**2 / weights * (z - x)
+
+    optimizer = make_optimizer(config)
+    params: Any = {"embedding": jnp.asarray(start, jnp.float32)}
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for gradient in gradients:
+        step, state = update({"embedding": jnp.asarray(gradient, jnp.float32)}, state, params)
+        params = optax.apply_updates(params, step)
+    average: Any = averaged(config, state, params)
+    np.testing.assert_allclose(average["embedding"], x, atol=2e-6)
+    np.testing.assert_allclose(params["embedding"], (1 - config.beta1) * z + config.beta1 * x, atol=2e-6)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "schedule_free_adamw"])
+def test_lora_plus_moves_b_so_many_times_as_far_and_all_else_alike(optimizer: Optimizer):
+    config, names = dataclasses.replace(CONFIG, optimizer=optimizer), ("lora_a", "lora_b")
+    generator = np.random.default_rng(0)
+    a, *gradients = (jnp.asarray(generator.normal(size=(2, 3, 3)), jnp.float32) for _ in range(3))
+    params, gradient = (
+        tree({f"blocks.attention.query.{name}": array for name, array in zip(names, arrays, strict=True)})
+        for arrays in ((a, jnp.zeros_like(a)), gradients)
+    )
+    steps = []
+    for ratio in (1.0, 16.0):
+        made = make_optimizer(config, ratio)
+        step: Any = jax.jit(made.update)(gradient, made.init(params), params)[0]
+        steps.append(flat(step))
+    for name, step in steps[0].items():
+        factor = 16.0 if name.endswith("lora_b") else 1.0
+        np.testing.assert_allclose(steps[1][name], factor * step, rtol=1e-5, atol=1e-9, err_msg=name)
+        assert np.any(step), name
+
+
+def config_of(optimizer: Optimizer, **options: Any) -> TrainConfig:
+    return TrainConfig(steps=8, batch_size=2, warmup_steps=2, learning_rate=0.01, optimizer=optimizer, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
+def test_a_model_learns_its_memory_is_told_and_a_continuation_gives_the_same_bits(optimizer: Optimizer, tmp_path):
+    trainer, batch = Trainer(random_decoder(SMALL), config_of(optimizer)), random_batch(2)
+    compiled = trainer.compile(2, 16)
+    memory = step_memory(trainer, compiled)
+    assert memory is not None
+    count = sum(part.size for part in trainer.parts)
+    assert memory.parameters == 4 * count
+    matrices = sum(part.size for part in trainer.parts if "kernel" in part.name)
+    averages = {"muon": 2 * count - matrices, "schedule_free_adamw": 2 * count, "adafactor": count}[optimizer]
+    assert 4 * averages <= memory.optimizer < 4 * averages + 500
+    assert memory.batch == 2 * 4 * 2 * 16 + 4, "tokens and targets, and the step's number"
+
+    checkpoints = Checkpoints(tmp_path, writes=True)
+    state, losses = trainer.initial, []
+    for step in range(1, 9):
+        state, metrics = trainer.step(state, batch)
+        losses.append(float(metrics.loss))
+        if step == 4:
+            checkpoints.save(4, state, {})
+    assert losses[-1] < losses[0] - 0.1
+    restored, _ = checkpoints.restore(Trainer(decoder_shapes(SMALL), config_of(optimizer)).initial)
+    checkpoints.close()
+    for _ in range(4):
+        restored, _ = trainer.step(restored, batch)
+    jax.tree.map(np.testing.assert_array_equal, state, restored)
+
+    learned = trainer.evaluated(state)
+    if optimizer != "schedule_free_adamw":
+        assert learned is state.params
+        return
+    optimizer_state: Any = state.optimizer
+    z, y = optimizer_state[-1].z, trainer.split(state.params)[0]
+    jax.tree.map(lambda x, y, z: np.testing.assert_allclose(0.9 * x + 0.1 * z, y, rtol=1e-5, atol=1e-6), learned, y, z)
+    assert trainer.held_out_loss(learned, batch) != trainer.held_out_loss(state.params, batch)
+
+
+def test_the_rate_of_schedule_free_adamw_stays_at_its_peak():
+    config = TrainConfig(steps=100, warmup_steps=10, learning_rate=2.0, optimizer="schedule_free_adamw")
+    rate = learning_rate_schedule(config)
+    assert [float(rate(step)) for step in (0, 4, 9, 10, 99)] == pytest.approx([0.2, 1.0, 2.0, 2.0, 2.0])
+
+
+def test_what_an_optimiser_cannot_use_is_refused_by_name():
+    with pytest.raises(RunError, match=r"--beta1 is not for --optimizer adafactor, got 0.5"):
+        parse(["--optimizer", "adafactor", "--beta1", "0.5"])
+    config, _ = parse(["--config", "llama3.2-1b", "--optimizer", "adafactor"])
+    assert config.train.beta2 == 0.95, "the config's own number disturbs nobody"
+    with pytest.raises(ValueError, match="--beta1 must be positive with --optimizer schedule_free_adamw, got 0"):
+        TrainConfig(optimizer="schedule_free_adamw", beta1=0.0)
+    with pytest.raises(RunError, match="--optimizer muon is for matrices of the blocks, and none of them trains"):
+        Trainer(decoder_shapes(SMALL), config_of("muon", freeze=("blocks",)))
+    half = dataclasses.replace(SMALL, param_dtype="bfloat16")
+    with pytest.raises(RunError, match=r"averages float32 parameters, got blocks\.attention\.key\.kernel in bfloat16"):
+        Trainer(decoder_shapes(half), TrainConfig(optimizer="schedule_free_adamw"))
+
+
+@pytest.mark.slow
+def test_muons_updates_are_as_large_as_adamws():
+    """Liu et al., "Muon is scalable", equation 4: the root mean square is 0.2 whatever the shape."""
+    config = TrainConfig(warmup_steps=0, learning_rate=1.0, weight_decay=0.0, optimizer="muon", clip_norm=1e9)
+    optimizer = make_optimizer(config)
+    params = tree(drawn(0))
+    step: Any = jax.jit(optimizer.update)(tree(drawn(1)), optimizer.init(params), params)[0]
+    for name, array in flat(step).items():
+        size = math.sqrt(float(jnp.mean(array**2)))
+        if name.startswith("blocks") and not name.endswith("scale"):
+            assert size == pytest.approx(0.2, rel=0.3), name
+        else:
+            assert size == pytest.approx(1.0, rel=0.01), f"{name} goes by adamw"

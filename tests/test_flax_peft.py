@@ -1,0 +1,278 @@
+"""Adapters against the peft library: outputs, gradients, merged weights, and the files that it writes itself."""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax_runs import WORDS, train, write_texts
+from hub_models import SIZES, import_transformers, load_transformers, make, tokens, write_folder, write_tokenizer
+from random_decoder import quick_compilation
+from safetensors.numpy import load_file
+
+from flax_models import export
+from flax_models.adapter_folder import load_adapter, read_adapter_config, save_adapter
+from flax_models.arguments import parse
+from flax_models.batches import Batch
+from flax_models.config import LoraConfig, Projection, TrainConfig
+from flax_models.errors import RunError
+from flax_models.lora import adapt, adapted_projections, merge
+from flax_models.metrics import read_rows
+from flax_models.model import Decoder
+from flax_models.step import Trainer
+from flax_models.weights import load, save
+
+# Case of hub_models -> projections with an adapter, and DoRA or not; phi3 keeps query, key and value in one module.
+CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
+    "lora": ("llama2", ("query", "key", "value", "out", "gate", "up", "down"), False),
+    "dora": ("qwen2", ("query", "key", "value", "out", "gate", "up", "down"), True),
+    "fused-lora": ("phi3", ("key", "value", "out", "gate", "up", "down"), False),
+    "fused-dora": ("phi3", ("query", "value", "up"), True),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_quickly() -> Iterator[None]:
+    with quick_compilation():
+        yield
+
+
+def import_peft() -> Any:
+    """Returns the library; its own warnings, and those of what it imports, are not ours to fail by."""
+    import_transformers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+    return peft
+
+
+def with_adapters(folder: Path, lora: LoraConfig) -> Decoder:
+    """Returns a folder's model with adapters that have moved from where they begin."""
+    model = load(folder)
+    adapt(model, lora, nnx.Rngs(0))
+    generator = np.random.default_rng(0)
+    for _, linear in adapted_projections(model):
+        layers, rank, width = linear.lora_b.shape
+        linear.lora_b[...] = jnp.asarray(0.3 * generator.normal(size=(layers, rank, width)), jnp.float32)
+        if lora.dora:
+            linear.lora_magnitude[...] *= jnp.asarray(generator.uniform(0.7, 1.4, (layers, width)), jnp.float32)
+    return model
+
+
+def with_peft(folder: Path, adapter: Path) -> Any:
+    """Returns the model of a folder with an adapter folder, as peft loads them, its adapters trainable."""
+    peft = import_peft()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.PeftModel.from_pretrained(load_transformers(folder), adapter, is_trainable=True)
+
+
+def logits_of(model: Decoder, ids: np.ndarray) -> np.ndarray:
+    return np.asarray(nnx.jit(lambda model, ids: model.logits(model(ids)))(model, jnp.asarray(ids)))
+
+
+def close(ours: Any, theirs: Any, name: str = "") -> None:
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
+
+
+SLOW = ("lora", "dora", "fused-lora")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path):
+    import torch
+
+    name, targets, dora = CASES[case]
+    write_folder(make(name), tmp_path / "base")
+    lora = LoraConfig(lora_rank=3, lora_alpha=4.0, lora_targets=targets, dora=dora)
+    model = with_adapters(tmp_path / "base", lora)
+    save_adapter(model, tmp_path / "adapter", base=tmp_path / "base")
+    theirs = with_peft(tmp_path / "base", tmp_path / "adapter")
+    ids = tokens(rows=2, length=12)
+    output = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids))
+    close(logits_of(model, ids), output.logits.detach(), "logits")
+
+    # Gradients, ours laid out as the files lay out the adapters themselves.
+    trainer = Trainer(model, TrainConfig(batch_size=2), lora)
+    batch = Batch(ids[:, :-1].astype(np.int32), ids[:, 1:].astype(np.int32))
+    loss, gradients = jax.jit(trainer._gradients)(trainer.initial.params, batch)
+    assert float(loss) == pytest.approx(float(output.loss.detach()), rel=1e-5)
+    output.loss.backward()
+    as_model = with_adapters(tmp_path / "base", lora)
+    nnx.update(as_model, gradients)
+    save_adapter(as_model, tmp_path / "gradients")
+    ours = load_file(tmp_path / "gradients" / "adapter_model.safetensors")
+    found = 0
+    for parameter_name, parameter in theirs.named_parameters():
+        if parameter.grad is None:
+            assert "lora" not in parameter_name
+            continue
+        key = parameter_name.replace(".default", "")
+        gradient, mine = parameter.grad.numpy(), ours[key.replace("magnitude_vector.weight", "magnitude_vector")]
+        if name == "phi3":  # peft trains the zeros beside the diagonal, and magnitudes of projections without adapter
+            written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+            fused = "qkv_proj" in key or "gate_up_proj" in key
+            if fused and "lora_B" in key:
+                gradient = gradient * (written[key] != 0)
+            if fused and "magnitude" in key:
+                continue
+        close(mine, gradient, key)
+        found += 1
+    assert found >= 3 * len(set(targets) & {"out", "down", "up"}), "of every layer"
+
+    merged = theirs.merge_and_unload()
+    save(merge(model), tmp_path / "merged", like=tmp_path / "base")
+    again = load_transformers(tmp_path / "merged")
+    expected = dict(merged.named_parameters())
+    for parameter_name, parameter in again.named_parameters():
+        close(parameter.detach(), expected[parameter_name].detach(), parameter_name)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_files_are_those_that_peft_writes(dora, tmp_path):
+    peft = import_peft()
+    write_folder(make("llama2"), tmp_path / "base")
+    lora = LoraConfig(lora_rank=2, lora_alpha=5.0, lora_targets=("query", "down"), dora=dora)
+    save_adapter(with_adapters(tmp_path / "base", lora), tmp_path / "ours", base=tmp_path / "base")
+    config = peft.LoraConfig(
+        r=2, lora_alpha=5, target_modules=["q_proj", "down_proj"], use_dora=dora, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.get_peft_model(load_transformers(tmp_path / "base"), config).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    shapes = [{name: (tensor.shape, tensor.dtype) for name, tensor in files.items()} for files in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    ours, theirs = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs"))
+    assert ours | {"target_modules": 0} == {name: theirs[name] for name in ours} | {"target_modules": 0}
+    assert set(ours["target_modules"]) == set(theirs["target_modules"])
+
+
+def test_a_run_starts_from_what_peft_has_written(tmp_path):
+    import torch
+
+    peft = import_peft()
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_folder(make("qwen2"), base)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["v_proj", "q_proj", "down_proj"], use_dora=True, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(load_transformers(base), config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(adapter)
+    config, _ = parse(["--weights", str(base), "--adapter", str(adapter), "--unfreeze", "norms", "--dtype=float32"])
+    assert config.lora == LoraConfig(3, 5.0, ("query", "value", "down"), 1.0, True, ("norms",), adapter)
+    model = load(base)
+    adapt(model, config.lora, nnx.Rngs(0))
+    load_adapter(model, adapter)
+    ids = tokens(rows=1, length=12)
+    with torch.no_grad():
+        close(logits_of(model, ids), theirs(torch.from_numpy(ids)).logits)
+    save_adapter(model, tmp_path / "again", base=base)
+    files = [load_file(where / "adapter_model.safetensors") for where in (adapter, tmp_path / "again")]
+    assert files[0].keys() == files[1].keys()
+    for name, tensor in files[0].items():
+        np.testing.assert_array_equal(files[1][name], tensor, err_msg=name)
+
+
+def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_folder(make("llama2"), base)
+    lora = LoraConfig(lora_rank=2, lora_targets=("up", "query"))
+    save_adapter(with_adapters(base, lora), adapter)
+    values, file = json.loads((adapter / "adapter_config.json").read_text()), adapter / "adapter_config.json"
+    for changes, message in [
+        ({"peft_type": "LOHA"}, "adapter_config.json: peft_type must be one of .'LORA'., got 'LOHA'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
+        ({"use_rslora": True}, "use_rslora must not be set, got True"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must not be set, got {'q_proj': 4}"),
+        ({"target_modules": ["qkv_proj"]}, "target_modules must be a list of q_proj, .*, got .'qkv_proj'."),
+        ({"r": 0}, "--lora-alpha goes with --lora-rank, which is 0: got 4.0"),
+    ]:
+        file.write_text(json.dumps({**values, **changes}))
+        with pytest.raises(RunError, match=message):
+            read_adapter_config(adapter)
+    file.write_text(json.dumps({name: value for name, value in values.items() if name != "r"}))
+    with pytest.raises(RunError, match=r"adapter_config\.json: r is missing"):
+        read_adapter_config(adapter)
+    file.write_text(json.dumps(values))
+    with pytest.raises(RunError, match="--lora-rank is 2 in the folder of --adapter, got 3"):
+        parse(["--weights", str(base), "--adapter", str(adapter), "--lora-rank=3"])
+    with pytest.raises(SystemExit):
+        parse(["--adapter", str(adapter), "--lora-rank=2"])
+
+    def loaded(lora: LoraConfig, where: Path = adapter) -> None:
+        model = load(base)
+        adapt(model, lora, nnx.Rngs(0))
+        load_adapter(model, where)
+
+    for options, message in [
+        ({"lora_rank": 3}, r"layers.0.self_attn.q_proj.lora_A.weight must have shape \(3, 32\), got \(2, 32\)"),
+        ({"lora_targets": ("up",)}, "no adapter has a place for .*layers.0.self_attn.q_proj.lora_A.weight"),
+        ({"lora_targets": ("up", "query", "key")}, "layers.0.self_attn.k_proj.lora_A.weight is missing"),
+        ({"dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector is missing"),
+    ]:
+        with pytest.raises(RunError, match=message):
+            loaded(dataclasses.replace(lora, **options))
+    with pytest.raises(RunError, match=r"cannot read .*absent/adapter_model\.safetensors"):
+        loaded(lora, tmp_path / "absent")
+
+
+def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
+    write_folder(make("llama2"), tmp_path / "base")
+    lora = LoraConfig(lora_rank=2, lora_targets=("up",))
+    model = with_adapters(tmp_path / "base", lora)
+    with pytest.raises(ValueError, match="model must have adapters"):
+        save_adapter(load(tmp_path / "base"), tmp_path / "a")
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16 or None, got 'int8'"):
+        save_adapter(model, tmp_path / "a", dtype="int8")
+    save_adapter(model, tmp_path / "a", dtype="bfloat16")
+    written = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert {str(tensor.dtype) for tensor in written.values()} == {"bfloat16"}
+    with pytest.raises(RunError, match="a exists already and is not an empty folder: name another"):
+        save_adapter(model, tmp_path / "a")
+
+
+@pytest.mark.slow
+def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, capsys):
+    """The whole way by the commands: a folder, a run with bfloat16 computation, both exports."""
+    import torch
+
+    write_texts(tmp_path / "data")
+    write_folder(make("llama2"), tmp_path / "base")
+    write_tokenizer(tmp_path / "base", [*WORDS, *(f"word{i}" for i in range(SIZES["vocab_size"] - 4 - len(WORDS)))])
+    options = "--steps=3 --batch-size=2 --max-seq-len=16 --warmup-steps=1 --learning-rate=3e-2 --sample-tokens=0"
+    options += " --held-out-windows=2 --lora-rank=4 --dora --lora-targets query up --remat=none"
+    weights, data = str(tmp_path / "base"), str(tmp_path / "data")
+    assert train(tmp_path, "--name", "a", "--weights", weights, "--data", data, *options.split()) == 0
+    run = str(tmp_path / "runs" / "a")
+    assert export.main(["--run", run, "--out", str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert export.main(["--run", run, "--out", str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == weights
+    ids = torch.from_numpy(tokens(rows=2, length=12))
+    adapted, merged = with_peft(tmp_path / "base", tmp_path / "adapter"), load_transformers(tmp_path / "merged")
+    base = load_transformers(tmp_path / "base")
+    with torch.no_grad():
+        results = [model(ids).logits.numpy() for model in (adapted, merged, base)]
+    # The base of the run was rounded to bfloat16, in which it computes; that of the folder here is in float32.
+    np.testing.assert_allclose(results[0], results[1], atol=0.02 * np.abs(results[0]).max())
+    assert np.abs(results[0] - results[2]).max() > 0.05 * np.abs(results[0]).max()
+
+    again = ["--weights", weights, "--data", data, "--adapter", str(tmp_path / "adapter"), *options.split()[:6]]
+    again += ["--held-out-windows=2", "--remat=none"]
+    assert train(tmp_path, "--name", "b", *again) == 0
+    losses = [[row["loss"] for row in read_rows(tmp_path / "runs" / name) if "loss" in row] for name in "ab"]
+    assert losses[1][0] < losses[0][0] - 0.05, "the same batch, by adapters that have learned from it"
