@@ -4,7 +4,6 @@ The step is compiled from shapes, before anything is drawn: what XLA tries out w
 peak. Memory is that of the whole process: parameters, optimiser, batches and all.
 """
 
-import dataclasses
 import itertools
 import math
 import os
@@ -21,15 +20,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.methods import UnavailableError, check_errors, describe, installed, load
+from benchmarks.methods import check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models import weights
 from flax_models.accounting import Memory, device_memory, step_memory
 from flax_models.batches import IGNORED, Batch, BatchSampler
-from flax_models.config import TrainConfig
+from flax_models.config import LoraConfig, TrainConfig
 from flax_models.corpus import load_corpus
-from flax_models.model import Decoder, decoder_shapes
+from flax_models.lora import adapt, adapted_shapes
+from flax_models.model import Decoder
 from flax_models.model_config import ModelConfig
 from flax_models.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
 from flax_models.step import StepMetrics, Trainer, TrainState
@@ -59,13 +59,9 @@ def device_name() -> str:
 
 
 def train_config(row: Row, batch: int, **options: Any) -> TrainConfig:
-    """Returns how a row is trained; raises `UnavailableError` where its optimiser cannot be named."""
-    values = {"batch_size": batch, "accumulate": row.accumulate, "learning_rate": 1e-4, "beta2": 0.95, **options}
-    if row.optimizer != "adamw":
-        if not any(field.name == "optimizer" for field in dataclasses.fields(TrainConfig)):
-            raise UnavailableError("needs optimisers by name: flax_models.config has none")
-        values["optimizer"] = row.optimizer
-    return TrainConfig(**values)
+    """Returns how a row is trained."""
+    values = {name: getattr(row, name) for name in ("accumulate", "optimizer", "cast_head")}
+    return TrainConfig(**{"batch_size": batch, "learning_rate": 1e-4, "beta2": 0.95, **values, **options})
 
 
 def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bool, loss: str | None = None) -> Trainer:
@@ -77,24 +73,15 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
         train: of the optimiser.
         drawn: draw parameters; otherwise the trainer knows shapes alone.
         loss: "fused" or "unfused" in the place of the row's.
-
-    Raises:
-        UnavailableError: the row wants adapters, and there are none.
     """
-    kind: Any = LogitsTrainer if (loss or row.loss) == "unfused" else Trainer
-    if row.mode == "full":
-        return kind(Decoder(config, rngs=nnx.Rngs(0)) if drawn else decoder_shapes(config), train)
-    try:
-        lora = load("flax_models.lora")
-    except UnavailableError as error:
-        raise UnavailableError(f"needs adapters: {error}") from error
-    options = load("flax_models.config").LoraConfig(lora_rank=LORA_RANK)
+    kind = LogitsTrainer if (loss or row.loss) == "unfused" else Trainer
+    adapters = LoraConfig(lora_rank=LORA_RANK if row.mode == "lora" else 0)
     if not drawn:
-        return kind(lora.adapted_shapes(config, options), train, options)
+        return kind(adapted_shapes(config, adapters), train, adapters)
     rngs = nnx.Rngs(0)
     model = Decoder(config, rngs=rngs)
-    lora.adapt(model, options, rngs)
-    return kind(model, train, options)
+    adapt(model, adapters, rngs)
+    return kind(model, train, adapters)
 
 
 class Run:
@@ -123,7 +110,6 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
         memory_limit: bytes that a step's plan must not exceed; None: what the device has.
 
     Raises:
-        UnavailableError: something that the row needs is not there.
         MemoryError: the plan exceeds `memory_limit`.
         ValueError: the steps do not train what is to train.
     """
@@ -217,7 +203,6 @@ def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) 
         with_weights: write the weights as a Hugging Face folder, and have transformers compute the loss too.
 
     Raises:
-        UnavailableError: something that the row needs is not there.
         ValueError: they differ by more than the bounds of `benchmarks.methods`, or a gradient is 0 or not finite.
     """
     data = draw(row, batch).batches[0]

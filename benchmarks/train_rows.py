@@ -50,6 +50,7 @@ class Row:
         data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
         optimizer: its name in `flax_models.config`.
         accumulate: micro-batches of a step.
+        cast_head: the fused loss takes a copy of the head in the computation's dtype; the unfused one does so anyway.
     """
 
     config: str
@@ -63,6 +64,7 @@ class Row:
     data: Data = "whole"
     optimizer: str = "adamw"
     accumulate: int = 1
+    cast_head: bool = False
 
     @property
     def in_torch(self) -> bool:
@@ -75,9 +77,9 @@ class Row:
         words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
         usual = {field.name: field.default for field in fields(self)}
         usual["attention"] = _usual_attention(self.config, self.loss)
-        for option in ("remat", "attention", "data", "optimizer", "accumulate"):
+        for option in ("remat", "attention", "data", "optimizer", "accumulate", "cast_head"):
             if getattr(self, option) != usual[option]:
-                words.append(f"{option}={getattr(self, option)}")
+                words.append(f"{option}={str(getattr(self, option)).lower()}")
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
 
     def check(self) -> "Row":
@@ -126,6 +128,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _row(model, loss, size=size) for size in (LONG, SHORT) for model in MODELS for loss in (*_OURS, *_PEERS)
     ),
     "memory": tuple(_row(model, loss, remat="full") for model in MODELS for loss in _OURS),
+    "cast-head": tuple(
+        _row(model, size=size, remat=remat, cast_head=True)
+        for size, remat in ((LONG, "none"), (SHORT, "none"), (LONG, "full"))
+        for model in MODELS
+    ),
     "packed": tuple(_row(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
     "lora": tuple(_row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
     "largest": tuple(
@@ -223,12 +230,7 @@ def draw(row: Row, batch: int) -> Drawn:
         for line, parts, rest in zip(lengths, examples, padding, strict=True):
             there = [*parts[parts > 0], *([rest] if rest else [])]
             line[: len(there)] = there
-    if row.data != "whole":
-        ends = np.cumsum(examples, axis=1)
-        position = np.arange(row.seq)
-        targets[position >= ends[:, -1:]] = IGNORED
-        last = np.any(position[:, None] == ends[:, None, :] - 1, axis=2)
-        targets[last] = IGNORED
+    targets[np.arange(row.seq) >= examples.sum(axis=1, keepdims=True)] = IGNORED
     parts = [slice(i, i + batch) for i in range(0, size, batch)]
     batches = [Batch(tokens[i], targets[i], None if lengths is None else lengths[i]) for i in parts]
     return Drawn(batches, examples[examples > 0])

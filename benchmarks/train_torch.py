@@ -45,7 +45,13 @@ def make_model(row: Row, config: ModelConfig, device: str) -> Any:
         ValueError: the model has another number of parameters than ours.
     """
     transformers = load("transformers")
-    if row.data != "whole" or row.optimizer != "adamw" or row.accumulate > 1 or row.remat == "attention":
+    if (
+        row.data != "whole"
+        or row.optimizer != "adamw"
+        or row.accumulate > 1
+        or row.remat == "attention"
+        or row.cast_head
+    ):
         raise UnavailableError("transformers is measured on whole rows, with AdamW, and remat none or full")
     if row.loss == "hf+liger":
         if config.family not in LIGER:
