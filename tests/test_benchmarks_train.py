@@ -344,7 +344,11 @@ def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: 
 
 
 @pytest.mark.slow
-def test_smoke_rows_run_end_to_end(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What every process draws is compiled once.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     names = ("smoke/*fused/*/64x2", "smoke/*packed", "largest/smoke*", "converge/smoke*")
     arguments = ["--rows", *names, "--seconds", "0", "--memory", "20000000", "--weights"]
     status, rows = run(tmp_path / "train.json", *arguments)
