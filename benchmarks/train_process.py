@@ -54,8 +54,8 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
         limit: seconds after which it is ended.
     """
     with tempfile.TemporaryDirectory() as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "benchmarks.train_process", json.dumps(asdict(request)), str(answer)]
+        path, log = Path(folder) / "answer.json", Path(folder) / "log"
+        command = [sys.executable, "-m", "benchmarks.train_process", json.dumps(asdict(request)), str(path)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=_environment(request), stdout=output, stderr=output, start_new_session=True
@@ -67,8 +67,8 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
                 end = f"took longer than {limit:g} s"
             finally:
                 _end(process)
-        if answer.exists():
-            found = json.loads(answer.read_text())
+        if path.exists():
+            found = json.loads(path.read_text())
         else:
             found = {"status": "failed", "note": end}
         if found["status"] == "failed":
