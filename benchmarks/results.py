@@ -26,9 +26,8 @@ def commit(*more: str) -> str:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + (
-            "-dirty" if git("status", "--porcelain", "--", *CODE, *more) else ""
-        )
+        changed = git("status", "--porcelain", "--", *CODE, *more)
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
