@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import results
-from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors
+from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors, describe
 from benchmarks.shapes import MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, median_ms
 
@@ -77,8 +77,7 @@ def measure_safely(
     except Exception as error:  # a peer may fail in any way, and the others are still to be measured
         if method.kind != "peer":
             traceback.print_exc()
-        note = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        return {"status": "failed", "note": note[:200]}
+        return {"status": "failed", "note": describe(error)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

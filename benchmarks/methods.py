@@ -121,3 +121,31 @@ def check_errors(errors: Mapping[str, float | None], dtype: str) -> str | None:
         if error is not None and not (math.isfinite(error) and error <= bound):
             return f"not timed: {name} is {error:.2g}, above the sanity bound {bound:g}"
     return None
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Returns the versions of distributions, "none" for one that is not there."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def describe(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    words = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {words[0]}"[:200]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error, or one that it came from, says that memory ran out."""
+    found: BaseException | None = error
+    while found is not None:
+        text = str(found).lower()
+        if isinstance(found, MemoryError) or "resource_exhausted" in text or "out of memory" in text:
+            return True
+        found = found.__cause__ or found.__context__
+    return False

@@ -14,15 +14,20 @@ CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "parity")  # what a resu
 KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
 
 
-def commit() -> str:
-    """Returns the checkout's commit, with "-dirty" if measured code differs from it; "unknown" if git cannot tell."""
+def commit(*more: str) -> str:
+    """Returns the checkout's commit, with "-dirty" if measured code differs from it; "unknown" if git cannot tell.
+
+    Args:
+        more: paths of measured code besides CODE.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", *CODE) else "")
+        changed = git("status", "--porcelain", "--", *CODE, *more)
+        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -48,13 +53,21 @@ class ResultFile:
         device: name of the device.
         versions: of the framework and of what it stands on.
         commit: of the code that is measured.
+        key: the keys of a row that say which measurement it is.
 
     Raises:
         ValueError: the file's rows are of another device.
     """
 
-    def __init__(self, path: Path | None, device: str, versions: Mapping[str, str], commit: str) -> None:
-        self.path = path
+    def __init__(
+        self,
+        path: Path | None,
+        device: str,
+        versions: Mapping[str, str],
+        commit: str,
+        key: Sequence[str] = KEY,
+    ) -> None:
+        self.path, self.key = path, key
         self.head = {"device": device, "versions": dict(versions), "commit": commit, "date": now()}
         self.rows: list[dict[str, Any]] = []
         if path is not None and path.exists():
@@ -69,7 +82,7 @@ class ResultFile:
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, with the commit and date of the run, and writes the file."""
         new = finite({**row, "commit": self.head["commit"], "date": now()})
-        same = [old for old in self.rows if all(old[key] == new[key] for key in KEY)]
+        same = [old for old in self.rows if all(old[key] == new[key] for key in self.key)]
         if new["status"] == "skipped" and any(old["status"] == "ok" for old in same):
             return
         self.rows = [old for old in self.rows if old not in same] + [new]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 MIN_PAIRS, MAX_PAIRS = 3, 60
+MAX_BLOCKS = 9
 
 
 @dataclass(frozen=True)
@@ -157,3 +158,60 @@ def host_pairs(
         readings += sensor.read()
         wait(result)
     return Pairs(times[0], times[1], readings)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Times of a step, in ms, each the mean of a block of steps, with SM clock (MHz) and power (W) read meanwhile."""
+
+    times: Sequence[float]
+    steps: int  # of a block
+    readings: Sequence[tuple[float, float]]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns the median and percentiles as keys of a row."""
+        clock = power = None
+        if self.readings:
+            clock, power = (float(value) for value in np.median(np.asarray(self.readings), axis=0))
+        return {
+            "step_ms": float(np.median(self.times)),
+            "step_ms_p20": float(np.percentile(self.times, 20)),
+            "step_ms_p80": float(np.percentile(self.times, 80)),
+            "blocks": len(self.times),
+            "block_steps": self.steps,
+            "sm_mhz": clock,
+            "power_w": power,
+        }
+
+
+def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: float, sensor: Sensor) -> Blocks:
+    """Times steps with the host's clock in blocks; within one the device does not wait for the host.
+
+    Args:
+        step: enqueues one step.
+        wait: blocks until the last one is done.
+        seconds: time for all blocks; 0: time one step, and read no sensor.
+        sensor: read while the device works on a block that is not timed.
+    """
+
+    def block(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        return 1000 * (time.perf_counter() - start) / count
+
+    wait()
+    once = block(1) / 1000
+    if not seconds:
+        return Blocks([1000 * once], 1, [])
+    steps = max(1, round(seconds / MAX_BLOCKS / max(once, 1e-9)))
+    blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_PAIRS, MAX_BLOCKS))
+    times = [block(steps) for _ in range(blocks)]
+    readings: list[tuple[float, float]] = []
+    if sensor.why_not is None:  # in a block of its own: a reading takes host time
+        for _ in range(steps):
+            step()
+        readings += sensor.read()
+        wait()
+    return Blocks(times, steps, readings)

@@ -12,7 +12,7 @@ import re
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -135,14 +135,24 @@ def operation_parts(program: str) -> dict[str, str]:
     return parts
 
 
-def device_table(found: Iterable[Operation], parts: dict[str, str], steps: int) -> list[str]:
+def _counted(found: Iterable[Operation], parts: dict[str, str]) -> Iterator[Operation]:
+    return (operation for operation in found if operation.name in parts and not operation.name.startswith(CONTAINERS))
+
+
+def part_times(found: Iterable[Operation], parts: dict[str, str]) -> dict[str, float]:
+    """Returns the nanoseconds of operations by the part of the step that they belong to, of parts that have some."""
+    times: dict[str, float] = defaultdict(float)
+    for name, nanoseconds in _counted(found, parts):
+        times[parts[name]] += nanoseconds
+    return dict(times)
+
+
+def device_table(found: Sequence[Operation], parts: dict[str, str], steps: int) -> list[str]:
     """Returns lines that share out the time of operations over the parts of a step, and over the longest ones."""
-    by_part: dict[str, float] = defaultdict(float)
+    by_part = part_times(found, parts)
     by_name: dict[str, float] = defaultdict(float)
-    for name, nanoseconds in found:
-        if name in parts and not name.startswith(CONTAINERS):
-            by_part[parts[name]] += nanoseconds
-            by_name[f"{name} ({parts[name]})"] += nanoseconds
+    for name, nanoseconds in _counted(found, parts):
+        by_name[f"{name} ({parts[name]})"] += nanoseconds
     whole = sum(by_part.values())
     if not whole:
         return ["no operation of the step was found in the trace"]

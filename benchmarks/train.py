@@ -1,0 +1,217 @@
+"""Measures training steps beside their peers: `python -m benchmarks.train`.
+
+Each row of `benchmarks.train_rows` is measured in a process of its own and merged into the file of results at once.
+Fused and unfused are held against each other, loss and gradients, before either is timed. NOTES.md has the definitions.
+"""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks import results
+from benchmarks.methods import LOSS_BOUND, installed
+from benchmarks.train_process import Request, ask
+from benchmarks.train_rows import GROUPS, Row, select
+
+FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
+FIRST = 16  # rows of a step that the search of the largest batch begins with
+FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
+# The keys that every row has, None where they were not measured.
+MEASURED = ("tokens_per_s", "mfu", "step_ms", "peak_bytes", "split", "note")
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train", description=__doc__)
+    groups = ", ".join(GROUPS)
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help=f"of {groups}, or of rows, with *; default: all")
+    parser.add_argument("--list", action="store_true", help="print the rows' names, and measure nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
+    parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a process (default %(default)s)")
+    parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
+    parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
+    parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
+    parser.add_argument("--plot", action="store_true", help="make the pictures of --json, and measure nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 if a row of ours failed."""
+    options, began = parse(arguments), time.monotonic()
+    try:
+        rows = select(options.rows)
+    except ValueError as error:
+        raise SystemExit(f"--{error}") from error
+    if options.list:
+        print("\n".join(row.name for row in rows))
+        return 0
+    if options.plot:
+        from benchmarks.train_plot import draw_all
+
+        draw_all(options.json)
+        return 0
+    there = ask(Request(in_torch=all(row.in_torch for row in rows)), options.limit)
+    if there["status"] != "ok":
+        raise SystemExit(f"no device: {there['note']}")
+    commit = options.commit or results.commit("flax_models")
+    try:
+        file = results.ResultFile(options.json, there["device"], installed(*FRAMEWORKS), commit, key=("name",))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    print(f"{there['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
+    failed = 0
+    for row in with_checks(rows, file):
+        if options.until is not None and time.monotonic() - began > options.until:
+            print(f"{row.name:{WIDTHS[0]}} not begun after {options.until:g} s, nor are those behind it", flush=True)
+            break
+        found = {**asdict(row), "name": row.name, **dict.fromkeys(MEASURED), **measure(row, file, options)}
+        file.add(found)
+        print(line(found), flush=True)
+        failed += found["status"] == "failed" and not row.in_torch
+    return 1 if failed else 0
+
+
+def with_checks(rows: Sequence[Row], file: results.ResultFile) -> list[Row]:
+    """Returns the rows, each after the check that it needs, where the file has none that passed on this commit."""
+    ordered: list[Row] = []
+    for row in rows:
+        check = row.check()
+        needed = not row.in_torch and row.kind != "check" and (_recorded(check, file) or {}).get("status") != "ok"
+        ordered += [check, row] if needed and check not in ordered else [row]
+    return list(dict.fromkeys(ordered))
+
+
+def _recorded(check: Row, file: results.ResultFile) -> dict[str, Any] | None:
+    """Returns what the file has of a check on the commit that is measured."""
+    found = [row for row in file.rows if row["name"] == check.name and row["commit"] == file.head["commit"]]
+    return found[0] if found else None
+
+
+def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns a row's figures, `status` and `note` among them; ours are not measured unless their check has passed."""
+    if not row.in_torch and row.kind != "check":
+        check = _recorded(row.check(), file)
+        if check is None or check["status"] != "ok":
+            status = "skipped" if check is not None and check["status"] == "skipped" else "failed"
+            why = "has not run" if check is None else check["note"]
+            return {"status": status, "note": f"not measured, for {row.check().name}: {why}"}
+
+    def attempt(batch: int) -> dict[str, Any]:
+        request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights)
+        found = ask(request, options.limit)
+        if found.get("device", file.head["device"]) != file.head["device"]:
+            return {"status": "failed", "note": f"ran on {found['device']}"}
+        return found
+
+    if row.batch is None:
+        return largest(attempt)
+    found = attempt(row.batch)
+    others = [other for other in file.rows if other["commit"] == file.head["commit"] and other["name"] != row.name]
+    wrong = disagreement(row, found, others) if found["status"] == "ok" else None
+    # A loss that is another than its sibling's says nothing of which of the two is wrong: no speed of this one, then.
+    return found if wrong is None else {"status": "failed", "note": wrong, "first_loss": found["first_loss"]}
+
+
+def disagreement(row: Row, found: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns how the first loss differs from that of other rows of ours with the same model and batches, or None."""
+    if row.in_torch or "first_loss" not in found:
+        return None
+    same = ("config", "mode", "seq", "batch", "data", "kind")
+    for other in others:
+        if other["status"] != "ok" or other["loss"] not in ("fused", "unfused") or "first_loss" not in other:
+            continue
+        if all(other[key] == getattr(row, key) for key in same):
+            error = abs(found["first_loss"] / other["first_loss"] - 1)
+            if not error <= LOSS_BOUND["bfloat16"]:
+                return f"first loss {found['first_loss']:.6g} is not {other['name']}'s, {other['first_loss']:.6g}"
+    return None
+
+
+def largest(attempt: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the figures of the largest batch that fits, to a FINE-th of it.
+
+    Args:
+        attempt: measures a batch in a process of its own; its figures may have an `estimate` of what fits.
+
+    Returns:
+        The figures of the largest that ran, with `batch`, `tried`, and `too_large`, the smallest that did not run.
+        Without one that ran they are those of the last. An error that is not for memory ends the search, and is told.
+    """
+    fits, too_large, trial = 0, None, FIRST
+    tried: list[int] = []
+    best: dict[str, Any] = {}
+    while True:
+        found = dict(attempt(trial))
+        tried.append(trial)
+        if found["status"] == "ok":
+            fits, best = trial, found
+        elif found["status"] == "oom":
+            too_large, best = trial, best or found
+        elif fits:
+            note = f"batch {trial} failed, not for memory: {found['note']}"
+            return {**best, "batch": fits, "tried": tried, "too_large": trial, "note": note}
+        else:
+            return {**found, "batch": trial, "tried": tried}
+        step = max(1, fits // FINE)
+        if too_large is not None and too_large - fits <= step:
+            return {**best, "batch": fits or None, "tried": tried, "too_large": too_large}
+        trial = _next(fits, too_large, step, found.get("estimate"))
+
+
+def _next(fits: int, too_large: int | None, step: int, estimate: int | None) -> int:
+    if too_large is None:  # what was estimated, or else twice as much, but never a leap into nowhere
+        return max(fits + step, min(estimate, 16 * fits) if estimate else 2 * fits)
+    if estimate and fits < estimate < too_large:
+        return estimate
+    return (fits + too_large) // 2
+
+
+HEADINGS = ("row", "step ms", "p20-p80", "tokens/s", "MFU", "peak GiB", "parts, ms")
+WIDTHS = (58, 9, 17, 9, 6, 8, 0)
+
+
+def heading() -> str:
+    return _line(HEADINGS)
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Returns a row of the printed table; one without a time shows why, or what else it measured."""
+    if row["status"] != "ok":
+        return f"{row['name']:{WIDTHS[0]}} {row['status']}: {row['note']}"
+    if row["kind"] == "check":
+        figures = ", ".join(f"{key} {value:.1e}" for key, value in row.items() if key.startswith("err_"))
+        return f"{row['name']:{WIDTHS[0]}} {figures}"
+    if row["kind"] == "converge":
+        return f"{row['name']:{WIDTHS[0]}} loss {row['losses'][0]:.3f} -> {row['losses'][-1]:.3f}"
+    split = ", ".join(f"{part} {ms:.1f}" for part, ms in (row["split"] or {}).items())
+    found = f"batch {row['batch']}, {row['too_large']} is too large" if row["kind"] == "largest" else split
+    return _line(
+        (
+            row["name"],
+            f"{row['step_ms']:.2f}",
+            f"{row['step_ms_p20']:.2f}-{row['step_ms_p80']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+            "-" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**30:.2f}",
+            found + (f"; {row['note']}" if row["note"] else ""),
+        )
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    first, *rest = (
+        cell.ljust(width) if at in (0, len(WIDTHS) - 1) else cell.rjust(width)
+        for at, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+    )
+    return " ".join([first, *rest]).rstrip()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or a row's process would live on
+    sys.exit(main())

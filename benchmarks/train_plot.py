@@ -1,0 +1,112 @@
+"""Makes the pictures of recorded training steps: speed and memory beside the peers, and convergence."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+from benchmarks.plot import RESULTS
+from benchmarks.train_rows import GROUPS
+
+COLORS = {"fused": "#c2410c", "unfused": "#f59e0b", "hf": "#94a3b8", "hf+liger": "#475569"}
+LABELS = {
+    "fused": "ours",
+    "unfused": "ours, optax's loss on logits",
+    "hf": "transformers",
+    "hf+liger": "transformers, Liger",
+}
+
+Recorded = dict[str, Any]
+
+
+def draw_all(path: Path | None) -> None:
+    """Makes train-speed.png and train-convergence.png beside a file of results, of what there is in it.
+
+    Args:
+        path: of the file; None: the recorded one.
+
+    Raises:
+        SystemExit: there is no such file, or it has no row for either.
+    """
+    path = RESULTS / "train.json" if path is None else path
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise SystemExit(f"--json {path}: {error.strerror}") from None
+    measured = {row["name"]: row for row in content["rows"] if row["status"] == "ok"}
+    speed = [
+        measured[row.name] for group in ("full", "lora", "lora-peers") for row in GROUPS[group] if row.name in measured
+    ]
+    curves = [row for row in measured.values() if row["kind"] == "converge"]
+    if not speed and not curves:
+        raise SystemExit(f"--json {path}: no row that a picture shows")
+    if speed:
+        draw_speed(speed, content["device"], path.with_name("train-speed.png"))
+    if curves:
+        draw_convergence(curves, content["device"], path.with_name("train-convergence.png"))
+
+
+def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
+    """Two panels of bars, tokens a second and peak memory: a group for each shape, a bar for each loss."""
+    groups = list(dict.fromkeys((row["config"], row["mode"], row["seq"], row["batch"]) for row in rows))
+    figure, panels = plt.subplots(2, 1, figsize=(max(7, 1.5 * len(groups)), 7), layout="constrained", sharex=True)
+    for panel, key, scale, label in (
+        (panels[0], "tokens_per_s", 1, "tokens/s"),
+        (panels[1], "peak_bytes", 2**30, "peak memory, GiB"),
+    ):
+        for at, loss in enumerate(COLORS):
+            bars = {
+                groups.index((r["config"], r["mode"], r["seq"], r["batch"])): r[key] for r in rows if r["loss"] == loss
+            }
+            bars = {place: value / scale for place, value in bars.items() if value is not None}
+            places = np.asarray(list(bars)) + 0.2 * (at - 1.5)
+            panel.bar(places, list(bars.values()), 0.19, color=COLORS[loss], label=LABELS[loss], zorder=3)
+        _finish(panel, label)
+        panel.set_ylim(bottom=0)
+    names = [f"{config}\n{mode}, {seq:,} x {batch}" for config, mode, seq, batch in groups]
+    panels[1].set_xticks(range(len(groups)), names, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COLORS), fontsize=8)
+    panels[0].set_title(f"training steps, bfloat16, {device}")
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _save(figure, path)
+
+
+def draw_convergence(rows: Sequence[Recorded], device: str, path: Path) -> None:
+    """Losses of every step, and below them how far each run is from the fused one."""
+    fused = next((row for row in rows if row["loss"] == "fused" and row["accumulate"] == 1), rows[0])
+    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 2))
+    steps = np.arange(1, len(fused["losses"]) + 1)
+    for row, style in zip(rows, ("-", "--", ":", "-."), strict=False):
+        order = f", summed over {row['accumulate']} micro-batches" if row["accumulate"] > 1 else ""
+        color = "#2563eb" if order else COLORS[row["loss"]]
+        losses.plot(steps, row["losses"], color=color, linestyle=style, label=row["loss"] + order)
+        if row is not fused:
+            gap = np.abs(np.subtract(row["losses"], fused["losses"]))
+            gaps.plot(steps, np.maximum(gap, 1e-7), color=color, linewidth=1, label=row["loss"] + order)
+    gaps.set(yscale="log", xlabel="step")
+    _finish(losses, "training loss, nats a token")
+    _finish(gaps, "distance from the fused run")
+    losses.set_title(f"{fused['config']}, {fused['seq']:,} x {fused['batch']} tokens, bfloat16, {device}")
+    losses.legend(fontsize=8)
+    if gaps.get_legend_handles_labels()[0]:
+        gaps.legend(fontsize=8)
+    _save(figure, path)
+
+
+def _finish(axes: Axes, label: str) -> None:
+    axes.set_ylabel(label)
+    axes.grid(axis="y", color="#e2e8f0", zorder=0)
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    print(path)

@@ -1,0 +1,279 @@
+"""What `benchmarks.train` measures: named rows in groups, and the batches that they train on."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from flax_models.accounting import device_peak, flops_per_token
+from flax_models.batches import IGNORED, Batch
+from flax_models.families import PUBLISHED
+from flax_models.model_config import ModelConfig, Remat
+from flax_models.packing import ROOM
+
+Kind = Literal["speed", "check", "largest", "converge"]
+Loss = Literal["fused", "unfused", "hf", "hf+liger"]
+Mode = Literal["full", "lora"]
+Data = Literal["whole", "padded", "packed"]
+Size = tuple[int, int | None]
+
+MODELS = ("llama3.2-1b", "qwen2.5-0.5b")
+# Tokens of a sequence, and sequences of a step; none: the most that fit.
+LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
+CHECKED = (512, 2)
+LORA_RANK = 32
+BATCHES = 4  # different ones, taken in turn
+POOL = 1024  # examples that are packed beside each other, for a batch to draw rows from
+SPREAD = 0.8  # of the logarithms of their lengths
+SMOKE = ModelConfig(  # for the tests of the harness, on a CPU
+    vocab_size=512, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Args:
+        config: name of a published shape, or "smoke".
+        loss: "fused" is `flax_models.step.Trainer` as it is, "unfused" the same with optax's loss on the logits, "hf"
+            transformers and PyTorch, "hf+liger" those with Liger's kernels.
+        mode: "full" fine-tuning, or "lora": adapters of rank LORA_RANK on every projection.
+        seq: T, tokens of a row.
+        batch: B, rows of a step; None: the most that fit.
+        kind: "speed" of steps; "check": fused against unfused, loss and gradients; "largest" batch that fits, and its
+            speed; "converge": losses of a run on text.
+        remat: what the backward pass computes again.
+        attention: "cudnn" or "xla" in JAX, "sdpa" in PyTorch.
+        data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
+        optimizer: its name in `flax_models.config`.
+        accumulate: micro-batches of a step.
+        cast_head: the fused loss takes a copy of the head in the computation's dtype; the unfused one does so anyway.
+    """
+
+    config: str
+    loss: Loss = "fused"
+    mode: Mode = "full"
+    seq: int = LONG[0]
+    batch: int | None = LONG[1]
+    kind: Kind = "speed"
+    remat: Remat = "none"
+    attention: Literal["cudnn", "xla", "sdpa"] = "cudnn"
+    data: Data = "whole"
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    cast_head: bool = False
+
+    @property
+    def in_torch(self) -> bool:
+        return self.loss in ("hf", "hf+liger")
+
+    @property
+    def name(self) -> str:
+        """Returns what the row is called; no other row is called the same."""
+        size = f"{self.seq}x{self.batch}" if self.batch else str(self.seq)
+        words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
+        usual = {field.name: field.default for field in fields(self)}
+        usual["attention"] = _usual_attention(self.config, self.loss)
+        for option in ("remat", "attention", "data", "optimizer", "accumulate", "cast_head"):
+            if getattr(self, option) != usual[option]:
+                words.append(f"{option}={str(getattr(self, option)).lower()}")
+        return "/".join(words if self.kind == "speed" else [self.kind, *words])
+
+    def check(self) -> "Row":
+        """Returns the check that must have passed before a row of JAX is measured."""
+        return _row(self.config, "fused", self.mode, CHECKED, kind="check")
+
+    def model(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> ModelConfig:
+        """Returns the shape as it is trained: products in `dtype` over float32 parameters."""
+        shape = SMOKE if self.config == "smoke" else PUBLISHED[self.config]
+        by = "cudnn" if self.attention == "cudnn" and dtype == "bfloat16" else "xla"
+        return replace(shape, max_seq_len=self.seq, dtype=dtype, remat=self.remat, attention_implementation=by)
+
+
+def _usual_attention(config: str, loss: Loss) -> Literal["cudnn", "xla", "sdpa"]:
+    if loss in ("hf", "hf+liger"):
+        return "sdpa"
+    return "xla" if config == "smoke" else "cudnn"
+
+
+def _row(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LONG, **options: Any) -> Row:
+    return Row(config, loss, mode, *size, **{"attention": _usual_attention(config, loss), **options})
+
+
+def _added_one_by_one(config: str) -> list[Row]:
+    """Returns rows of which each has one thing more than the one before."""
+    rows = [_row(config, "unfused", remat="full", attention="xla", data="padded")]
+    changes: tuple[dict[str, Any], ...] = (
+        {"attention": "cudnn"},
+        {"loss": "fused"},
+        {"data": "packed"},
+        {"remat": "none"},
+        {"optimizer": "adafactor"},
+    )
+    for change in changes:
+        rows.append(replace(rows[-1], **change))
+    return rows
+
+
+_OURS: tuple[Loss, ...] = ("fused", "unfused")
+_PEERS: tuple[Loss, ...] = ("hf", "hf+liger")
+_CONVERGING = _row(MODELS[1], size=SHORT, kind="converge")
+
+# In the order of measuring: what matters most first.
+GROUPS: dict[str, tuple[Row, ...]] = {
+    "full": tuple(
+        _row(model, loss, size=size) for size in (LONG, SHORT) for model in MODELS for loss in (*_OURS, *_PEERS)
+    ),
+    "memory": tuple(_row(model, loss, remat="full") for model in MODELS for loss in _OURS),
+    "cast-head": tuple(
+        _row(model, size=size, remat=remat, cast_head=True)
+        for size, remat in ((LONG, "none"), (SHORT, "none"), (LONG, "full"))
+        for model in MODELS
+    ),
+    "packed": tuple(_row(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
+    "lora": tuple(_row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
+    "largest": tuple(
+        _row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in (*_OURS, "hf+liger")
+    ),
+    # The third is the first with its gradients summed in another order: what differs by rounding alone.
+    "converge": (_CONVERGING, replace(_CONVERGING, loss="unfused"), replace(_CONVERGING, accumulate=2)),
+    "ablation": tuple(_added_one_by_one(MODELS[0])),
+    "remat": (
+        *(_row(MODELS[1], size=SHORT, attention="xla", remat=remat) for remat in ("none", "attention", "full")),
+        _row(MODELS[1], size=SHORT, remat="full"),
+    ),
+    "optimizer": tuple(_row(MODELS[0], optimizer=name) for name in ("adafactor", "muon", "schedule_free_adamw")),
+    "lora-peers": tuple(
+        _row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _PEERS
+    ),
+    "ablation-qwen": tuple(_added_one_by_one(MODELS[1])),
+    "smoke": (
+        *(_row("smoke", loss, size=(64, 2)) for loss in (*_OURS, *_PEERS)),
+        *(_row("smoke", loss, "lora", (64, 2)) for loss in (*_OURS, "hf")),
+        *(_row("smoke", size=(64, 2), data=data) for data in ("padded", "packed")),
+        _row("smoke", size=(64, None), kind="largest"),
+        _row("smoke", size=(64, 2), kind="converge"),
+    ),
+}
+
+
+def select(names: Sequence[str] | None = None) -> list[Row]:
+    """Returns rows in the order of measuring, each once.
+
+    Args:
+        names: groups, or names of rows, in which * stands for anything, but for smoke only where that is in the name;
+            None: all groups but smoke.
+
+    Raises:
+        ValueError: nothing is called so; says what is.
+
+    Example:
+        >>> [row.name for row in select(["qwen2.5-0.5b/*fused/full/512x16"])]
+        ['qwen2.5-0.5b/fused/full/512x16', 'qwen2.5-0.5b/unfused/full/512x16']
+    """
+    rows = list(dict.fromkeys(row for group in GROUPS.values() for row in group))
+    rows += list(dict.fromkeys(row.check() for row in rows if not row.in_torch))
+    if names is None:
+        names = [group for group in GROUPS if group != "smoke"]
+    chosen: set[Row] = set()
+    for name in names:
+        known = rows if "smoke" in name else [row for row in rows if row.config != "smoke"]
+        found = GROUPS.get(name) or [row for row in known if fnmatchcase(row.name, name)]
+        if not found:
+            raise ValueError(f"rows must be of {', '.join(GROUPS)}, or names as {rows[0].name}, got {name}")
+        chosen.update(found)
+    return [row for row in rows if row in chosen]
+
+
+class Drawn(NamedTuple):
+    """Batches of random tokens, BATCHES of them, and the lengths of all their examples, padding left out."""
+
+    batches: list[Batch]
+    lengths: np.ndarray  # (n,) int
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a batch that are no padding, on average."""
+        return float(np.sum(self.lengths)) / len(self.batches)
+
+    @property
+    def padding(self) -> float:
+        """Share of the batches' positions."""
+        return 1.0 - self.tokens / self.batches[0].tokens.size
+
+
+def draw(row: Row, batch: int) -> Drawn:
+    """Returns the batches of a row, always the same.
+
+    Lengths of examples that are padded or packed are log-normal, as an instruction set's are, with a mean of T/4. They
+    are packed by best fit, as `flax_models.packing` does it.
+
+    Args:
+        row: its shape and data.
+        batch: B.
+    """
+    generator = np.random.Generator(np.random.PCG64(0))
+    size, vocab = BATCHES * batch, row.model().vocab_size
+    stream = generator.integers(vocab, size=(size, row.seq + 1), dtype=np.int32)
+    tokens, targets = stream[:, :-1].copy(), stream[:, 1:].copy()
+    examples = np.full((size, 1), row.seq)
+    lengths = None
+    if row.data == "padded":
+        examples = _drawn_lengths(generator, size, row.seq)[:, None]
+    elif row.data == "packed":
+        examples = _packed(generator, size, row.seq)  # (size, ROOM)
+        padding = row.seq - examples.sum(axis=1)
+        lengths = np.zeros((size, ROOM + 1), np.int32)
+        for line, parts, rest in zip(lengths, examples, padding, strict=True):
+            there = [*parts[parts > 0], *([rest] if rest else [])]
+            line[: len(there)] = there
+    targets[np.arange(row.seq) >= examples.sum(axis=1, keepdims=True)] = IGNORED
+    parts = [slice(i, i + batch) for i in range(0, size, batch)]
+    batches = [Batch(tokens[i], targets[i], None if lengths is None else lengths[i]) for i in parts]
+    return Drawn(batches, examples[examples > 0])
+
+
+def _drawn_lengths(generator: np.random.Generator, count: int, length: int) -> np.ndarray:
+    drawn = generator.lognormal(np.log(length / 4) - SPREAD**2 / 2, SPREAD, count)
+    return np.clip(drawn, 2, length).astype(np.int64)
+
+
+def _packed(generator: np.random.Generator, rows: int, length: int) -> np.ndarray:
+    """Returns (rows, ROOM) lengths of the examples in packed rows, zeros after the last: a sample of a pool's rows."""
+    examples = _drawn_lengths(generator, max(POOL, 16 * rows), length)
+    packed, count, free = (np.zeros((len(examples), *shape), np.int64) for shape in ((ROOM,), (), ()))
+    free[:] = length
+    for example in examples:
+        fits = (free >= example) & (count < ROOM)  # an empty row always does
+        at = int(np.argmin(np.where(fits, free, length + 1)))
+        packed[at, count[at]] = example
+        count[at] += 1
+        free[at] -= example
+    return packed[generator.choice(np.flatnonzero(count), rows, replace=False)]
+
+
+def speed_figures(
+    row: Row, drawn: Drawn, step_ms: float, trained: Mapping[str, int] | None, device_kind: str
+) -> dict[str, Any]:
+    """Returns the speed of a row's steps, by one formula for all frameworks.
+
+    Args:
+        row: its shape.
+        drawn: what the steps trained on; padding counts neither as tokens nor as flops.
+        step_ms: median time of a step.
+        trained: names and sizes of the parameters that train, as `flax_models.accounting.flops_per_token` takes them.
+        device_kind: of JAX or PyTorch, for the peak.
+    """
+    tokens_per_s = 1000 * drawn.tokens / step_ms
+    flops, peak = flops_per_token(row.model(), drawn.lengths, trained), device_peak(device_kind)
+    return {
+        "tokens_per_s": tokens_per_s,
+        "mfu": None if peak is None else tokens_per_s * flops / peak,
+        "flops_per_token": flops,
+        "tokens": drawn.tokens,
+        "padding": drawn.padding,
+        "mean_length": float(np.mean(drawn.lengths)),
+    }

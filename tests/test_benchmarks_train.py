@@ -1,0 +1,366 @@
+"""The benchmark of training steps on a CPU: what it measures and reports, never how fast anything is."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from random_decoder import quick_compilation
+
+from benchmarks import attention, train, train_jax, train_plot, train_process
+from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
+from benchmarks.train_process import Request, answer, ask
+from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
+from flax_models.accounting import flops_per_token
+from flax_models.batches import IGNORED
+
+KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
+SMOKE = {row.name: row for row in GROUPS["smoke"]}
+FUSED = SMOKE["smoke/fused/full/64x2"]
+
+# What is measured.
+
+
+def test_rows_are_complete() -> None:
+    assert LORA_RANK == 32
+    assert {MODELS} == {("llama3.2-1b", "qwen2.5-0.5b")}
+    for model in MODELS:
+        for size in ((512, 16), (4096, 8)):
+            for loss in ("fused", "unfused", "hf", "hf+liger"):
+                for mode, groups in (("full", ("full",)), ("lora", ("lora", "lora-peers"))):
+                    rows = [row for group in groups for row in GROUPS[group]]
+                    assert any(row.name == f"{model}/{loss}/{mode}/{size[0]}x{size[1]}" for row in rows)
+            for group, option in (("packed", "data=packed"), ("cast-head", "cast_head=true")):
+                assert f"{model}/fused/full/{size[0]}x{size[1]}/{option}" in {row.name for row in GROUPS[group]}
+        for loss in ("fused", "unfused"):
+            assert f"largest/{model}/{loss}/full/4096/remat=full" in {row.name for row in GROUPS["largest"]}
+            assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
+    assert [(row.loss, row.accumulate) for row in GROUPS["converge"]] == [("fused", 1), ("unfused", 1), ("fused", 2)]
+    assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
+    rows = {row for group in GROUPS.values() for row in group}
+    assert len({row.name for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("group", ["ablation", "ablation-qwen"])
+def test_an_ablation_adds_one_thing_at_a_time(group: str) -> None:
+    rows = GROUPS[group]
+    added = []
+    for before, after in itertools.pairwise(rows):
+        changed = [
+            field.name for field in dataclasses.fields(Row) if getattr(before, field.name) != getattr(after, field.name)
+        ]
+        assert len(changed) == 1
+        added += changed
+    assert added == ["attention", "loss", "data", "remat", "optimizer"]
+
+
+def test_rows_are_chosen_by_group_and_by_name() -> None:
+    assert not any(row.config == "smoke" for row in select())
+    assert [row.name for row in select(["memory", "qwen2.5-0.5b/hf/full/512x16"])] == [
+        "qwen2.5-0.5b/hf/full/512x16",
+        *(row.name for row in GROUPS["memory"]),
+    ]
+    assert [row.kind for row in select(["check/*"])] == ["check"] * 4
+    with pytest.raises(ValueError, match=r"rows must be of full, .*, got fast"):
+        select(["fast"])
+    with pytest.raises(SystemExit, match="--rows must be of full"):
+        train.main(["--rows", "fast"])
+
+
+def test_packed_and_padded_batches() -> None:
+    for row in GROUPS["packed"]:
+        assert row.batch is not None
+        drawn, again = draw(row, row.batch), draw(row, row.batch)
+        assert drawn.padding < 0.03
+        assert 0.2 < np.mean(drawn.lengths) / row.seq < 0.3
+        assert drawn.tokens == pytest.approx(row.batch * row.seq * (1 - drawn.padding))
+        for batch, other in zip(drawn.batches, again.batches, strict=True):
+            assert batch.lengths is not None
+            assert np.array_equal(batch.tokens, other.tokens)
+            assert (batch.lengths.sum(axis=1) == row.seq).all()
+        assert sum(batch.counted for batch in drawn.batches) == drawn.lengths.sum()
+        assert (drawn.batches[0].targets[:, 0] != IGNORED).all()
+
+    padded = draw(GROUPS["ablation"][0], 8)
+    assert len(padded.lengths) == 8 * BATCHES
+    assert padded.batches[0].lengths is None
+    assert sum(batch.counted for batch in padded.batches) == padded.lengths.sum()
+    whole = draw(FUSED, 2)
+    assert (whole.padding, whole.tokens, whole.batches[0].counted) == (0, 128, 128)
+
+
+def test_speed_counts_neither_padding_nor_other_flops() -> None:
+    row = GROUPS["packed"][0]
+    drawn = draw(row, 8)
+    figures = speed_figures(row, drawn, 500.0, None, "NVIDIA H200")
+    assert figures["tokens_per_s"] == pytest.approx(2 * drawn.tokens)
+    flops = flops_per_token(row.model(), drawn.lengths)
+    assert flops < flops_per_token(row.model(), row.seq)
+    assert figures["mfu"] == pytest.approx(2 * drawn.tokens * flops / 989e12)
+    assert speed_figures(row, drawn, 500.0, None, "cpu")["mfu"] is None
+
+
+# Fused against unfused.
+
+
+def test_the_unfused_trainer_differs_in_the_loss_alone() -> None:
+    figures: dict[str, Any] = {}
+    with quick_compilation():
+        train_jax.check(dataclasses.replace(FUSED.check(), seq=32), 2, figures, with_weights=False)
+    for dtype in ("float32", "bfloat16"):
+        assert figures[f"err_loss_{dtype}"] <= LOSS_BOUND[dtype]
+        assert 0 < figures[f"err_gradient_{dtype}"] <= GRADIENT_BOUND[dtype]
+    assert figures["err_gradient_float32"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"loss": 0.01}, r"float32: not timed: err_loss is 0\.01, above the sanity bound 0\.0001"),
+        ({"gradient": float("nan")}, "float32: not timed: err_gradient is nan"),
+        ({"moved": np.arange(12) != 3}, "float32: blocks.attention.value.kernel has no gradient other than zero"),
+    ],
+)
+def test_a_wrong_loss_fails_the_check(monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str) -> None:
+    make: Any = train_jax.Compared
+    right = make(np.float32(6), np.float32(1e-7), np.float32(1e-6), np.full(12, 1e-6), np.full(12, True))
+    monkeypatch.setattr(train_jax, "_compare", lambda *arguments: right._replace(**wrong))
+    with quick_compilation(), pytest.raises(ValueError, match=message):
+        train_jax.check(FUSED.check(), 1, {}, with_weights=False)
+
+
+def test_steps_that_do_not_train_everything_are_refused() -> None:
+    from flax_models.step import StepMetrics
+
+    def metrics(loss: float, *trained: bool) -> StepMetrics:
+        one: Any = np.float32(1)
+        return StepMetrics(np.float32(loss), one, one, np.array(trained))  # pyright: ignore[reportArgumentType]
+
+    figures = train_jax.check_steps([metrics(7, True, False), metrics(6, False, True)], ["a", "b"])
+    assert figures == {"first_loss": 7, "first_grad_norm": 1}
+    with pytest.raises(ValueError, match="1 of 2 parts have no gradient other than zero, the first is b"):
+        train_jax.check_steps([metrics(7, True, False)], ["a", "b"])
+    with pytest.raises(ValueError, match=r"loss nan and gradient norm 1\.0 must be finite"):
+        train_jax.check_steps([metrics(float("nan"), True)], ["a"])
+
+
+# Processes, and what becomes of their answers.
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_measures_transformers() -> None:
+    row = SMOKE["smoke/hf/full/64x2"]
+    found = ask(Request(dataclasses.asdict(row), 2, in_torch=True), limit=120)
+    assert found["status"] == "ok", found["note"]
+    assert found["tokens_per_s"] > 0
+    assert found["first_loss"] == pytest.approx(np.log(512), abs=0.5)
+    assert found["versions"].keys() >= {"torch", "transformers", "liger-kernel"}
+    assert set(found["split"]) == {"forward", "backward", "optimizer"}
+    assert found["compiled"] is False
+
+
+def test_a_process_that_takes_too_long_is_ended() -> None:
+    assert ask(Request(), limit=0.05) == {"status": "failed", "note": "took longer than 0.05 s"}
+
+
+def test_a_process_that_dies_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    dies = tmp_path / "python"
+    dies.write_text("#!/bin/sh\necho no such driver\nexit 3\n")
+    dies.chmod(0o755)
+    monkeypatch.setattr(train_process.sys, "executable", str(dies))
+    assert ask(Request(), limit=60) == {"status": "failed", "note": "its process ended with status 3 and no answer"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "note"),
+    [
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying"), "oom", "RuntimeError: RESOURCE_EXHAUSTED"),
+        (MemoryError("the plan"), "oom", "MemoryError: the plan"),
+        (UnavailableError("not installed"), "skipped", "not installed"),
+        (ValueError("first line\nsecond"), "failed", "ValueError: first line"),
+    ],
+)
+def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str) -> None:
+    def fails(row: Row, batch: int, seconds: float, figures: dict[str, Any], memory: int | None) -> None:
+        figures["compile_s"] = 1.5
+        raise error
+
+    monkeypatch.setattr(train_jax, "measure", fails)
+    found = answer(Request(dataclasses.asdict(FUSED), 2))
+    assert (found["status"], found["compile_s"]) == (status, 1.5)
+    assert found["note"].startswith(note)
+    assert "\n" not in found["note"]
+
+
+def test_memory_that_ran_out_is_found_behind_other_errors() -> None:
+    wrapped = RuntimeError("backend failed")
+    assert not out_of_memory(wrapped)
+    wrapped.__cause__ = ValueError("CUDA out of memory. Tried to allocate")
+    assert out_of_memory(wrapped)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What processes answer, by the row's name, beyond what they all do; the test may change it."""
+    special: dict[str, dict[str, Any]] = {}
+
+    def fake(request: Request, limit: float) -> dict[str, Any]:
+        common = {"device": "H200", "versions": {}, "status": "ok", "note": None}
+        if request.row is None:
+            return common
+        row = Row(**request.row)
+        speed = {"step_ms": 2.0, "step_ms_p20": 1.9, "step_ms_p80": 2.1, "tokens_per_s": 64e3, "first_loss": 6.0}
+        usual: dict[str, Any] = {"check": {"err_loss_float32": 1e-7}, "converge": {"losses": [6.0, 5.0]}}.get(
+            row.kind, speed
+        )
+        return {**common, **usual, **special.get(row.name, {})}
+
+    monkeypatch.setattr(train, "ask", fake)
+    return special
+
+
+def run(path: Path, *arguments: str, commit: str = "one") -> tuple[int, dict[str, dict[str, Any]]]:
+    status = train.main(["--json", str(path), "--commit", commit, *arguments])
+    return status, {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+
+
+def test_rows_are_merged_one_by_one(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.json"
+    status, rows = run(path, "--rows", "smoke/fused/full/64x2", "smoke/hf/full/64x2")
+    assert status == 0
+    assert list(rows) == ["check/smoke/full", "smoke/fused/full/64x2", "smoke/hf/full/64x2"]
+    assert all(row.keys() >= KEYS for row in rows.values())
+    answers["smoke/hf/full/64x2"] = {"status": "oom", "note": "no room", "step_ms": None}
+    status, rows = run(path, "--rows", "smoke/hf/full/64x2", commit="two")
+    assert status == 0  # a peer's
+    assert [row["commit"] for row in rows.values()] == ["one", "one", "two"]
+    assert rows["smoke/hf/full/64x2"]["status"] == "oom"
+    assert "smoke/hf/full/64x2" in capsys.readouterr().out
+    answers["smoke/fused/full/64x2"] = {"status": "oom", "note": "no room", "step_ms": None}
+    assert run(path, "--rows", "smoke/fused/full/64x2")[1]["smoke/fused/full/64x2"]["status"] == "oom"
+    answers["smoke/fused/full/64x2"] = {"status": "failed", "note": "wrong", "step_ms": None}
+    assert run(path, "--rows", "smoke/fused/full/64x2")[0] == 1
+    assert run(path, "--rows", "converge/smoke*")[1]["converge/smoke/fused/full/64x2"]["losses"] == [6, 5]
+
+
+def test_nothing_of_ours_is_timed_unless_its_check_has_passed(
+    tmp_path: Path, answers: dict[str, dict[str, Any]]
+) -> None:
+    answers["check/smoke/full"] = {"status": "failed", "note": "ValueError: float32: not timed"}
+    answers["check/smoke/lora"] = {"status": "skipped", "note": "no adapters here"}
+    names = ("smoke/fused/full/64x2", "smoke/fused/lora/64x2")
+    status, rows = run(tmp_path / "train.json", "--rows", *names)
+    assert status == 1
+    assert [rows[name]["status"] for name in names] == ["failed", "skipped"]
+    assert rows[names[0]]["note"] == "not measured, for check/smoke/full: ValueError: float32: not timed"
+    assert rows[names[1]]["note"].endswith("no adapters here")
+    assert rows[names[0]]["tokens_per_s"] is None
+
+
+def test_first_losses_of_the_same_batches_must_agree(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    answers["smoke/unfused/full/64x2"] = {"first_loss": 6.3}
+    answers["smoke/fused/full/64x2/data=packed"] = {"first_loss": 7.0}  # other batches
+    names = ("smoke/fused/full/64x2", "smoke/unfused/full/64x2", "smoke/fused/full/64x2/data=packed")
+    status, rows = run(tmp_path / "train.json", "--rows", *names)
+    assert status == 1
+    assert [rows[name]["status"] for name in names] == ["ok", "failed", "ok"]
+    assert rows[names[1]]["note"] == "first loss 6.3 is not smoke/fused/full/64x2's, 6"
+    assert rows[names[1]]["tokens_per_s"] is None
+
+
+def test_a_row_that_ran_elsewhere_is_refused(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    answers["smoke/hf/full/64x2"] = {"device": "CPU (times are no results)"}
+    rows = run(tmp_path / "train.json", "--rows", "smoke/hf/full/64x2")[1]
+    assert rows["smoke/hf/full/64x2"]["note"] == "ran on CPU (times are no results)"
+
+
+def test_no_row_is_begun_too_late(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train.main(["--rows", "smoke/hf/full/64x2", "--until", "-1"])
+    assert "smoke/hf/full/64x2" in (printed := capsys.readouterr().out)
+    assert "not begun after -1 s, nor are those behind it" in printed
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 15, 16, 17, 37, 130, 1000])
+@pytest.mark.parametrize("estimate", [None, 1.0, 0.7, 1.4])
+def test_the_largest_batch_is_found(capacity: int, estimate: float | None) -> None:
+    tried = []
+
+    def attempt(batch: int) -> dict[str, Any]:
+        tried.append(batch)
+        guess = None if estimate is None else int(estimate * capacity)
+        return {"status": "ok" if batch <= capacity else "oom", "note": None, "estimate": guess, "step_ms": batch}
+
+    found = train.largest(attempt)
+    assert found["tried"] == tried
+    assert len(tried) <= 14
+    if not capacity:
+        assert (found["status"], found["batch"]) == ("oom", None)
+        return
+    assert (found["status"], found["step_ms"]) == ("ok", found["batch"])
+    assert found["batch"] <= capacity < found["too_large"] <= found["batch"] + max(1, found["batch"] // train.FINE)
+
+
+def test_another_error_ends_the_search() -> None:
+    found = train.largest(lambda batch: {"status": "failed", "note": "wrong"})
+    assert found == {"status": "failed", "note": "wrong", "batch": 16, "tried": [16]}
+    found = train.largest(lambda batch: {"status": "ok" if batch < 40 else "failed", "note": "wrong"})
+    assert (found["status"], found["batch"], found["too_large"]) == ("ok", 32, 64)
+    assert found["note"] == "batch 64 failed, not for memory: wrong"
+
+
+def test_pictures_are_made_of_recorded_rows(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+    path = tmp_path / "train.json"
+    run(path, "--rows", "qwen2.5-0.5b/*/full/512x16", "converge")
+    assert train.main(["--plot", "--json", str(path)]) == 0
+    assert {picture.stem for picture in tmp_path.glob("*.png")} == {"train-speed", "train-convergence"}
+    path.write_text(json.dumps({"device": "x", "rows": []}))
+    with pytest.raises(SystemExit, match="no row that a picture shows"):
+        train_plot.draw_all(path)
+
+
+# Attention over packed rows.
+
+
+def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "attention.json"
+    arguments = ["--rows", "smoke/fused/full/64x2/data=packed", "--seconds", "0", "--json", str(path)]
+    with quick_compilation():
+        assert attention.main([*arguments, "--methods", "xla", "tokamax-mosaic"]) == 0
+    rows = {row["method"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["xla"]["ms"] > rows["xla"]["forward_ms"] * 0.1 > 0
+    assert all(1e-4 < rows["xla"][f"err_{name}"] < 1e-2 for name in ("out", "d_query", "d_key", "d_value"))
+    assert rows["tokamax-mosaic"]["status"] in ("skipped", "failed")
+    assert rows["tokamax-mosaic"]["note"] in capsys.readouterr().out
+
+
+# Everything by itself.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What every process draws is compiled once.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    names = ("smoke/*fused/*/64x2", "smoke/*packed", "largest/smoke*", "converge/smoke*")
+    arguments = ["--rows", *names, "--seconds", "0", "--memory", "20000000", "--weights"]
+    status, rows = run(tmp_path / "train.json", *arguments)
+    assert status == 0
+    assert all(row["status"] == "ok" for row in rows.values())
+    assert rows["check/smoke/full"]["err_weights"] < 1e-5  # by transformers, from the same weights
+    assert rows["smoke/fused/full/64x2"]["first_loss"] == pytest.approx(
+        rows["smoke/unfused/full/64x2"]["first_loss"], rel=1e-3
+    )
+    assert set(rows["smoke/fused/full/64x2"]["split"]) >= {"model", "loss", "optimizer"}
+    largest = rows["largest/smoke/fused/full/64"]
+    assert 16 < largest["batch"] < largest["too_large"]
+    losses = rows["converge/smoke/fused/full/64x2"]["losses"]
+    assert len(losses) == train_jax.CONVERGENCE_STEPS
+    assert np.mean(losses[-20:]) < losses[0] - 1
