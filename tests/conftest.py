@@ -26,6 +26,20 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles the programs of flax_models' tests with few optimisations, a quarter of their time; the loss's own, and
+    what a GPU runs, with all."""
+    name = request.module.__name__
+    if not name.startswith(("test_flax_", "test_examples")) or name.endswith("_gpu"):
+        yield
+        return
+    from random_decoder import quick_compilation  # PyTorch's tests have no need of JAX
+
+    with quick_compilation():
+        yield
+
+
 @pytest.fixture(scope="module")
 def torch_poisons_buffers() -> Iterator[None]:
     """Fills new PyTorch buffers with NaN: an element that is not written shows."""

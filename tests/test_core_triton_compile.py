@@ -44,7 +44,7 @@ OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1,
 
 # torch 2.15's own opcheck reads .grad of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     arguments = operator_arguments(dtype, **options)

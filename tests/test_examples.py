@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from flax_runs import write_texts
-from random_decoder import quick_compilation
 
 from flax_models import generate
 from flax_models.model import ModelConfig
@@ -27,8 +26,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypatch, capsys):
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "pretrain_text.py")))
     monkeypatch.setitem(example.main.__globals__, "MODEL", ModelConfig(280, 16, 1, 2, 1, 8, 24, 16))
-    with quick_compilation():
-        example.main(["--data", str(place / "data"), "--steps=30", "--prompt=the fox", "--out", str(place / "out")])
+    example.main(["--data", str(place / "data"), "--steps=30", "--prompt=the fox", "--out", str(place / "out")])
     out = capsys.readouterr().out
     loss, guessing = (float(out.split(words)[1].split()[0]) for words in ("held-out loss ", "guessing would be "))
     assert loss < guessing - 0.1
@@ -56,13 +54,12 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
     monkeypatch.setitem(example.main.__globals__, "ROWS", 2)
     kept = {kind: " ".join(words.split()[:3]) for kind, words in list(example.KINDS.items())[:2]}
     monkeypatch.setitem(example.main.__globals__, "KINDS", kept)
-    with quick_compilation():
-        example.main(["--steps=60", "--out", str(place / "full")])
-        out = capsys.readouterr().out
-        assert float(out.split("held-out loss ")[1].split()[0]) < 1.0
-        assert "\n### Response:\n" in out
-        options = ["--weights", str(place / "full"), "--lora", "--steps=2", "--out", str(place / "adapter")]
-        example.main(options)
+    example.main(["--steps=60", "--out", str(place / "full")])
+    out = capsys.readouterr().out
+    assert float(out.split("held-out loss ")[1].split()[0]) < 1.0
+    assert "\n### Response:\n" in out
+    options = ["--weights", str(place / "full"), "--lora", "--steps=2", "--out", str(place / "adapter")]
+    example.main(options)
     assert "of them to train" in capsys.readouterr().out
     assert (place / "adapter" / "adapter_model.safetensors").is_file()
     asked = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]

@@ -1,20 +1,24 @@
 """Runs of `python -m flax_models.train` on dialogues and on packed texts: what they say, learn, and go on with."""
 
+import io
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax_runs import SMALL, WORDS, before_step, compilation_cache, learned, train, write_texts
+from rich.console import Console
 
-from flax_models.config import TrainConfig
+from flax_models.config import RunConfig, TrainConfig
 from flax_models.corpus import Corpus
-from flax_models.data import Text, make_data
+from flax_models.data import Text, make_data, read_text
 from flax_models.dialogue import Document
+from flax_models.display import Display
 from flax_models.tokenizer import load_or_train
 from flax_models.vocabulary import made_from_text
 
@@ -82,20 +86,23 @@ def test_a_loss_that_is_not_finite_names_the_examples_of_its_batch(place, capsys
     assert re.search(rf"^error: the loss is nan {said}", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--packing", "none"], r"packing    none, each example in a row of its own: [1-5]\d\.\d\d% padding"),
-        (["--batch-tokens", "400"], r"training   1 steps of 4 x 96 = 384 tokens"),
-        (
-            ["--max-seq-len", "50"],
-            r"warning    --max-seq-len 50: of 5\d examples \d+ \(.*%\) cut at their end, ",
-        ),
-    ],
-)
-def test_rows_are_filled_as_asked(place, capsys, options, said):
-    assert start(place, "--steps=1", *options) == 0
-    assert re.search(rf"^{said}", capsys.readouterr().out, re.M)
+def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[str, str]]:
+    """What a run is told of its rows at the start."""
+    config = RunConfig(data=(place / "data.jsonl",), train=TrainConfig(**options))
+    text = read_text(config, None, Display(Console(file=io.StringIO())))
+    train_config = config.train.with_rows(length)
+    data = make_data(text, train_config, length, 0, 280)
+    data.sampler.close()
+    return train_config, dict(data.facts)
+
+
+def test_rows_are_filled_as_asked(place):
+    config, said = facts(place, 96, batch_tokens=400, packing="none")
+    assert config.batch_size == 4
+    assert re.fullmatch(r"none, each example in a row of its own: \d\d\.\d\d% padding", said["packing"])
+    assert "warning" not in said
+    _, said = facts(place, 26)
+    assert re.match(r"--max-seq-len 26: of 5\d examples \d+ \(.*%\) cut at their end, ", said["warning"])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +121,7 @@ def test_what_does_not_go_together_is_one_line(place, capsys, options, error):
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+@pytest.mark.slow
 def test_texts_can_be_packed_too(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_texts(tmp_path / "data")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hub_models import (
     tokens,
     write_folder,
 )
-from random_decoder import quick_compilation, random_decoder
+from random_decoder import random_decoder
 
 from flax_models import export
 from flax_models.checkpoint import Checkpoints
@@ -36,12 +35,6 @@ from jax_pallas.linear_ce import linear_cross_entropy
 
 # Two float32 computations of three layers that sum in different orders.
 TOLERANCE = 5e-6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ import pytest
 from flax import nnx
 from flax_runs import WORDS, before_step, compilation_cache, learned, train, write_texts
 from hub_models import SIZES, import_transformers, load_transformers, make, their_loss, write_folder, write_tokenizer
-from random_decoder import quick_compilation
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
@@ -56,7 +55,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
 from jax.interpreters import partial_eval
 from product_flops import product_flops
-from random_decoder import quick_compilation, random_decoder
+from random_decoder import random_decoder
 
 import flax_models.step as step_module
 from flax_models.accounting import flops_per_token, mean_keys
@@ -32,7 +32,7 @@ TIED = dataclasses.replace(UNTIED, tie_embeddings=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from random_decoder import SMALL, quick_compilation, random_decoder
+from random_decoder import SMALL, random_decoder
 
 from flax_models import generate as program
 from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
@@ -39,12 +38,6 @@ VARIANTS = {"capped": CAPPED, "windowed": {"sliding_window": 5}, "longrope": {"r
 PROMPTS = [[5, 9, 1, 30, 7, 7, 2], [11], [3, 4, 5, 6]]
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 def make(**changes: Any) -> Decoder:

@@ -15,7 +15,7 @@ from flax import nnx
 from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
 from jax.interpreters import partial_eval
 from product_flops import product_flops
-from random_decoder import quick_compilation, random_decoder
+from random_decoder import random_decoder
 
 from flax_models import export
 from flax_models.accounting import flops_per_token, mean_keys, step_memory
@@ -40,7 +40,7 @@ UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
         yield
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,19 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from random_decoder import SMALL, quick_compilation, random_decoder
+from random_decoder import SMALL, random_decoder
 
 from flax_models.config import TrainConfig
 from flax_models.generate import generate
 from flax_models.model import Decoder, ModelConfig
 from flax_models.optimizers import make_optimizer
 from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 def make(config: ModelConfig = SMALL) -> Decoder:

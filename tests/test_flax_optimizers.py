@@ -12,7 +12,7 @@ import optax
 import optax.contrib
 import pytest
 from flax_runs import compilation_cache, random_batch
-from random_decoder import quick_compilation, random_decoder
+from random_decoder import random_decoder
 
 from flax_models.accounting import step_memory
 from flax_models.arguments import parse
@@ -39,7 +39,7 @@ SMALL = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16)
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")), quick_compilation():
+    with compilation_cache(tmp_path_factory.mktemp("compiled")):
         yield
 
 

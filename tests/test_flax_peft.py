@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from flax import nnx
 from flax_runs import WORDS, train, write_texts
 from hub_models import SIZES, import_transformers, load_transformers, make, tokens, write_folder, write_tokenizer
-from random_decoder import quick_compilation
 from safetensors.numpy import load_file
 
 from flax_models import export
@@ -36,12 +34,6 @@ CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
     "fused-lora": ("phi3", ("key", "value", "out", "gate", "up", "down"), False),
     "fused-dora": ("phi3", ("query", "value", "up"), True),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_quickly() -> Iterator[None]:
-    with quick_compilation():
-        yield
 
 
 def import_peft() -> Any:
