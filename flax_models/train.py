@@ -336,7 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _hush_storage() -> None:
     """Keeps orbax and the library under it from printing pages about what comes as an error of one line anyway."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for name in ("absl", "asyncio"):  # orbax's, and that of its tasks whose exceptions nobody asks for
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if getattr(sys.unraisablehook, "__name__", "") == "without_closed_loops":
         return
     inner = sys.unraisablehook

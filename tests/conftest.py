@@ -41,6 +41,26 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of compiled programs, which runs of flax_models' trainer within a module share."""
+    from flax_runs import compilation_cache
+
+    folder = tmp_path_factory.mktemp("compiled")
+    with compilation_cache(folder):
+        yield folder
+
+
+@pytest.fixture
+def place(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with texts in data/, the cache beside it, and runs/ to come."""
+    from flax_runs import write_texts
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_texts(tmp_path / "data")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
 def torch_poisons_buffers() -> Iterator[None]:
     """Fills new PyTorch buffers with NaN: an element that is not written shows."""
     import torch  # the tests of JAX have no need of it

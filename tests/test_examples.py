@@ -7,20 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from flax_runs import write_texts
 
 from flax_models import generate
 from flax_models.model import ModelConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """A folder with texts in data/ and the cache of tokenizers beside it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_texts(tmp_path / "data")
-    return tmp_path
 
 
 def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypatch, capsys):

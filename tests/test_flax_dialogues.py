@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax_runs import SMALL, WORDS, before_step, compilation_cache, learned, train, write_texts
+from flax_runs import SMALL, WORDS, before_step, learned, train, write_texts
 from rich.console import Console
 
 from flax_models.config import RunConfig, TrainConfig
@@ -22,14 +21,10 @@ from flax_models.display import Display
 from flax_models.tokenizer import load_or_train
 from flax_models.vocabulary import made_from_text
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 # The last of an option's values counts.
 OPTIONS = [*SMALL, "--max-seq-len=96", "--held-out-windows=3", "--checkpoint-every=2"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import WORDS, before_step, compilation_cache, learned, train, write_texts
+from flax_runs import WORDS, before_step, learned, train, write_texts
 from hub_models import SIZES, import_transformers, load_transformers, make, their_loss, write_folder, write_tokenizer
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
@@ -36,6 +35,8 @@ from flax_models.run_folder import folder_to_resume, new_folder, read_record
 from flax_models.trained import read_run
 from flax_models.vocabulary import read_hub_vocabulary
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 OPTIONS = [
     "--dtype=float32",
     "--remat=none",
@@ -51,12 +52,6 @@ OPTIONS = [
     "--sample-tokens=4",
     "--prompt=the fox",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +75,6 @@ def tuned(hub, tmp_path_factory) -> tuple[Path, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert start(place, "whole", hub[1]) == 0
     return place, out.getvalue()
-
-
-@pytest.fixture
-def place(tmp_path) -> Path:
-    write_texts(tmp_path / "data")
-    return tmp_path
 
 
 def test_the_first_steps_loss_is_that_of_transformers_on_its_batch(hub, tuned):

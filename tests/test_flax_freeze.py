@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import before_step, compilation_cache, learned, random_batch, start, train, write_texts
+from flax_runs import before_step, learned, random_batch, start, train
 from jax.interpreters import partial_eval
 from product_flops import product_flops
 from random_decoder import random_decoder
@@ -26,21 +24,10 @@ from flax_models.step import Trainer
 from flax_models.trained import read_run
 from jax_pallas.linear_ce import linear_cross_entropy
 
+pytestmark = pytest.mark.usefixtures("compiled")
+
 UNTIED = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16, tie_embeddings=False)
 TIED = dataclasses.replace(UNTIED, tie_embeddings=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")):
-        yield
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_texts(tmp_path / "data")
-    return tmp_path
 
 
 def trainer_of(config: ModelConfig, *freeze: str, **options) -> Trainer:

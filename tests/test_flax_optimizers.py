@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from flax_runs import compilation_cache, random_batch
+from flax_runs import random_batch
 from random_decoder import random_decoder
 
 from flax_models.accounting import step_memory
@@ -22,6 +21,8 @@ from flax_models.errors import RunError
 from flax_models.model import ModelConfig, decoder_shapes
 from flax_models.optimizers import averaged, learning_rate_schedule, make_optimizer
 from flax_models.step import Trainer
+
+pytestmark = pytest.mark.usefixtures("compiled")
 
 LAYERS = 2
 SHAPES = {
@@ -35,12 +36,6 @@ CONFIG = TrainConfig(
     steps=9, warmup_steps=0, learning_rate=0.02, weight_decay=0.3, beta1=0.8, beta2=0.95, clip_norm=0.5
 )
 SMALL = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")):
-        yield
 
 
 def tree(arrays: dict[str, Any]) -> dict[str, Any]:

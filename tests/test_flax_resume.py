@@ -26,7 +26,6 @@ from flax import nnx
 from flax_runs import (
     SMALL,
     before_step,
-    compilation_cache,
     learned,
     run_alone,
     small_trainer,
@@ -41,22 +40,6 @@ from flax_models.errors import RunError
 from flax_models.metrics import MetricsLog, read_rows
 from flax_models.model import Decoder, ModelConfig
 from flax_models.step import Trainer, TrainState
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> Iterator[Path]:
-    """The folder of compiled programs."""
-    folder = tmp_path_factory.mktemp("compiled")
-    with compilation_cache(folder):
-        yield folder
-
-
-@pytest.fixture
-def place(compiled, tmp_path, monkeypatch) -> Path:
-    """A folder with texts in data/, the cache beside it, and runs/ to come."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_texts(tmp_path / "data")
-    return tmp_path
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax_runs import compilation_cache, random_batch, small_trainer, start, train, write_texts
+from flax_runs import random_batch, small_trainer, start, train, write_texts
 from jax._src.array import ArrayImpl
 
 import flax_models.step as step_module
@@ -35,19 +34,7 @@ from flax_models.run_folder import new_folder
 from flax_models.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once(tmp_path_factory) -> Iterator[None]:
-    with compilation_cache(tmp_path_factory.mktemp("compiled")):
-        yield
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    """A folder with texts in data/, the cache beside it, and runs/ to come."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_texts(tmp_path / "data")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 @pytest.fixture(scope="module")
