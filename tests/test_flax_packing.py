@@ -199,7 +199,14 @@ def losses_of(model: Decoder, tokens: jax.Array, lengths: jax.Array | None) -> j
     return linear_cross_entropy(model(tokens, lengths), model.head_weight(), targets, reduction="none")
 
 
-@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+EVERYDAY = ("llama", "gemma2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(*one, marks=() if name in EVERYDAY else pytest.mark.slow) for name, *one in FAMILIES.items()],
+    ids=FAMILIES,
+)
 def test_examples_do_not_see_each_other(changes):
     """Another example in place of one moves no bit of the others' losses; each has the loss that it has alone."""
     model = Decoder(dataclasses.replace(SHAPE, **changes), rngs=nnx.Rngs(0))

@@ -97,7 +97,7 @@ def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(whole, place
     jax.tree.map(np.testing.assert_array_equal, states[0][0], states[1][0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_it(number, place, monkeypatch, capfd):
     options = ["--accumulate", "2", "--z-loss-weight", "0.001"]
     with monkeypatch.context() as patch:
