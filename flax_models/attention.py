@@ -134,7 +134,7 @@ class Attention(nnx.Module):
         if slots is not None:
             cache, key, value = _write(slots, sight.positions, key, value)
 
-        # Whole: every row is the whole sequence, and all layers see alike, without a cap.
+        # Whole: no cache, and all layers see alike, without a cap.
         whole = slots is None and window is None and self.config.attention_softcap is None
         packed = sight.sequences is not None
         by = explain_attention(self.config, x.shape[-2], packed=packed).name if whole else "xla"

@@ -162,7 +162,7 @@ def _packed(
     windows = pack_rows(held_out, length, config.held_out_windows, room=room)
     sampler = PackedSampler(train, config.batch_size, length, seed, room=room)
     lengths = np.asarray([len(example.tokens) - 1 for example in train])
-    share = _padding(train, config.batch_size, length, seed, room)
+    share = _padding(train, length, seed, room)
     how = (
         f"best fit, at most {sampler.columns - 1} examples a row"
         if room > 1
@@ -186,7 +186,7 @@ def _judged(stream: np.ndarray, windows: Batch, vocab_size: int) -> Baselines:
     return baselines(stream, windows.tokens[there], windows.targets[there], vocab_size)
 
 
-def _padding(examples: list[Example], rows: int, length: int, seed: int, room: int) -> float:
+def _padding(examples: list[Example], length: int, seed: int, room: int) -> float:
     """Returns the share of padding in the first rows of a pass."""
     sampler = PackedSampler(examples, 1, length, seed, room=room)
     tokens, count = 0, 0

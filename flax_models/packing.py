@@ -73,6 +73,11 @@ def _lengths(segments: np.ndarray, room: int) -> np.ndarray:
     return lengths
 
 
+def _room(room: int, length: int) -> int:
+    """Returns how many examples a row may have: no more than two positions each leave."""
+    return min(room, max(length // 2, 1))
+
+
 def _check(examples: Sequence[Example], length: int) -> None:
     for name, tokens, counted in examples:
         if not 2 <= len(tokens) <= length + 1:
@@ -117,7 +122,7 @@ class PackedSampler:
             raise RunError("no example to train on")
         _check(examples, length)
         self._examples, self._batch_size, self._length, self._seed = examples, batch_size, length, seed
-        self._room = min(room, max(length // 2, 1))
+        self._room = _room(room, length)
         # No more than one pass fills, or the last rows of a pass would be left half empty.
         self._bins = (
             min(BINS, max(sum(len(example.tokens) - 1 for example in examples) // length, 1)) if room > 1 else 1
@@ -186,7 +191,7 @@ def pack_rows(examples: Sequence[Example], length: int, most: int, *, room: int 
     if not examples:
         raise RunError("no example to be judged by: too few were held out")
     _check(examples, length)
-    room = min(room, max(length // 2, 1))
+    room = _room(room, length)
     return _batch_of(list(itertools.islice(_packed(examples, length, bins=most, room=room, seed=None), most)), room)
 
 
