@@ -153,7 +153,7 @@ def _add_d_weight(
     problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
 ) -> Array:
     kernel = launch.load(problem.implementation).d_weight
-    if kernel is None or not _multiplies(problem) or d_weight.dtype != x.dtype:
+    if kernel is None or not _multiplies_slabs(problem) or d_weight.dtype != x.dtype:
         return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
     axis = problem.vocab_axis
     sizes = {"vocab": d_weight.shape[axis], "classes": slab.size, "vocab_axis": axis}
@@ -168,7 +168,7 @@ def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | N
     many of its classes an earlier slab has seen."""
     skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
     w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
-    copied = _converts(problem) or not _aligned(problem, slab)
+    copied = _converts(problem) or not (slab.fresh is None or _aligned(problem))
     if copied:
         w, first = problem.slab_weight(slab), 0
         bias = None if bias is None else slab.of(bias)
@@ -180,11 +180,14 @@ def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | N
     return w, None if bias is None else bias.astype(jnp.float32), class_weight, first, skip
 
 
-def _aligned(problem: Problem, slab: Piece) -> bool:
-    """Whether every slab of this size begins where TMA can cut the rows of a (D, V) head: at multiples of 64."""
-    if problem.vocab_axis == 0 or slab.fresh is None:
-        return True
-    return slab.size % 64 == 0 and (problem.local_classes - slab.size) % 64 == 0
+def _aligned(problem: Problem) -> bool:
+    """Whether slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples."""
+    return problem.vocab_axis == 0 or problem.local_classes % 64 == 0
+
+
+def _multiplies_slabs(problem: Problem) -> bool:
+    """Whether the kernel of d_weight adds to the slabs of this call."""
+    return _multiplies(problem) and _aligned(problem)
 
 
 def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool) -> ChunkConfig:
@@ -199,6 +202,6 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         d_input=wanted.d_input,
         d_weight=wanted.d_weight,
         converts=_converts(problem),
-        in_place=_multiplies(problem),
+        in_place=_multiplies_slabs(problem),
         budget=memory_budget,
     )

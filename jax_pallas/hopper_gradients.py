@@ -136,7 +136,8 @@ def d_weight(
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
-        first_class: () int32, with `old` only: the class of e's first column; None is 0.
+        first_class: () int32, with `old` only: the class of e's first column; None is 0. Where `vocab_axis` is 1 it is
+            a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a multiple of 16 bytes.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     (n, columns), hidden, adds = e.shape, x.shape[1], old is not None

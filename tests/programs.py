@@ -21,8 +21,14 @@ import pytest
 
 HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
-# One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need.
-VARIABLES = {"OMP_NUM_THREADS": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": PATHS}
+# One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need. XLA
+# would compile each product of its own in dozens of ways, and time them beside the other programs.
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "PYTHONPATH": PATHS,
+}
 
 LONG = 120.0  # seconds that a program takes beside others, if nothing is said: what is not known starts early
 

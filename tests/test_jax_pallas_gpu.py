@@ -36,8 +36,9 @@ ROUNDING = 4e-3  # of gradients in bfloat16
 
 # Cases of the contract.
 
-# Of every day: the plain ones, those with all options at once and some more, and the edges.
-EVERY_DAY = ("16-n123", "strided-n123", "edge-")
+# Of every day: the plain ones, those with all options at once and some more, and the edges, of one dtype but where both
+# take the kernels of every product.
+EVERY_DAY = ("16-n123", "strided-n123", "edge-hidden64")
 SHARES = 12  # of them, each a process
 
 
@@ -45,7 +46,12 @@ def limits(case: Case) -> str | None:
     return launch.limits(IMPLEMENTATION, case.dtype, case.hidden, case.vocab, case.vocab_axis)
 
 
-OFTEN = [case for case in cases() if case.dtype != "float32" and any(text in case.name for text in EVERY_DAY)]
+def often(case: Case) -> bool:
+    edge = case.dtype == "bfloat16" and case.name.startswith("edge-")
+    return case.dtype != "float32" and (edge or any(text in case.name for text in EVERY_DAY))
+
+
+OFTEN = [case for case in cases() if often(case)]
 BY_NAME = {case.name: case for case in OFTEN}
 
 
