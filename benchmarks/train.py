@@ -37,6 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
+    parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
     parser.add_argument("--plot", action="store_true", help="make the pictures of --json, and measure nothing")
     return parser.parse_args(arguments)
 
@@ -103,7 +104,8 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
             return {"status": status, "note": f"not measured, for {row.check().name}: {why}"}
 
     def attempt(batch: int) -> dict[str, Any]:
-        request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights)
+        split = options.split and row.kind == "speed"
+        request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights, split)
         found = ask(request, options.limit)
         if found.get("device", file.head["device"]) != file.head["device"]:
             return {"status": "failed", "note": f"ran on {found['device']}"}

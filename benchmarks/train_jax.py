@@ -36,6 +36,7 @@ from flax_models.step import StepMetrics, Trainer, TrainState
 
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
+SEEN = 0.9  # of a step's time, or a split says nothing
 
 
 class LogitsTrainer(Trainer):
@@ -91,6 +92,10 @@ class Run:
         self._trainer, self._state, self._batches = trainer, state, batches
         self.metrics: StepMetrics | None = None
 
+    def by(self, trainer: Trainer) -> "Run":
+        """Returns the run as another trainer goes on with it."""
+        return Run(trainer, self._state, self._batches)
+
     def step(self) -> StepMetrics:
         self._state, self.metrics = self._trainer.step(self._state, next(self._batches))
         return self.metrics
@@ -99,7 +104,9 @@ class Run:
         jax.block_until_ready(self.metrics)
 
 
-def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None) -> None:
+def measure(
+    row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None, *, split: bool
+) -> None:
     """Compiles a row's step, checks its first ones, and times it.
 
     Args:
@@ -108,6 +115,7 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
         seconds: of the timed blocks.
         figures: filled on the way; what an error leaves in it holds.
         memory_limit: bytes that a step's plan must not exceed; None: what the device has.
+        split: divide the step's time over its parts.
 
     Raises:
         MemoryError: the plan exceeds `memory_limit`.
@@ -117,7 +125,8 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     trainer = make_trainer(row, config, train, drawn=False)
     began = time.perf_counter()
     lengths = drawn.batches[0].lengths
-    compiled = trainer.compile(batch, row.seq, None if lengths is None else lengths.shape[1])
+    shape = batch, row.seq, None if lengths is None else lengths.shape[1]
+    compiled = trainer.compile(*shape)
     figures |= {"compile_s": time.perf_counter() - began, "xla_flags": os.environ.get("XLA_FLAGS")}
     device = jax.devices()[0]
     plan, there = step_memory(trainer, compiled), device_memory(device)
@@ -140,10 +149,16 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
-    if not once:
+    if split:
         try:
-            figures["split"] = _split(run, compiled.as_text() or "")
+            traced = make_trainer(row, config, train, drawn=False)
+            program = traced.compile(*shape, traceable=True).as_text() or ""
+            figures["split"] = _split(run.by(traced), program)
+            seen = sum(figures["split"].values()) / figures["step_ms"]
+            if device.platform == "gpu" and seen < SEEN:
+                raise ValueError(f"the trace has {seen:.0%} of a step")
         except Exception as error:  # a profiler may fail in any way, and the steps are timed by now
+            figures["split"] = None
             figures["note"] = f"no split: {describe(error)}"
 
 

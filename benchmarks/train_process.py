@@ -36,6 +36,7 @@ class Request:
         seconds: of the timed blocks.
         memory: bytes that JAX's plan of a step must not exceed; None: what there is.
         with_weights: have transformers check the loss by the same weights.
+        split: divide a step's time over its parts, which compiles JAX's once more.
     """
 
     row: dict[str, Any] | None = None
@@ -44,6 +45,7 @@ class Request:
     seconds: float = 0.0
     memory: int | None = None
     with_weights: bool = False
+    split: bool = False
 
 
 def ask(request: Request, limit: float) -> dict[str, Any]:
@@ -111,7 +113,7 @@ def answer(request: Request) -> dict[str, Any]:
             elif row.kind == "converge":
                 side.converge(row, request.batch, figures)
             else:
-                side.measure(row, request.batch, request.seconds, figures, request.memory)
+                side.measure(row, request.batch, request.seconds, figures, request.memory, split=request.split)
     except UnavailableError as error:
         return {**figures, "status": "skipped", "note": str(error)}
     except Exception as error:  # whatever fails, its message is the result

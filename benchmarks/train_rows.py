@@ -11,7 +11,7 @@ from flax_models.accounting import device_peak, flops_per_token
 from flax_models.batches import IGNORED, Batch
 from flax_models.families import PUBLISHED
 from flax_models.model_config import ModelConfig, Remat
-from flax_models.packing import ROOM
+from flax_models.packing import room_for
 
 Kind = Literal["speed", "check", "largest", "converge"]
 Loss = Literal["fused", "unfused", "hf", "hf+liger"]
@@ -224,9 +224,9 @@ def draw(row: Row, batch: int) -> Drawn:
     if row.data == "padded":
         examples = _drawn_lengths(generator, size, row.seq)[:, None]
     elif row.data == "packed":
-        examples = _packed(generator, size, row.seq)  # (size, ROOM)
+        examples = _packed(generator, size, row.seq)
         padding = row.seq - examples.sum(axis=1)
-        lengths = np.zeros((size, ROOM + 1), np.int32)
+        lengths = np.zeros((size, examples.shape[1] + 1), np.int32)
         for line, parts, rest in zip(lengths, examples, padding, strict=True):
             there = [*parts[parts > 0], *([rest] if rest else [])]
             line[: len(there)] = there
@@ -242,12 +242,13 @@ def _drawn_lengths(generator: np.random.Generator, count: int, length: int) -> n
 
 
 def _packed(generator: np.random.Generator, rows: int, length: int) -> np.ndarray:
-    """Returns (rows, ROOM) lengths of the examples in packed rows, zeros after the last: a sample of a pool's rows."""
+    """Returns (rows, room) lengths of the examples in packed rows, zeros after the last: a sample of a pool's rows."""
     examples = _drawn_lengths(generator, max(POOL, 16 * rows), length)
-    packed, count, free = (np.zeros((len(examples), *shape), np.int64) for shape in ((ROOM,), (), ()))
+    room = room_for(examples, length)
+    packed, count, free = (np.zeros((len(examples), *shape), np.int64) for shape in ((room,), (), ()))
     free[:] = length
     for example in examples:
-        fits = (free >= example) & (count < ROOM)  # an empty row always does
+        fits = (free >= example) & (count < room)  # an empty row always does
         at = int(np.argmin(np.where(fits, free, length + 1)))
         packed[at, count[at]] = example
         count[at] += 1

@@ -127,7 +127,9 @@ class Step:
         return loss.detach()
 
 
-def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None) -> None:
+def measure(
+    row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None, *, split: bool
+) -> None:
     """Compiles a row's step, checks its first ones, and times it, as `train_jax.measure` does.
 
     The peak is that of the timed steps, without what compiling took.
@@ -174,7 +176,7 @@ def measure(row: Row, batch: int, seconds: float, figures: dict[str, Any], memor
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
-    if not once:
+    if split:
         figures["split"] = _split(step, wait)
 
 

@@ -21,7 +21,7 @@ from flax_models.dialogue import Dialogue
 from flax_models.display import Display
 from flax_models.errors import RunError
 from flax_models.examples import Example, fit_examples
-from flax_models.packing import ROOM, PackedSampler, describe_examples, pack_rows
+from flax_models.packing import PackedSampler, describe_examples, pack_rows, room_for
 from flax_models.run_folder import read_record
 from flax_models.token_cache import describe_tokens, findings, read_or_encode
 from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary, read_run_vocabulary
@@ -158,10 +158,10 @@ def _packed(
     seed: int,
     vocab_size: int,
 ) -> Data:
-    room = 1 if config.packing == "none" else ROOM
+    lengths = np.asarray([len(example.tokens) - 1 for example in train])
+    room = 1 if config.packing == "none" or not train else room_for(lengths, length)
     windows = pack_rows(held_out, length, config.held_out_windows, room=room)
     sampler = PackedSampler(train, config.batch_size, length, seed, room=room)
-    lengths = np.asarray([len(example.tokens) - 1 for example in train])
     share = _padding(train, length, seed, room)
     how = (
         f"best fit, at most {sampler.columns - 1} examples a row"

@@ -8,6 +8,7 @@ Source: Ding et al., "Fewer truncations improve language modeling", 2024 (best-f
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from flax_models.errors import RunError
 from flax_models.examples import Example
 
 BINS = 256  # rows filled at the same time: of lengths of mean T/4, 8 rows leave 5.6% padding, 64 2.0%, 256 1.3%
-ROOM = 32  # most examples in a row of packed ones; cuDNN's attention keeps sums for so many
+ROOM = 32  # most examples in a row of packed ones: `room_for`
 PREFETCHED = 64  # rows made ahead, by a thread
 NAMED = 4  # examples of a batch that are named one by one
 
@@ -71,6 +72,15 @@ def _lengths(segments: np.ndarray, room: int) -> np.ndarray:
         there = [count for count in (*others, padding) if count]
         row[: len(there)] = there
     return lengths
+
+
+def room_for(lengths: np.ndarray, length: int) -> int:
+    """Returns the most examples that a packed row of `length` positions should have, for examples of these lengths.
+
+    Twice as many as fill it on average: it costs no padding (1.2%, of a mean of 0.24 of the row, with and without it),
+    and what cuDNN's attention takes in its backward pass grows with it (18 GB for 32 in 8 rows of 4,096, 32 heads).
+    """
+    return min(ROOM, 2 * math.ceil(length / float(np.mean(lengths))))
 
 
 def _room(room: int, length: int) -> int:

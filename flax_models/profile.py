@@ -24,6 +24,7 @@ TRACED = 5
 PARTS = ("loss", "optimizer", "model")  # named scopes in flax_models.step
 CONTAINERS = ("while", "conditional", "call")
 TOP_OPERATIONS = 8
+TRACEABLE = {"xla_gpu_enable_command_buffer": ""}  # to compile with: a CUDA graph's kernels are named after nothing
 
 
 class Clock:

@@ -15,6 +15,7 @@ from flax_models.config import LoraConfig, TrainConfig
 from flax_models.model import Decoder
 from flax_models.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.parameters import is_adapter, moved, name_of, names_that_train, parts_of
+from flax_models.profile import TRACEABLE
 from jax_pallas.linear_ce import linear_cross_entropy
 
 
@@ -185,7 +186,9 @@ class Trainer:
         sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.counted)
 
-    def compile(self, rows: int, length: int, sequences: int | None = None) -> jax.stages.Compiled:
+    def compile(
+        self, rows: int, length: int, sequences: int | None = None, *, traceable: bool = False
+    ) -> jax.stages.Compiled:
         """Returns the compiled step for (rows, length) batches, with XLA's plan of its memory; nothing runs.
 
         It compiles once: later calls return the same, and `step` runs it, on batches of this shape alone.
@@ -194,12 +197,14 @@ class Trainer:
             rows: B.
             length: T.
             sequences: M, columns of the batches' `lengths`; None: they have none.
+            traceable: so that a trace names each operation, with more launches.
         """
         if self._compiled is None:
             places: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
             lengths: Any = None if sequences is None else jax.ShapeDtypeStruct((rows, sequences), jnp.int32)
             state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.initial)
-            self._compiled = self._jitted.lower(state, Batch(places, places, lengths)).compile()
+            lowered = self._jitted.lower(state, Batch(places, places, lengths))
+            self._compiled = lowered.compile(TRACEABLE if traceable else None)
         return self._compiled
 
     def _take(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:

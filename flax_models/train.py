@@ -88,7 +88,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         model = adapted_shapes(model_config, config.lora) if from_checkpoint else _first_model(config, model_config)
         trainer = Trainer(model, train_config, config.lora)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
-        cost = _describe_costs(trainer, model_config, train_config, data, display)
+        cost = _describe_costs(trainer, model_config, train_config, data, display, traceable=config.profile)
         display.fact(
             "training",
             f"{train_config.steps:,} steps of {train_config.batch_size} x {length} = "
@@ -181,7 +181,7 @@ def _attention(config: ModelConfig, *, packed: bool) -> AttentionChoice:
 
 
 def _describe_costs(
-    trainer: Trainer, config: ModelConfig, train_config: TrainConfig, data: Data, display: Display
+    trainer: Trainer, config: ModelConfig, train_config: TrainConfig, data: Data, display: Display, *, traceable: bool
 ) -> Cost:
     """Says what is trained, by what, and how much memory that takes; compiles the step and returns a token's cost."""
     device, length = jax.devices()[0], config.max_seq_len
@@ -201,7 +201,7 @@ def _describe_costs(
     if device.platform == "gpu":
         much = "to the bit, by" if DETERMINISTIC in os.environ.get("XLA_FLAGS", "") else "to rounding, to the bit under"
         display.fact("repeats", f"{much} XLA_FLAGS={DETERMINISTIC}")
-    _compile(trainer, (train_config.batch_size, length, data.columns), display)
+    _compile(trainer, (train_config.batch_size, length, data.columns), display, traceable=traceable)
     cost = Cost(flops_per_token(config, data.lengths, trainer.trained), device_peak(device.device_kind))
     if cost.peak is None:
         display.fact("throughput", f"in FLOP/s: the peak of {device.device_kind}, to be a share of, is not known")
@@ -210,11 +210,11 @@ def _describe_costs(
     return cost
 
 
-def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Display) -> None:
+def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Display, *, traceable: bool) -> None:
     """Compiles the step and says what memory it takes; raises RunError if that is more than JAX may use."""
     device, began = jax.devices()[0], time.monotonic()
     try:
-        compiled = trainer.compile(*shape)
+        compiled = trainer.compile(*shape, traceable=traceable)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

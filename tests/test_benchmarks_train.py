@@ -153,7 +153,7 @@ def test_steps_that_do_not_train_everything_are_refused() -> None:
 @pytest.mark.slow
 def test_a_process_of_its_own_measures_transformers() -> None:
     row = SMOKE["smoke/hf/full/64x2"]
-    found = ask(Request(dataclasses.asdict(row), 2, in_torch=True), limit=120)
+    found = ask(Request(dataclasses.asdict(row), 2, in_torch=True, split=True), limit=120)
     assert found["status"] == "ok", found["note"]
     assert found["tokens_per_s"] > 0
     assert found["first_loss"] == pytest.approx(np.log(512), abs=0.5)
@@ -184,7 +184,9 @@ def test_a_process_that_dies_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, tm
     ],
 )
 def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str) -> None:
-    def fails(row: Row, batch: int, seconds: float, figures: dict[str, Any], memory: int | None) -> None:
+    def fails(
+        row: Row, batch: int, seconds: float, figures: dict[str, Any], memory: int | None, *, split: bool
+    ) -> None:
         figures["compile_s"] = 1.5
         raise error
 
@@ -350,7 +352,7 @@ def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     names = ("smoke/*fused/*/64x2", "smoke/*packed", "largest/smoke*", "converge/smoke*")
-    arguments = ["--rows", *names, "--seconds", "0", "--memory", "20000000", "--weights"]
+    arguments = ["--rows", *names, "--seconds", "0", "--memory", "20000000", "--weights", "--split"]
     status, rows = run(tmp_path / "train.json", *arguments)
     assert status == 0
     assert all(row["status"] == "ok" for row in rows.values())

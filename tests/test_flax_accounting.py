@@ -173,7 +173,7 @@ def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit,
 
 
 def test_a_step_that_xla_cannot_place_is_one_line(tmp_path, monkeypatch, capsys):
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

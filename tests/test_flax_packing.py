@@ -138,9 +138,16 @@ def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
     given = [
         Example(str(i), np.ones(length + 1, np.int32), np.ones(length + 1, bool)) for i, length in enumerate(lengths)
     ]
-    sampler = sampler_of(given, 8, longest, 0)
+    room = packing.room_for(lengths, longest)
+    assert room <= 10
+    sampler = sampler_of(given, 8, longest, 0, room=room)
     tokens = [(sampler.next(), sampler.tokens)[1] for _ in range(len(given) // 40)]
     assert 1 - np.sum(tokens) / (len(tokens) * 8 * longest) < 0.03
+
+
+@pytest.mark.parametrize(("mean", "room"), [(100, 2), (40, 6), (25, 8), (24, 10), (1, 32)])
+def test_a_row_has_room_for_twice_what_fills_it_on_average(mean, room):
+    assert packing.room_for(np.array([mean - 1, mean + 1]), 100) == room
 
 
 def test_held_out_examples_are_packed_in_their_order_once():
