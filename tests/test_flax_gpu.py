@@ -38,6 +38,7 @@ from flax_models.batches import Batch
 from flax_models.checkpoint import Checkpoints
 from flax_models.config import CONFIGS, TrainConfig
 from flax_models.model import Decoder, ModelConfig
+from flax_models.profile import PARTS
 from flax_models.step import Trainer
 from flax_models.trained import read_run
 from parity.backends import expected_default
@@ -292,7 +293,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
     with texts() as place:
         data = options(data=place / "data", sample_tokens=2)
         with nothing_waits():
-            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data)
+            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data, "--profile")
         assert status == 0
         for pattern in (
             r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
@@ -302,8 +303,12 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
             r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
             r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
+            *(rf"^    {part} +[\d.]+% +[\d.]+ ms a step$" for part in PARTS),
         ):
             assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
+        traced = re.search(r"time of 5 traced steps on the device, all threads and streams: ([\d.]+) ms", said)
+        assert traced is not None, said
+        assert float(traced[1]) > 5 * 0.8, "products alone take longer: operations without a name were left out"
         run, weights = str(place / "runs" / "run"), str(place / "weights")
         assert export.main(["--run", run, "--out", weights]) == 0
         for source in (["--run", run], ["--weights", weights, "--dtype", "bfloat16"]):
