@@ -48,7 +48,7 @@ def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(pl
     assert start(place, "--name", "whole") == 0
     out = capsys.readouterr().out
     assert re.search(r"^corpus     .*: 5\d dialogues and \d held out, ", out, re.M)
-    assert re.search(r"^packing    best fit, at most \d+ examples a row: \d+\.\d\d% padding$", out, re.M)
+    assert re.search(r"^packing    best fit, at most 4 examples a row: \d+\.\d\d% padding$", out, re.M)
     assert re.search(r"^training   8 steps of 2 x 96 = 192 tokens, 0\.\d\d passes over the text$", out, re.M)
     assert "\nsample:\n### Instruction:\nsay it twice\n" in out
     result = json.loads((place / "runs" / "whole" / "result.json").read_text())
@@ -122,7 +122,7 @@ def test_texts_can_be_packed_too(tmp_path, capsys, monkeypatch):
     write_texts(tmp_path / "data")
     assert train(tmp_path, "--data", str(tmp_path / "data"), *SMALL, "--steps=1", "--packing=best_fit") == 0
     assert re.search(
-        r"^packing    best fit, at most \d+ examples a row: \d+\.\d\d% padding$", capsys.readouterr().out, re.M
+        r"^packing    best fit, at most 4 examples a row: \d+\.\d\d% padding$", capsys.readouterr().out, re.M
     )
 
 
