@@ -4,6 +4,7 @@ A GPU's clock drifts with heat and power by more than the differences that matte
 cancels in their ratio.
 """
 
+import os
 import shutil
 import subprocess
 import time
@@ -92,7 +93,7 @@ def _nvml() -> Callable[[], tuple[float, float]]:
     import pynvml  # pyright: ignore[reportMissingImports]
 
     pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(_first_visible())
 
     def read() -> tuple[float, float]:
         clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
@@ -102,10 +103,21 @@ def _nvml() -> Callable[[], tuple[float, float]]:
     return read
 
 
+def _first_visible() -> int:
+    """Returns the number, among all of the machine's GPUs, of the first that CUDA may use."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    return int(first) if first.isdigit() else 0
+
+
 def _nvidia_smi() -> Callable[[], tuple[float, float]] | None:
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
+    command = [
+        "nvidia-smi",
+        f"--id={_first_visible()}",
+        "--query-gpu=clocks.sm,power.draw",
+        "--format=csv,noheader,nounits",
+    ]
 
     def read() -> tuple[float, float]:
         answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout

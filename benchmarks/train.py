@@ -5,15 +5,19 @@ Fused and unfused are held against each other, loss and gradients, before either
 """
 
 import argparse
+import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
-from benchmarks import results
+from benchmarks import results, turns
 from benchmarks.methods import LOSS_BOUND, installed
 from benchmarks.train_process import Request, ask
 from benchmarks.train_rows import GROUPS, Row, select
@@ -38,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
+    parser.add_argument("--jobs", type=int, default=1, help="rows that are prepared side by side; each is timed alone")
     parser.add_argument("--plot", action="store_true", help="make the pictures of --json, and measure nothing")
     return parser.parse_args(arguments)
 
@@ -66,16 +71,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"{there['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
-    failed = 0
-    for row in with_checks(rows, file):
+    adding, stopping, ended = Lock(), Event(), list[bool]()
+
+    def run(row: Row) -> None:
         if options.until is not None and time.monotonic() - began > options.until:
-            print(f"{row.name:{WIDTHS[0]}} not begun after {options.until:g} s, nor are those behind it", flush=True)
-            break
+            print(f"{row.name:{WIDTHS[0]}} not begun after {options.until:g} s", flush=True)
+            return
         found = {**asdict(row), "name": row.name, **dict.fromkeys(MEASURED), **measure(row, file, options)}
-        file.add(found)
-        print(line(found), flush=True)
-        failed += found["status"] == "failed" and not row.in_torch
-    return 1 if failed else 0
+        with adding:
+            if stopping.is_set():
+                return
+            file.add(found)
+            print(line(found), flush=True)
+            ended.append(found["status"] != "failed" or row.in_torch)
+
+    ordered = with_checks(rows, file)
+    checks = [row for row in ordered if row.kind == "check"]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        os.environ[turns.VARIABLE] = folder
+        try:
+            for together in (checks, [row for row in ordered if row not in checks]):
+                list(pool.map(run, together))
+        except BaseException:
+            stopping.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            turns.end()
+            raise
+        finally:
+            del os.environ[turns.VARIABLE]
+    return 0 if all(ended) else 1
 
 
 def with_checks(rows: Sequence[Row], file: results.ResultFile) -> list[Row]:

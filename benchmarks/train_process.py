@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import turns
 from benchmarks.methods import UnavailableError, describe, out_of_memory
 from benchmarks.results import ROOT
 
+ALL = 2**62  # bytes: whatever the device has
 LAST_LINES = 30  # of a failed process that are printed
 
 
@@ -69,6 +71,7 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
                 end = f"took longer than {limit:g} s"
             finally:
                 _end(process)
+                turns.leave(process.pid)
         if path.exists():
             found = json.loads(path.read_text())
         else:
@@ -108,6 +111,8 @@ def answer(request: Request) -> dict[str, Any]:
     try:
         if request.row is not None:
             row: Any = Row(**request.row)
+            if row.kind == "largest":
+                turns.reserve(ALL, 0)
             if row.kind == "check":
                 side.check(row, request.batch, figures, with_weights=request.with_weights)
             elif row.kind == "converge":
@@ -124,6 +129,7 @@ def answer(request: Request) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     request, path = sys.argv[1:] if arguments is None else arguments
+    turns.join()
     content = json.dumps(answer(Request(**json.loads(request))), default=float)  # NumPy's numbers
     Path(path).write_text(content)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import turns
 from benchmarks.methods import UnavailableError, describe, installed, load, out_of_memory
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
@@ -139,6 +140,8 @@ def measure(
     on_gpu = torch.cuda.is_available()
     device, wait = ("cuda", torch.cuda.synchronize) if on_gpu else ("cpu", _at_once)
     config, drawn = row.model(), draw(row, batch)
+    if on_gpu:
+        turns.reserve(_expected(row, config, batch), torch.cuda.get_device_properties(0).total_memory)
     torch.manual_seed(0)
     model = make_model(row, config, device)
     batches = [tuple(torch.from_numpy(array).to(device).long() for array in part[:2]) for part in drawn.batches]
@@ -165,7 +168,8 @@ def measure(
     def take_step() -> None:
         losses[0] = step()
 
-    blocks = host_blocks(take_step, wait, 0 if once else seconds, Sensor(gpu=on_gpu))
+    with turns.alone():
+        blocks = host_blocks(take_step, wait, 0 if once else seconds, Sensor(gpu=on_gpu))
     adapters = {"blocks.lora_a": sum(weight.numel() for weight in step.weights)} if row.mode == "lora" else None
     figures |= {
         **blocks.figures(),
@@ -177,7 +181,15 @@ def measure(
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
     if split:
-        figures["split"] = _split(step, wait)
+        with turns.alone():
+            figures["split"] = _split(step, wait)
+
+
+def _expected(row: Row, config: ModelConfig, batch: int) -> int:
+    """Returns about how many bytes a row takes, rather too many: PyTorch has no plan to ask."""
+    states = 20 * config.parameter_count()  # weights and gradients in both dtypes, two moments
+    each = 75 * config.num_layers * config.hidden_size + (0 if row.loss == "hf+liger" else 12 * config.vocab_size)
+    return states + batch * row.seq * each
 
 
 def _at_once() -> None:
