@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.train_process import Request, ask
 from benchmarks.train_rows import GROUPS, Row, select
 
 FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
+LONGEST = 160  # characters of a failure's message within another note
 FIRST = 16  # rows of a step that the search of the largest batch begins with
 FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
 # The keys that every row has, None where they were not measured.
@@ -131,6 +132,13 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
         split = options.split and row.kind == "speed"
         request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights, split)
         found = ask(request, options.limit)
+        if found["status"] == "oom" and options.jobs > 1 and row.kind != "largest":  # others may have held the memory
+            request = replace(request, whole_device=True)
+            found = ask(request, options.limit)
+        if found["status"] == "failed" and row.in_torch:  # Liger's kernels do not always bear it
+            plain = ask(replace(request, compile=False), options.limit)
+            if plain["status"] == "ok":
+                found = {**plain, "note": f"not compiled, for compiled it failed: {found['note'][:LONGEST]}"}
         if found.get("device", file.head["device"]) != file.head["device"]:
             return {"status": "failed", "note": f"ran on {found['device']}"}
         return found

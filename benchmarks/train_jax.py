@@ -23,6 +23,7 @@ from flax import nnx
 from benchmarks import turns
 from benchmarks.methods import check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
+from benchmarks.train_process import Request
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models import weights
 from flax_models.accounting import Memory, device_memory, step_memory
@@ -106,23 +107,19 @@ class Run:
         jax.block_until_ready(self.metrics)
 
 
-def measure(
-    row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None, *, split: bool
-) -> None:
+def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     """Compiles a row's step, checks its first ones, and times it.
 
     Args:
         row: what is measured.
-        batch: B.
-        seconds: of the timed blocks.
+        request: how.
         figures: filled on the way; what an error leaves in it holds.
-        memory_limit: bytes that a step's plan must not exceed; None: what the device has.
-        split: divide the step's time over its parts.
 
     Raises:
-        MemoryError: the plan exceeds `memory_limit`.
+        MemoryError: the plan exceeds the request's memory.
         ValueError: the steps do not train what is to train.
     """
+    batch, memory_limit = request.batch, request.memory
     config, train, drawn = row.model(), train_config(row, batch), draw(row, batch)
     trainer = make_trainer(row, config, train, drawn=False)
     began = time.perf_counter()
@@ -143,7 +140,7 @@ def measure(
     figures |= check_steps([run.step() for _ in range(1 if once else WARM_UP)], [part.name for part in trainer.parts])
     sensor = Sensor(gpu=device.platform == "gpu")
     with turns.alone():
-        blocks = host_blocks(run.step, run.wait, 0 if once else seconds, sensor)
+        blocks = host_blocks(run.step, run.wait, 0 if once else request.seconds, sensor)
     assert run.metrics is not None
     figures |= {
         **blocks.figures(),
@@ -153,7 +150,7 @@ def measure(
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
-    if split:
+    if request.split:
         try:
             traced = make_trainer(row, config, train, drawn=False)
             program = traced.compile(*shape, traceable=True).as_text() or ""

@@ -39,6 +39,8 @@ class Request:
         memory: bytes that JAX's plan of a step must not exceed; None: what there is.
         with_weights: have transformers check the loss by the same weights.
         split: divide a step's time over its parts, which compiles JAX's once more.
+        whole_device: begin when no other process holds memory of the device.
+        compile: have PyTorch compile the model.
     """
 
     row: dict[str, Any] | None = None
@@ -48,6 +50,8 @@ class Request:
     memory: int | None = None
     with_weights: bool = False
     split: bool = False
+    whole_device: bool = False
+    compile: bool = True
 
 
 def ask(request: Request, limit: float) -> dict[str, Any]:
@@ -111,14 +115,14 @@ def answer(request: Request) -> dict[str, Any]:
     try:
         if request.row is not None:
             row: Any = Row(**request.row)
-            if row.kind == "largest":
+            if row.kind == "largest" or request.whole_device:
                 turns.reserve(ALL, 0)
             if row.kind == "check":
                 side.check(row, request.batch, figures, with_weights=request.with_weights)
             elif row.kind == "converge":
                 side.converge(row, request.batch, figures)
             else:
-                side.measure(row, request.batch, request.seconds, figures, request.memory, split=request.split)
+                side.measure(row, request, figures)
     except UnavailableError as error:
         return {**figures, "status": "skipped", "note": str(error)}
     except Exception as error:  # whatever fails, its message is the result

@@ -50,6 +50,7 @@ class Row:
         data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
         optimizer: its name in `flax_models.config`.
         accumulate: micro-batches of a step.
+        scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
         cast_head: the fused loss takes a copy of the head in the computation's dtype; the unfused one does so anyway.
     """
 
@@ -64,6 +65,7 @@ class Row:
     data: Data = "whole"
     optimizer: str = "adamw"
     accumulate: int = 1
+    scan_layers: bool = True
     cast_head: bool = False
 
     @property
@@ -77,7 +79,7 @@ class Row:
         words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
         usual = {field.name: field.default for field in fields(self)}
         usual["attention"] = _usual_attention(self.config, self.loss)
-        for option in ("remat", "attention", "data", "optimizer", "accumulate", "cast_head"):
+        for option in ("remat", "attention", "data", "optimizer", "accumulate", "scan_layers", "cast_head"):
             if getattr(self, option) != usual[option]:
                 words.append(f"{option}={str(getattr(self, option)).lower()}")
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
@@ -90,7 +92,8 @@ class Row:
         """Returns the shape as it is trained: products in `dtype` over float32 parameters."""
         shape = SMOKE if self.config == "smoke" else PUBLISHED[self.config]
         by = "cudnn" if self.attention == "cudnn" and dtype == "bfloat16" else "xla"
-        return replace(shape, max_seq_len=self.seq, dtype=dtype, remat=self.remat, attention_implementation=by)
+        how: dict[str, Any] = {"remat": self.remat, "scan_layers": self.scan_layers, "attention_implementation": by}
+        return replace(shape, max_seq_len=self.seq, dtype=dtype, **how)
 
 
 def _usual_attention(config: str, loss: Loss) -> Literal["cudnn", "xla", "sdpa"]:
@@ -132,6 +135,12 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _row(model, size=size, remat=remat, cast_head=True)
         for size, remat in ((LONG, "none"), (SHORT, "none"), (LONG, "full"))
         for model in MODELS
+    ),
+    "layers": tuple(
+        _row(model, size=size, remat=remat, scan_layers=scan, cast_head=True)
+        for size in (LONG, SHORT)
+        for model in MODELS
+        for remat, scan in (("none", False), ("elementwise", True), ("elementwise", False))
     ),
     "packed": tuple(_row(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
     "lora": tuple(_row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),

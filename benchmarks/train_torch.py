@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks import turns
 from benchmarks.methods import UnavailableError, describe, installed, load, out_of_memory
 from benchmarks.timing import Sensor, host_blocks
+from benchmarks.train_process import Request
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
 from flax_models.batches import Batch
 from flax_models.hub_config import values_of
@@ -128,14 +129,13 @@ class Step:
         return loss.detach()
 
 
-def measure(
-    row: Row, batch: int, seconds: float, figures: dict[str, Any], memory_limit: int | None, *, split: bool
-) -> None:
+def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     """Compiles a row's step, checks its first ones, and times it, as `train_jax.measure` does.
 
     The peak is that of the timed steps, without what compiling took.
     """
-    if memory_limit is not None:
+    batch = request.batch
+    if request.memory is not None:
         raise UnavailableError("--memory limits JAX's plan of a step, and PyTorch makes none")
     on_gpu = torch.cuda.is_available()
     device, wait = ("cuda", torch.cuda.synchronize) if on_gpu else ("cpu", _at_once)
@@ -148,8 +148,8 @@ def measure(
     step = Step(model, itertools.cycle(batches))
     once = row.kind == "largest"
     began = time.perf_counter()
-    figures["compiled"] = on_gpu
-    if on_gpu:
+    figures["compiled"] = on_gpu and request.compile
+    if figures["compiled"]:
         step.compile()
         try:
             step.backward(step.forward())
@@ -169,7 +169,7 @@ def measure(
         losses[0] = step()
 
     with turns.alone():
-        blocks = host_blocks(take_step, wait, 0 if once else seconds, Sensor(gpu=on_gpu))
+        blocks = host_blocks(take_step, wait, 0 if once else request.seconds, Sensor(gpu=on_gpu))
     adapters = {"blocks.lora_a": sum(weight.numel() for weight in step.weights)} if row.mode == "lora" else None
     figures |= {
         **blocks.figures(),
@@ -180,7 +180,7 @@ def measure(
     }
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
-    if split:
+    if request.split:
         with turns.alone():
             figures["split"] = _split(step, wait)
 

@@ -15,6 +15,7 @@ parameters are stacked along a first axis of num_layers, and one compiled block 
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,8 +198,9 @@ class Decoder(nnx.Module):
             slots = None if cache is None else CacheSlots(cache, index)
             return nnx.merge(graph, params)(x, sight, window, slots), None
 
-        if config.remat == "full":
-            step = jax.checkpoint(step, prevent_cse=not config.scan_layers)
+        if config.remat in ("elementwise", "full"):
+            policy = _is_product if config.remat == "elementwise" else None
+            step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=policy)
         unroll = 1 if config.scan_layers else config.num_layers
         return jax.lax.scan(step, (x, cache), (params, varying, layers), unroll=unroll)[0]
 
@@ -217,6 +219,13 @@ class Decoder(nnx.Module):
         return (
             logits if config.logit_softcap is None else config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
         )
+
+
+def _is_product(primitive: Any, *avals: Any, **parameters: Any) -> bool:
+    """A policy of jax.checkpoint: keeps products with weights, and what cuDNN's attention gives."""
+    if str(primitive).startswith("dot_product_attention_fwd"):
+        return True
+    return jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims(primitive, *avals, **parameters)
 
 
 def decoder_shapes(config: ModelConfig) -> Decoder:

@@ -8,7 +8,7 @@ from flax_models.rope import RopeScaling
 Dtype = Literal["float32", "bfloat16", "float16"]
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"]
 Activation = Literal["silu", "gelu_tanh"]
-Remat = Literal["none", "attention", "full"]
+Remat = Literal["none", "attention", "elementwise", "full"]
 AttentionImplementation = Literal["xla", "cudnn"]
 
 
@@ -76,7 +76,9 @@ class ModelConfig:
     scan_layers: bool = True
     """Compile one block and loop over the layers; otherwise compile each layer by itself."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing, the scores that xla's attention keeps, or all of each block."""
+    """What the backward pass computes again: nothing; the scores that xla's attention keeps; those and all that is
+    elementwise (norms, rotations, activations), so that products with weights and cudnn's attention alone are kept; or
+    all of each block."""
     attention_implementation: AttentionImplementation | None = None
     """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
     an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""

@@ -184,9 +184,7 @@ def test_a_process_that_dies_is_a_failed_row(monkeypatch: pytest.MonkeyPatch, tm
     ],
 )
 def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, note: str) -> None:
-    def fails(
-        row: Row, batch: int, seconds: float, figures: dict[str, Any], memory: int | None, *, split: bool
-    ) -> None:
+    def fails(row: Row, request: Request, figures: dict[str, Any]) -> None:
         figures["compile_s"] = 1.5
         raise error
 
