@@ -23,8 +23,6 @@ from benchmarks.train_process import Request, ask
 from benchmarks.train_rows import GROUPS, Row, select
 
 FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
-LONGEST = 160  # characters of a failure's message within another note
-FIRST = 16  # rows of a step that the search of the largest batch begins with
 FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
 # The keys that every row has, None where they were not measured.
 MEASURED = ("tokens_per_s", "mfu", "step_ms", "peak_bytes", "split", "note")
@@ -40,6 +38,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a process (default %(default)s)")
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
+    parser.add_argument("--first", type=int, default=16, help="first batch of a search of the largest (default 16)")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
@@ -133,18 +132,13 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
         request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights, split)
         found = ask(request, options.limit)
         if found["status"] == "oom" and options.jobs > 1 and row.kind != "largest":  # others may have held the memory
-            request = replace(request, whole_device=True)
-            found = ask(request, options.limit)
-        if found["status"] == "failed" and row.in_torch:  # Liger's kernels do not always bear it
-            plain = ask(replace(request, compile=False), options.limit)
-            if plain["status"] == "ok":
-                found = {**plain, "note": f"not compiled, for compiled it failed: {found['note'][:LONGEST]}"}
+            found = ask(replace(request, whole_device=True), options.limit)
         if found.get("device", file.head["device"]) != file.head["device"]:
             return {"status": "failed", "note": f"ran on {found['device']}"}
         return found
 
     if row.batch is None:
-        return largest(attempt)
+        return largest(attempt, options.first)
     found = attempt(row.batch)
     others = [other for other in file.rows if other["commit"] == file.head["commit"] and other["name"] != row.name]
     wrong = disagreement(row, found, others) if found["status"] == "ok" else None
@@ -167,17 +161,18 @@ def disagreement(row: Row, found: Mapping[str, Any], others: Sequence[Mapping[st
     return None
 
 
-def largest(attempt: Callable[[int], Mapping[str, Any]]) -> dict[str, Any]:
+def largest(attempt: Callable[[int], Mapping[str, Any]], first: int) -> dict[str, Any]:
     """Returns the figures of the largest batch that fits, to a FINE-th of it.
 
     Args:
         attempt: measures a batch in a process of its own; its figures may have an `estimate` of what fits.
+        first: batch to begin with.
 
     Returns:
         The figures of the largest that ran, with `batch`, `tried`, and `too_large`, the smallest that did not run.
         Without one that ran they are those of the last. An error that is not for memory ends the search, and is told.
     """
-    fits, too_large, trial = 0, None, FIRST
+    fits, too_large, trial = 0, None, first
     tried: list[int] = []
     best: dict[str, Any] = {}
     while True:

@@ -40,7 +40,6 @@ class Request:
         with_weights: have transformers check the loss by the same weights.
         split: divide a step's time over its parts, which compiles JAX's once more.
         whole_device: begin when no other process holds memory of the device.
-        compile: have PyTorch compile the model.
     """
 
     row: dict[str, Any] | None = None
@@ -51,7 +50,6 @@ class Request:
     with_weights: bool = False
     split: bool = False
     whole_device: bool = False
-    compile: bool = True
 
 
 def ask(request: Request, limit: float) -> dict[str, Any]:

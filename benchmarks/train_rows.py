@@ -50,6 +50,7 @@ class Row:
         data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
         optimizer: its name in `flax_models.config`.
         accumulate: micro-batches of a step.
+        compile: have PyTorch compile the model; JAX always does.
         scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
         cast_head: the fused loss takes a copy of the head in the computation's dtype; the unfused one does so anyway.
     """
@@ -65,6 +66,7 @@ class Row:
     data: Data = "whole"
     optimizer: str = "adamw"
     accumulate: int = 1
+    compile: bool = True
     scan_layers: bool = True
     cast_head: bool = False
 
@@ -79,7 +81,7 @@ class Row:
         words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
         usual = {field.name: field.default for field in fields(self)}
         usual["attention"] = _usual_attention(self.config, self.loss)
-        for option in ("remat", "attention", "data", "optimizer", "accumulate", "scan_layers", "cast_head"):
+        for option in ("remat", "attention", "data", "optimizer", "accumulate", "compile", "scan_layers", "cast_head"):
             if getattr(self, option) != usual[option]:
                 words.append(f"{option}={str(getattr(self, option)).lower()}")
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
@@ -106,6 +108,12 @@ def _row(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LO
     return Row(config, loss, mode, *size, **{"attention": _usual_attention(config, loss), **options})
 
 
+def _trained(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LONG, **options: Any) -> Row:
+    """Returns a row as published shapes train here, each layer compiled by itself."""
+    scan = {} if loss in ("hf", "hf+liger") else {"scan_layers": False}
+    return _row(config, loss, mode, size, **scan, **options)
+
+
 def _added_one_by_one(config: str) -> list[Row]:
     """Returns rows of which each has one thing more than the one before."""
     rows = [_row(config, "unfused", remat="full", attention="xla", data="padded")]
@@ -114,6 +122,7 @@ def _added_one_by_one(config: str) -> list[Row]:
         {"loss": "fused"},
         {"data": "packed"},
         {"remat": "none"},
+        {"scan_layers": False},
         {"optimizer": "adafactor"},
     )
     for change in changes:
@@ -122,17 +131,18 @@ def _added_one_by_one(config: str) -> list[Row]:
 
 
 _OURS: tuple[Loss, ...] = ("fused", "unfused")
+_MODES: tuple[Mode, ...] = ("full", "lora")
 _PEERS: tuple[Loss, ...] = ("hf", "hf+liger")
-_CONVERGING = _row(MODELS[1], size=SHORT, kind="converge")
+_CONVERGING = _trained(MODELS[1], size=SHORT, kind="converge")
 
 # In the order of measuring: what matters most first.
 GROUPS: dict[str, tuple[Row, ...]] = {
     "full": tuple(
-        _row(model, loss, size=size) for size in (LONG, SHORT) for model in MODELS for loss in (*_OURS, *_PEERS)
+        _trained(model, loss, size=size) for size in (LONG, SHORT) for model in MODELS for loss in (*_OURS, *_PEERS)
     ),
     "memory": tuple(_row(model, loss, remat="full") for model in MODELS for loss in _OURS),
     "cast-head": tuple(
-        _row(model, size=size, remat=remat, cast_head=True)
+        _trained(model, size=size, remat=remat, cast_head=True)
         for size, remat in ((LONG, "none"), (SHORT, "none"), (LONG, "full"))
         for model in MODELS
     ),
@@ -140,13 +150,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         _row(model, size=size, remat=remat, scan_layers=scan, cast_head=True)
         for size in (LONG, SHORT)
         for model in MODELS
-        for remat, scan in (("none", False), ("elementwise", True), ("elementwise", False))
+        for remat, scan in (("none", True), ("elementwise", True), ("elementwise", False))
     ),
-    "packed": tuple(_row(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
-    "lora": tuple(_row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
-    "largest": tuple(
-        _row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in (*_OURS, "hf+liger")
-    ),
+    "packed": tuple(_trained(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
+    "lora": tuple(_trained(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
+    "largest": tuple(_row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in _OURS),
     # The third is the first with its gradients summed in another order: what differs by rounding alone.
     "converge": (_CONVERGING, replace(_CONVERGING, loss="unfused"), replace(_CONVERGING, accumulate=2)),
     "ablation": tuple(_added_one_by_one(MODELS[0])),
@@ -154,9 +162,15 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         *(_row(MODELS[1], size=SHORT, attention="xla", remat=remat) for remat in ("none", "attention", "full")),
         _row(MODELS[1], size=SHORT, remat="full"),
     ),
-    "optimizer": tuple(_row(MODELS[0], optimizer=name) for name in ("adafactor", "muon", "schedule_free_adamw")),
+    "optimizer": tuple(_trained(MODELS[0], optimizer=name) for name in ("adafactor", "muon", "schedule_free_adamw")),
     "lora-peers": tuple(
         _row(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _PEERS
+    ),
+    "liger": tuple(
+        _row(model, "hf+liger", mode, size, compile=False)
+        for mode in _MODES
+        for size in (LONG, SHORT)
+        for model in MODELS
     ),
     "ablation-qwen": tuple(_added_one_by_one(MODELS[1])),
     "smoke": (

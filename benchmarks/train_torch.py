@@ -148,7 +148,7 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     step = Step(model, itertools.cycle(batches))
     once = row.kind == "largest"
     began = time.perf_counter()
-    figures["compiled"] = on_gpu and request.compile
+    figures["compiled"] = on_gpu and row.compile
     if figures["compiled"]:
         step.compile()
         try:

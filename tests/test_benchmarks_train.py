@@ -20,6 +20,7 @@ from flax_models.batches import IGNORED
 KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
 FUSED = SMOKE["smoke/fused/full/64x2"]
+APART = "/scan_layers=false"  # each layer compiled by itself
 
 # What is measured.
 
@@ -32,9 +33,10 @@ def test_rows_are_complete() -> None:
             for loss in ("fused", "unfused", "hf", "hf+liger"):
                 for mode, groups in (("full", ("full",)), ("lora", ("lora", "lora-peers"))):
                     rows = [row for group in groups for row in GROUPS[group]]
-                    assert any(row.name == f"{model}/{loss}/{mode}/{size[0]}x{size[1]}" for row in rows)
-            for group, option in (("packed", "data=packed"), ("cast-head", "cast_head=true")):
-                assert f"{model}/fused/full/{size[0]}x{size[1]}/{option}" in {row.name for row in GROUPS[group]}
+                    name = f"{model}/{loss}/{mode}/{size[0]}x{size[1]}"
+                    assert any(row.name == name + ("" if row.in_torch else APART) for row in rows)
+            for group, option in (("packed", f"/data=packed{APART}"), ("cast-head", f"{APART}/cast_head=true")):
+                assert f"{model}/fused/full/{size[0]}x{size[1]}{option}" in {row.name for row in GROUPS[group]}
         for loss in ("fused", "unfused"):
             assert f"largest/{model}/{loss}/full/4096/remat=full" in {row.name for row in GROUPS["largest"]}
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
@@ -54,7 +56,7 @@ def test_an_ablation_adds_one_thing_at_a_time(group: str) -> None:
         ]
         assert len(changed) == 1
         added += changed
-    assert added == ["attention", "loss", "data", "remat", "optimizer"]
+    assert added == ["attention", "loss", "data", "remat", "scan_layers", "optimizer"]
 
 
 def test_rows_are_chosen_by_group_and_by_name() -> None:
@@ -297,7 +299,7 @@ def test_the_largest_batch_is_found(capacity: int, estimate: float | None) -> No
         guess = None if estimate is None else int(estimate * capacity)
         return {"status": "ok" if batch <= capacity else "oom", "note": None, "estimate": guess, "step_ms": batch}
 
-    found = train.largest(attempt)
+    found = train.largest(attempt, 16)
     assert found["tried"] == tried
     assert len(tried) <= 14
     if not capacity:
@@ -308,9 +310,9 @@ def test_the_largest_batch_is_found(capacity: int, estimate: float | None) -> No
 
 
 def test_another_error_ends_the_search() -> None:
-    found = train.largest(lambda batch: {"status": "failed", "note": "wrong"})
+    found = train.largest(lambda batch: {"status": "failed", "note": "wrong"}, 16)
     assert found == {"status": "failed", "note": "wrong", "batch": 16, "tried": [16]}
-    found = train.largest(lambda batch: {"status": "ok" if batch < 40 else "failed", "note": "wrong"})
+    found = train.largest(lambda batch: {"status": "ok" if batch < 40 else "failed", "note": "wrong"}, 16)
     assert (found["status"], found["batch"], found["too_large"]) == ("ok", 32, 64)
     assert found["note"] == "batch 64 failed, not for memory: wrong"
 
