@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.weights is None:
         model = Decoder(vocabulary.fit(MODEL), rngs=rngs)
     else:  # bf16 products; what trains is kept in float32
-        model = load(chosen.weights, dtype="bfloat16", param_dtype="float32", remat="attention")
+        model = load(chosen.weights, dtype="bfloat16", param_dtype="float32", remat="attention", scan_layers=False)
     # A random model has nothing that adapters could adapt: its embedding learns too.
     lora = LoraConfig(lora_rank=16, unfreeze=("embedding",) if chosen.weights is None else ())
     if chosen.lora:

@@ -206,8 +206,8 @@ class RunConfig:
 def _to_train(shape: ModelConfig) -> ModelConfig:
     """Returns a published shape as it is trained: 4,096 tokens at most, bf16 products over float32 parameters.
 
-    Each layer is compiled by itself, which takes three times as long: a loop over the layers copies what each of them
-    keeps for the backward pass into arrays of all layers, a fifth to a tenth of a step, and keeps more of it.
+    Each layer is compiled by itself, which takes two to three times as long: a loop over the layers copies what each of
+    them keeps for the backward pass into arrays of all layers, and keeps more of it (docs/throughput.md has figures).
     """
     how: dict[str, Any] = {"dtype": "bfloat16", "remat": "attention", "scan_layers": False}
     return dataclasses.replace(shape, max_seq_len=min(shape.max_seq_len, 4096), **how)

@@ -82,7 +82,8 @@ class AdaptedLinear(nnx.Module):
         x, kernel, a, b = (
             array.astype(self.dtype) for array in (x, self.kernel[...], self.lora_a[...], self.lora_b[...])
         )
-        y = x @ kernel + ((x @ a) * self.scale) @ b
+        # The sum itself, or XLA keeps both of its terms for the backward pass and adds them again wherever it is read.
+        y = jax.lax.optimization_barrier(x @ kernel + ((x @ a) * self.scale) @ b)
         if self.dora:
             added = jnp.matmul(a, b, preferred_element_type=jnp.float32)
             lengths = jax.lax.stop_gradient(_lengths(kernel.astype(jnp.float32) + self.scale * added))

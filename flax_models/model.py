@@ -222,8 +222,8 @@ class Decoder(nnx.Module):
 
 
 def _is_product(primitive: Any, *avals: Any, **parameters: Any) -> bool:
-    """A policy of jax.checkpoint: keeps products with weights, and what cuDNN's attention gives."""
-    if str(primitive).startswith("dot_product_attention_fwd"):
+    """A policy of jax.checkpoint: keeps products with weights, adapters' added, and what cuDNN's attention gives."""
+    if str(primitive) == "optimization_barrier" or str(primitive).startswith("dot_product_attention_fwd"):
         return True
     return jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims(primitive, *avals, **parameters)
 

@@ -64,7 +64,7 @@ def test_published_models_train_by_cudnn_where_their_attention_lets_them(name):
 
 
 @pytest.mark.parametrize("asked", [None, "cudnn", "xla"])
-@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+@pytest.mark.parametrize("remat", ["none", "attention", "elementwise", "full"])
 def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
     """Traced for a GPU that is not there; scores are computed again only where they would be kept."""
     ran = []
@@ -82,7 +82,7 @@ def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
     expected = explain_attention(config, 16).name
     assert set(ran) == {expected}
     assert ("remat" in traced or "checkpoint" in traced) == (
-        remat == "full" or (remat, expected) == ("attention", "xla")
+        remat in ("elementwise", "full") or (remat, expected) == ("attention", "xla")
     )
 
 

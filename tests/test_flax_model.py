@@ -11,11 +11,14 @@ import pytest
 from flax import nnx
 from random_decoder import SMALL, random_decoder
 
-from flax_models.config import TrainConfig
+from flax_models.batches import Batch
+from flax_models.config import LoraConfig, TrainConfig
 from flax_models.generate import generate
+from flax_models.lora import adapted_shapes
 from flax_models.model import Decoder, ModelConfig
 from flax_models.optimizers import make_optimizer
 from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
+from flax_models.step import Trainer
 
 
 def make(config: ModelConfig = SMALL) -> Decoder:
@@ -219,7 +222,7 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
         return hidden, nnx.to_pure_dict(gradients)
 
     expected, gradients = value_and_gradients()
-    for changes in ({"remat": "attention"}, {"remat": "full"}, {"scan_layers": False}):
+    for changes in ({"remat": "attention"}, {"remat": "elementwise"}, {"remat": "full"}, {"scan_layers": False}):
         got, got_gradients = value_and_gradients(**changes)
         np.testing.assert_allclose(got, expected, atol=1e-5, err_msg=str(changes))
         jax.tree.map(
@@ -227,6 +230,24 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
             got_gradients,
             gradients,
         )
+
+
+@pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
+def test_what_is_kept_for_the_backward_pass(lora_rank: int):
+    """Of a block "elementwise" keeps the products with weights, "full" its input alone, which computes them again."""
+    kept, products = {}, {}
+    for remat in ("none", "elementwise", "full"):
+        lora = LoraConfig(lora_rank=lora_rank)
+        config = dataclasses.replace(SMALL, remat=remat, num_layers=3)
+        trainer = Trainer(adapted_shapes(config, lora), TrainConfig(batch_size=4), lora)
+        tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+        lowered = jax.jit(trainer._gradients).lower(trainer.initial.params, Batch(tokens, tokens, None))  # pyright: ignore[reportArgumentType]
+        products[remat] = lowered.as_text().count("dot_general")
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        kept[remat] = memory.temp_size_in_bytes
+    assert kept["full"] < kept["elementwise"] < kept["none"]
+    assert products["none"] < products["full"]
 
 
 def test_logits_are_scaled_and_capped_as_the_config_says():
