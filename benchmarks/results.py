@@ -86,11 +86,44 @@ class ResultFile:
         if new["status"] == "skipped" and any(old["status"] == "ok" for old in same):
             return
         self.rows = [old for old in self.rows if old not in same] + [new]
+        self._write()
+
+    def _write(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self.path.with_suffix(".part")
             scratch.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1, allow_nan=False) + "\n")
             scratch.replace(self.path)
+
+
+def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[dict[str, Any]]:
+    """Merges files of results, such as those of two GPUs of one kind, into one, and returns its rows.
+
+    Of each measurement the newest row stays, with the commit and date that it has; one that failed, or could not be
+    tried, replaces none with a time.
+
+    Args:
+        path: of the file, which need not be there yet.
+        others: files to take rows from.
+        key: the keys of a row that say which measurement it is.
+
+    Raises:
+        ValueError: the files are not of the same device and versions.
+    """
+    contents = [json.loads(file.read_text()) for file in ([path] if path.exists() else []) + list(others)]
+    newest = max(contents, key=lambda content: content["date"])
+    merged = ResultFile(None, newest["device"], newest["versions"], newest["commit"], key)
+    merged.path, merged.head = path, {**merged.head, "date": newest["date"]}
+    for name, content in zip([path, *others][-len(contents) :], contents, strict=True):
+        if any(content[part] != newest[part] for part in ("device", "versions")):
+            raise ValueError(f"{name} is of {content['device']}, {content['versions']}, and another is not")
+        for row in content["rows"]:
+            same = [old for old in merged.rows if all(old[part] == row[part] for part in key)]
+            if any((old["status"] == "ok", old["date"]) > (row["status"] == "ok", row["date"]) for old in same):
+                continue
+            merged.rows = [old for old in merged.rows if old not in same] + [row]
+    merged._write()
+    return merged.rows
 
 
 HEADINGS = ("method", "ms", "p20-p80", "x floor", "p20-p80", "peak MiB", "work MiB", "loss", "d_input", "d_weight", "")

@@ -43,6 +43,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
     parser.add_argument("--jobs", type=int, default=1, help="rows that are prepared side by side; each is timed alone")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="merge these into --json, measure nothing"
+    )
     parser.add_argument("--plot", action="store_true", help="make the pictures of --json, and measure nothing")
     return parser.parse_args(arguments)
 
@@ -56,6 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--{error}") from error
     if options.list:
         print("\n".join(row.name for row in rows))
+        return 0
+    if options.merge:
+        if options.json is None:
+            raise SystemExit("--merge goes with --json, the file to merge into")
+        try:
+            merged = results.merge(options.json, options.merge, key=("name",))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--merge: {error}") from error
+        print(heading(), *map(line, merged), sep="\n")
         return 0
     if options.plot:
         from benchmarks.train_plot import draw_all
@@ -202,7 +214,7 @@ def _next(fits: int, too_large: int | None, step: int, estimate: int | None) -> 
 
 
 HEADINGS = ("row", "step ms", "p20-p80", "tokens/s", "MFU", "peak GiB", "parts, ms")
-WIDTHS = (58, 9, 17, 9, 6, 8, 0)
+WIDTHS = (84, 9, 17, 9, 6, 8, 0)
 
 
 def heading() -> str:

@@ -317,6 +317,28 @@ def test_another_error_ends_the_search() -> None:
     assert found["note"] == "batch 64 failed, not for memory: wrong"
 
 
+def test_files_are_merged(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("smoke/fused/full/64x2", "smoke/unfused/full/64x2")
+    one, two, merged = (tmp_path / name for name in ("one.json", "two.json", "all.json"))
+    run(one, "--rows", *names)
+    answers[names[1]] = {"status": "failed", "note": "broken"}
+    answers["smoke/hf/full/64x2"] = {"status": "oom", "note": "full"}
+    measured = run(two, "--rows", names[1], "smoke/hf/full/64x2")[1]
+    assert train.main(["--merge", str(one), str(two), "--json", str(merged)]) == 0
+    assert "smoke/hf/full/64x2" in capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads(merged.read_text())["rows"]}
+    assert {name: rows[name]["status"] for name in names} == dict.fromkeys(names, "ok")
+    assert rows["smoke/hf/full/64x2"] == measured["smoke/hf/full/64x2"]
+    content = json.loads(two.read_text())
+    two.write_text(json.dumps({**content, "device": "another"}))
+    with pytest.raises(SystemExit, match=r"--merge: .*json is of"):
+        train.main(["--merge", str(two), "--json", str(merged)])
+    with pytest.raises(SystemExit, match="--merge goes with --json"):
+        train.main(["--merge", str(two)])
+
+
 def test_pictures_are_made_of_recorded_rows(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
     path = tmp_path / "train.json"
     run(path, "--rows", "qwen2.5-0.5b/*/full/512x16", "converge")
