@@ -53,6 +53,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a row of ours failed."""
     options, began = parse(arguments), time.monotonic()
+    for name in ("jobs", "first"):
+        if getattr(options, name) < 1:
+            raise SystemExit(f"--{name} must be at least 1, got {getattr(options, name)}")
     try:
         rows = select(options.rows)
     except ValueError as error:

@@ -66,6 +66,7 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=_environment(request), stdout=output, stderr=output, start_new_session=True
             )
+            turns.enter(process.pid)  # its group, which it leads
             try:
                 status = process.wait(limit)
                 end = f"its process ended with status {status} and no answer"

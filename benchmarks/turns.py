@@ -16,13 +16,21 @@ VARIABLE = "LINEAR_CE_TURNS"  # names the folder, of a file for each group, with
 POLL = 0.1  # seconds
 
 
-def join() -> None:
-    """Says that this process's group takes part, as soon as nothing is being timed."""
+def enter(group: int) -> None:
+    """Says that a process group takes part."""
     folder = _folder()
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / str(group)).touch()
+
+
+def join() -> None:
+    """Says that this process's group takes part, and waits until nothing is being timed."""
+    folder = _folder()
+    if folder is not None:
+        enter(os.getpgrp())
         with _lock(folder / "timing"):
-            (folder / str(os.getpgrp())).touch()
+            pass
 
 
 def reserve(size: int, limit: int) -> None:

@@ -70,6 +70,8 @@ def test_rows_are_chosen_by_group_and_by_name() -> None:
         select(["fast"])
     with pytest.raises(SystemExit, match="--rows must be of full"):
         train.main(["--rows", "fast"])
+    with pytest.raises(SystemExit, match="--jobs must be at least 1, got 0"):
+        train.main(["--jobs", "0"])
 
 
 def test_packed_and_padded_batches() -> None:
