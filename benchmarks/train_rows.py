@@ -154,7 +154,9 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     ),
     "packed": tuple(_trained(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
     "lora": tuple(_trained(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
-    "largest": tuple(_row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in _OURS),
+    "largest": tuple(
+        _row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in (*_OURS, "hf+liger")
+    ),
     # The third is the first with its gradients summed in another order: what differs by rounding alone.
     "converge": (_CONVERGING, replace(_CONVERGING, loss="unfused"), replace(_CONVERGING, accumulate=2)),
     "ablation": tuple(_added_one_by_one(MODELS[0])),
