@@ -71,19 +71,22 @@ def anchored(
     target_logit, error, anchor = _anchors(problem)
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
+        rows = chunk.size
+        if kernels.d_input is not None:  # TMA reads zeros past the last row and drops what is stored there
+            rows = config.kernel_rows(chunk.size, problem.tokens)
         if carry.held is not None:
             rows_, start = carry.held, jnp.int32(chunk.start)
         elif any(wanted):
-            rows_, start = problem.rows(chunk), jnp.int32(0)
+            rows_, start = jnp.pad(problem.rows(chunk), ((0, rows - chunk.size), (0, 0))), jnp.int32(0)
         else:  # what a row holds reaches no sum but its own
             rows_, start = x, jnp.int32(chunk.start)
         e, sums = _store_exponentials(
-            problem, kernels, chunk, rows_, start, chunk.of(anchor), stores=any(wanted), statistics=statistics
+            problem, kernels, chunk, rows, rows_, start, chunk.of(anchor), stores=any(wanted), statistics=statistics
         )
         if e is None:
             return carry, sums
         factors = _factors(problem, chunk, sums, chunk.of(target_logit))
-        return _add_gradients(problem, kernels, config, chunk, e, rows_, start, factors, carry, first=first), sums
+        return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if wanted.d_input else None
     d_bias = jnp.zeros(problem.classes, jnp.float32) if wanted.d_bias else None
@@ -189,6 +192,7 @@ def _store_exponentials(
     problem: Problem,
     kernels: launch.Kernels,
     chunk: Piece,
+    rows: int,
     x: Array,
     start: Array | int,
     anchor: Array,
@@ -198,30 +202,35 @@ def _store_exponentials(
 ) -> tuple[Array | None, Sums]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and their sums; x holds its rows from `start` on.
 
-    An implementation that has the gradients' products too may add rows of zeros to e.
+    The kernels take `rows` rows, as many as the chunk has or more, whose exponentials are zeros; an implementation that
+    has the gradients' products too may add further rows of zeros to e.
 
     Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
     know which: the launches that see to it find nothing to do where none is.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    shared = known(problem, chunk.size, problem.classes)
-    operands = (x, problem.linear_weight, bias)
-    e, sums, top = kernels.exponentials(*operands, anchor, start, **shared, stores=stores, largest=statistics)
+    shared = {**known(problem, rows, problem.classes), "stores": stores}
+
+    def exponentials(anchor: Array, **options: Any) -> tuple[Array | None, Array | None, Array | None]:
+        anchor = jnp.pad(anchor, (0, rows - chunk.size), constant_values=jnp.inf)  # no row: zeros
+        e, sums, top = kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
+        sums, top = (None if value is None else value[: chunk.size] for value in (sums, top))
+        return e, sums, top
+
+    e, sums, top = exponentials(anchor, largest=statistics)
     assert sums is not None
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
     block = fused_tiles.ROW_BLOCK
-    blocks = -(-chunk.size // block)
+    blocks = -(-rows // block)
     flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
     flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
     redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
     again = jnp.repeat(flags, block)[: chunk.size]
-    _, _, largest = kernels.exponentials(*operands, anchor, start, **shared, stores=False, largest=True, redo=redo)
+    e, _, largest = exponentials(anchor, largest=True, redo=redo, e=e)
     assert largest is not None
     repaired = jnp.where(jnp.isfinite(largest), jnp.floor(largest * LOG2_E), 0.0)
     anchor = jnp.where(again, repaired, anchor)
-    e, new_sums, _ = kernels.exponentials(
-        *operands, anchor, start, **shared, stores=stores, largest=False, redo=redo, e=e
-    )
+    e, new_sums, _ = exponentials(anchor, largest=False, redo=redo, e=e)
     assert new_sums is not None
     total = jnp.where(again, new_sums, sums)
     return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top)
@@ -249,6 +258,7 @@ def _add_gradients(
     kernels: launch.Kernels,
     config: AnchoredConfig,
     chunk: Piece,
+    rows: int,
     e: Array,
     x: Array,
     start: Array | int,
@@ -268,17 +278,18 @@ def _add_gradients(
         part = Piece(start, chunk.size, None)
         scaled = jnp.where(rho == 0, 0.0, part.of(x) * rho).astype(x.dtype)
         x = part.put(x, scaled)
-        d_weight = _add_d_weight(problem, kernels, e, x, start, scaled, d_weight, first=first)
+        d_weight = _add_d_weight(problem, kernels, chunk, e, x, start, scaled, d_weight, first=first)
     if held is not None:
         target, d_weight = lax.optimization_barrier((target, d_weight))  # x's place is taken after it was read
         w_target = target_rows(problem, _column(problem, target))
-        held = _store_d_input(problem, kernels, config, chunk, e, x, w_target, factors)
+        held = _store_d_input(problem, kernels, config, chunk, rows, e, x, w_target, factors)
     return Carry(held, d_weight, d_bias)
 
 
 def _add_d_weight(
     problem: Problem,
     kernels: launch.Kernels,
+    chunk: Piece,
     e: Array,
     x: Array,
     start: Array | int,
@@ -291,8 +302,8 @@ def _add_d_weight(
     axis = problem.vocab_axis
     if kernels.d_weight is not None:
         vocab = problem.linear_weight.shape[axis]
-        old = None if first else d_weight
-        return kernels.d_weight(e, x, start, vocab=vocab, classes=problem.classes, vocab_axis=axis, old=old)
+        shared = {"vocab": vocab, "classes": problem.classes, "vocab_axis": axis, "rows": chunk.size}
+        return kernels.d_weight(e, x, start, **shared, old=None if first else d_weight)
     pair = (e, scaled) if axis == 0 else (scaled, e)
     product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
     return product if first else d_weight + product
@@ -303,6 +314,7 @@ def _store_d_input(
     kernels: launch.Kernels,
     config: AnchoredConfig,
     chunk: Piece,
+    rows: int,
     e: Array,
     held: Array,
     w_target: Array,
@@ -313,6 +325,7 @@ def _store_d_input(
     if kernels.d_input is not None:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
+        rho, theta = (jnp.pad(value, (0, rows - chunk.size)) for value in (rho, theta))
         return kernels.d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))

@@ -26,6 +26,16 @@ class AnchoredConfig:
     product_bytes: int
     bytes: int
 
+    def kernel_rows(self, size: int, tokens: int) -> int:
+        """Returns the rows that the kernels of a chunk of `size` of `tokens` rows compute.
+
+        A shorter chunk takes as many as the others, whose kernels then serve it too and are compiled once, where that
+        costs less than a `COMPILED_SHARE`-th of the call.
+        """
+        return self.rows if (self.rows - size) * COMPILED_SHARE <= tokens else size
+
+
+COMPILED_SHARE = 50  # of two products: d_weight's, which starts the sum there, is a kernel of its own anyway
 
 PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
 

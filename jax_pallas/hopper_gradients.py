@@ -107,7 +107,7 @@ OLD_AHEAD = 1  # how many pieces before they are wanted
 
 
 @partial(
-    jax.jit, static_argnames=("vocab", "classes", "vocab_axis", "interpret")
+    jax.jit, static_argnames=("vocab", "classes", "vocab_axis", "rows", "interpret")
 )  # chunks of one size are lowered once
 def d_weight(
     e: Array,
@@ -117,6 +117,7 @@ def d_weight(
     vocab: int,
     classes: int,
     vocab_axis: int,
+    rows: int | None = None,
     old: Array | None = None,
     first_class: Array | None = None,
     interpret: bool = False,
@@ -128,19 +129,20 @@ def d_weight(
     by products with zeros.
 
     Args:
-        e: (n, padded(classes)) bfloat16, zeros past the classes; n is a multiple of 8.
+        e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
         x: (N, D) bfloat16, already times rho. Rows past N count as zeros; those from start + n up to the next multiple
             of 64 are multiplied by zeros, so they must be numbers.
         start: () int32.
         vocab: V.
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
+        rows: n; None: as many as e has, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
         first_class: () int32, with `old` only: the class of e's first column; None is 0. Where `vocab_axis` is 1 it is
             a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a multiple of 16 bytes.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
-    (n, columns), hidden, adds = e.shape, x.shape[1], old is not None
+    (n, columns), hidden, adds = (rows or len(e), e.shape[1]), x.shape[1], old is not None
     if columns != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {columns}")
     d_blocks, steps = cdiv(hidden, D_BLOCK), cdiv(n, STEP)

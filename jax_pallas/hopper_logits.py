@@ -52,7 +52,6 @@ def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float 
     return softcap * ratio, ratio
 
 
-@partial(jax.jit, static_argnames=(*SHARED, "stores", "largest"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -83,20 +82,59 @@ def exponentials(
         stores: whether the exponentials are wanted.
         largest: whether the largest logits are.
         redo: (1 + rows / 128 rounded up,) int32. If its first is 0 nothing is done, else what belongs to the blocks of
-            128 rows whose flags, which follow, are not 0: the largest logits alone where those are wanted.
-        e: with `redo` and `stores`, the exponentials, brought up to date in place.
+            128 rows whose flags, which follow, are not 0: the largest logits in place of the sums where wanted.
+        e: with `redo` and `stores`, the exponentials. Those blocks of it are written anew, in place.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
 
     Returns:
         e (rows or up to 7 more, padded) bfloat16, times the cap's slope, 0 past the last row and class, or None.
-        sums (rows,) float32 of the exponentials before they are rounded; with `redo`, of the flagged rows only, or
-            None.
+        sums (rows,) float32 of the exponentials before they are rounded, or None; with `redo`, of flagged rows only.
         tops (rows,) float32, likewise, or None.
     """
+    shared = {
+        "rows": rows,
+        "classes": classes,
+        "vocab_axis": vocab_axis,
+        "logit_scale": logit_scale,
+        "softcap": softcap,
+        "interpret": interpret,
+    }
+    if redo is None:
+        found = _exponentials(x, w, bias, anchor, start, None, None, **shared, stores=stores, largest=largest)
+        return found.get("out"), found["sums"].sum(0)[:rows], found["tops"].max(0)[:rows] if largest else None
+    redo = redo * (TOPS if largest else 1)
+    found = _exponentials(x, w, bias, anchor, start, redo, e, **shared, stores=stores, largest=False)
+    values = found["sums"]
+    return found.get("out"), None if largest else values.sum(0)[:rows], values.max(0)[:rows] if largest else None
+
+
+TOPS = 2  # in place of a first flag of 1: sums are the largest logits. So both passes are one kernel, compiled once
+
+
+@partial(jax.jit, static_argnames=(*SHARED, "stores", "largest"))  # chunks of one size are lowered once
+def _exponentials(
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    anchor: Array,
+    start: Array | int,
+    redo: Array | None,
+    e: Array | None,
+    *,
+    rows: int,
+    classes: int,
+    vocab_axis: int,
+    logit_scale: float,
+    softcap: float | None,
+    stores: bool,
+    largest: bool,
+    interpret: bool,
+) -> dict[str, Array]:
+    """Returns "out", if stored, "sums" and, if wanted, "tops" by block, of `exponentials`."""
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0)}
-    names = [*["sums"] * (redo is None or not largest), *["tops"] * largest]
+    names = ["sums", *["tops"] * largest]
     results = dict.fromkeys(names, tiles.by_block)
     updates = stores and redo is not None
     if updates:
@@ -108,18 +146,20 @@ def exponentials(
         capped, ratio = _cap(half, raw, piece, logit_scale, softcap)
         capped = half.masked(capped, piece, -jnp.inf)
         values = jnp.exp2(capped * LOG2_E - half.of_rows("anchor"))
-        found = {}
-        if "sums" in names:
-            found["sums"] = values.sum(1) if carried is None else carried["sums"] + values.sum(1)
-        if largest:
+        found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
+        if largest or redo is not None:
             top = capped.max(1)
             found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
-        half.put_last(piece, found)
+        last = found
+        if redo is not None:
+            finds = jnp.full(found["sums"].shape, half.refs["redo"][0] == TOPS)
+            last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
+        half.put_last(piece, last)
         if not stores:
             return found, None
         return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
-    found = over_tiles(
+    return over_tiles(
         "exponentials" if redo is None else "exponentials_again",
         tiles,
         x,
@@ -134,8 +174,6 @@ def exponentials(
         redo=redo,
         interpret=interpret,
     )
-    sums = found["sums"].sum(0)[:rows] if "sums" in names else None
-    return found.get("out"), sums, found["tops"].max(0)[:rows] if largest else None
 
 
 @partial(jax.jit, static_argnames=(*SHARED, "weighted", "entropy"))

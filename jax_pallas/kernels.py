@@ -264,7 +264,7 @@ def exponentials(
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
         redo: (1 + rows / 128 rounded up,) int32, or None: everything. If its first is 0 nothing is done, else the
-            blocks of 128 rows whose flags, which follow, are not 0: the largest logits alone, if wanted.
+            blocks of 128 rows whose flags, which follow, are not 0: the largest logits instead of sums, if wanted.
         e: where `redo` is given and `stores`: the exponentials, of which those blocks are written, in place.
 
     Returns:

@@ -41,6 +41,7 @@ CASES = [
         (5, 64, 50, 50, 0, 5, OPTIONS),
         (1, 64, 128, 128, 1, 1, {}),
         (77, 64, 50, 50, 0, 32, {}),
+        (254, 64, 128, 120, 0, 128, OPTIONS),  # a last chunk by the kernels of a whole one
     )
 ]
 

@@ -68,6 +68,14 @@ def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
     assert left.bytes <= 2**29
 
 
+def test_a_last_chunk_takes_the_kernels_of_the_others_where_that_costs_little() -> None:
+    config = grown(8192, 2**29, classes=151936)
+    assert config.rows == 1664
+    assert config.kernel_rows(1536, 8192) == 1664  # 128 rows of 8192
+    assert config.kernel_rows(1408, 8192) == 1408  # 256, more than a 50th
+    assert config.kernel_rows(1664, 8192) == 1664
+
+
 def test_a_budget_too_small_for_exponentials_names_the_least() -> None:
     with pytest.raises(ValueError, match="at least"):
         grown(8192, 2**20)

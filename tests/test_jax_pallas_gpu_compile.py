@@ -176,10 +176,11 @@ MORE_OF_KERNELS = {
 
 
 def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
-    check(compile_all([("train", 2048, *LLAMA, 0)], "h200", "mosaic", tmp_path), KERNEL_LIMITS)
-    check_kernels(
-        tmp_path, "exponentials", "exponentials_again", "d_weight", "d_input", "target_windows", "target_runs"
-    )
+    check(compile_all([("train", 8192, *QWEN, 0)], "h200", "mosaic", tmp_path), KERNEL_LIMITS)
+    names = ("exponentials", "exponentials_again", "d_weight", "d_input", "target_windows", "target_runs")
+    check_kernels(tmp_path, *names)
+    # And the other d_weight, and d_input's sum: its last chunk is shorter, and has no kernels of its own.
+    assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 2, "compiling takes a second for each kernel"
 
 
 @pytest.mark.slow

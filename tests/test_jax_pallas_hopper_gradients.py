@@ -130,13 +130,15 @@ def test_d_weight_of_a_stretch(first: int, vocab_axis: int, monkeypatch: pytest.
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
     seen = 11  # by the stretch before
     e = e.at[:, :seen].set(0)
+    more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
     found = d_weight(
-        e,
+        jnp.concatenate([e, more]),
         x,
         0,
         vocab=sizes.vocab,
         classes=sizes.classes,
         vocab_axis=vocab_axis,
+        rows=sizes.rows,
         old=sizes.head(old),
         first_class=jnp.int32(first),
         interpret=True,

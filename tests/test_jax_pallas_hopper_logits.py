@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -181,14 +182,17 @@ def test_only_flagged_blocks_are_done_again(stores: bool) -> None:
     drawn = call.drawn()
     before = jnp.full((392, padded(call.classes)), 7, jnp.bfloat16)
 
-    @jax.jit
-    def run(redo: Array) -> Any:
-        return run_exponentials(call, drawn, stores=stores, largest=False, redo=redo, e=before if stores else None)
+    @partial(jax.jit, static_argnames="largest")
+    def run(redo: Array, largest: bool = False) -> Any:
+        return run_exponentials(call, drawn, stores=stores, largest=largest, redo=redo, e=before if stores else None)
 
     e, sums, _ = run(jnp.array([1, 1, 0, 0, 1], jnp.int32))  # of rows 0 to 128, and from 384 on
     flagged = np.repeat([True, False, False, True], 128)[: call.rows]
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
     close(sums[flagged], exponentials.sum(1)[flagged], FLOAT32)
+    _, sums, tops = run(jnp.array([1, 1, 0, 0, 1], jnp.int32), largest=True)
+    assert sums is None
+    close(tops[flagged], call.logits(drawn).max(1)[flagged], FLOAT32)
     if stores:
         assert e is not None
         done, others = np.flatnonzero(flagged), np.flatnonzero(~flagged)
