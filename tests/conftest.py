@@ -26,6 +26,11 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and config.getoption("markexpr") == "gpu":
+        raise pytest.UsageError("-m gpu goes without -n: each worker would start the programs of all tests")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles the programs of flax_models' tests with few optimisations, a quarter of their time; the loss's own, and
