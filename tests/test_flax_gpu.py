@@ -299,7 +299,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
             r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
             r"^attention +cudnn: its kernels serve compute capability ",
             r"^repeats +to rounding, to the bit under XLA_FLAGS=--xla_gpu_deterministic_ops=true$",
-            r"^memory +[\d.]+ GiB in a step: parameters .*, optimizer .*, batch .*, temporaries ",
+            r"^memory +[\d.]+ [MG]iB in a step: parameters .*, optimizer .*, batch .*, temporaries ",
             r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
             r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
