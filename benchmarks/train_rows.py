@@ -11,7 +11,7 @@ from flax_models.accounting import device_peak, flops_per_token
 from flax_models.batches import IGNORED, Batch
 from flax_models.families import PUBLISHED
 from flax_models.model_config import ModelConfig, Remat
-from flax_models.packing import room_for
+from flax_models.packing import best_fit, room_for
 
 Kind = Literal["speed", "check", "largest", "converge"]
 Loss = Literal["fused", "unfused", "hf", "hf+liger"]
@@ -269,16 +269,8 @@ def _drawn_lengths(generator: np.random.Generator, count: int, length: int) -> n
 def _packed(generator: np.random.Generator, rows: int, length: int) -> np.ndarray:
     """Returns (rows, room) lengths of the examples in packed rows, zeros after the last: a sample of a pool's rows."""
     examples = _drawn_lengths(generator, max(POOL, 16 * rows), length)
-    room = room_for(examples, length)
-    packed, count, free = (np.zeros((len(examples), *shape), np.int64) for shape in ((room,), (), ()))
-    free[:] = length
-    for example in examples:
-        fits = (free >= example) & (count < room)  # an empty row always does
-        at = int(np.argmin(np.where(fits, free, length + 1)))
-        packed[at, count[at]] = example
-        count[at] += 1
-        free[at] -= example
-    return packed[generator.choice(np.flatnonzero(count), rows, replace=False)]
+    packed = best_fit(examples, length, room_for(examples, length))
+    return packed[generator.choice(len(packed), rows, replace=False)]
 
 
 def speed_figures(

@@ -58,7 +58,7 @@ class _Step(NamedTuple):
     step: int
     metrics: StepMetrics
     starts: np.ndarray
-    tokens: int
+    tokens: int  # 0 where its time is left out
 
 
 class _Fetcher:
@@ -88,12 +88,8 @@ class _Fetcher:
 
     def _write(self, block: list[_Step], values: list[StepMetrics]) -> None:
         now = time.monotonic()
-        tokens_per_s = sum(step.tokens for step in block) / (now - self._last)
-        flops_per_s = tokens_per_s * self._parts.cost.flops_per_token
-        peak = self._parts.cost.peak
-        clocked = {"tokens_per_s": round(tokens_per_s, 1), "flops_per_s": round(flops_per_s)}
-        if peak is not None:
-            clocked["mfu"] = round(flops_per_s / peak, 4)
+        tokens = sum(step.tokens for step in block)
+        clocked, speed = self._speed(tokens / (now - self._last)) if tokens else ({}, "")
         self._last = now
         for (step, _, starts, _), (loss, grad_norm, learning_rate, trained) in zip(block, values, strict=True):
             self._parts.metrics.write(
@@ -112,11 +108,18 @@ class _Fetcher:
         self._parts.metrics.flush()
         self._check_learning(block, values)
         loss = sum(float(value.loss) for value in values) / len(block)
-        share = describe_flops(flops_per_s) if peak is None else f"{flops_per_s / peak:.1%} MFU"
         grad_norm = float(values[-1].grad_norm)
-        self._parts.display.progress(
-            block[-1].step, f"loss {loss:.3f}  grad {grad_norm:.2f}  {tokens_per_s:,.0f} tokens/s  {share}"
-        )
+        self._parts.display.progress(block[-1].step, f"loss {loss:.3f}  grad {grad_norm:.2f}{speed}")
+
+    def _speed(self, tokens_per_s: float) -> tuple[dict[str, float], str]:
+        """Returns what a row says of the speed, and what a line of the log does."""
+        flops_per_token, peak = self._parts.cost
+        flops_per_s = tokens_per_s * flops_per_token
+        clocked = {"tokens_per_s": round(tokens_per_s, 1), "flops_per_s": round(flops_per_s)}
+        share = describe_flops(flops_per_s)
+        if peak is not None:
+            clocked["mfu"], share = round(flops_per_s / peak, 4), f"{flops_per_s / peak:.1%} MFU"
+        return clocked, f"  {tokens_per_s:,.0f} tokens/s  {share}"
 
     def _diverged(self, what: str, value: float, step: int, starts: np.ndarray) -> str:
         checkpoint = self._parts.checkpoints.latest_step()
@@ -138,7 +141,8 @@ class _Fetcher:
             raise RunError(f"no throughput to report: {_fewer(idle, parts)}")
 
     def skip_time(self) -> None:
-        """Leaves what was done since the last fetch out of tokens/s: compiling, held-out losses, checkpoints."""
+        """Leaves what was done since the last fetch out of tokens/s: the first step, held-out losses, checkpoints."""
+        self._waiting = [step._replace(tokens=0) for step in self._waiting]
         self._last = time.monotonic()
 
 

@@ -2,8 +2,8 @@
 
 A train row is `{"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "flops_per_s", "seconds"}`, one for every
 step, with "mfu" where the device's peak is known; a held-out row is `{"step", "held_out_loss"}`. Rows of the same block
-of steps share what the clock says (CLOCKED), for time is read where the numbers are fetched. Numbers that are not
-finite are written as strings, since JSON has none.
+of steps share what the clock says (CLOCKED), for time is read where the numbers are fetched; a block of the first step
+alone, whose time is left out, has no speed. Numbers that are not finite are written as strings, since JSON has none.
 """
 
 import contextlib

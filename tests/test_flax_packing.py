@@ -150,6 +150,15 @@ def test_a_row_has_room_for_twice_what_fills_it_on_average(mean, room):
     assert packing.room_for(np.array([mean - 1, mean + 1]), 100) == room
 
 
+def test_a_row_has_more_room_where_most_examples_are_short():
+    lengths = np.where(np.arange(1000) % 10 == 0, 2048, 10)
+    assert 2048 / lengths.mean() < 10  # twice that leaves twice as many rows of short ones
+    most = 100 + -(-900 // packing.ROOM)
+    assert len(packing.best_fit(lengths, 2048, packing.ROOM)) == most
+    assert len(packing.best_fit(lengths, 2048, packing.room_for(lengths, 2048))) <= 1.01 * most + 1
+    assert packing.best_fit(np.array([5, 3, 4, 2]), 8, 3).tolist() == [[5, 3, 0], [4, 2, 0]]
+
+
 def test_held_out_examples_are_packed_in_their_order_once():
     given = examples(30)
     batch = pack_rows(given, 16, most=100)
