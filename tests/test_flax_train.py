@@ -214,8 +214,7 @@ def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
 
 def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch):
     rows, said = [], []
-    trained = np.ones(1, bool)
-    metrics = StepMetrics(np.float32(2.0), np.float32(1.0), np.float32(1e-3), trained)
+    metrics = StepMetrics(jnp.array(2.0), jnp.array(1.0), jnp.array(1e-3), jnp.ones(1, bool))
     parts: Any = SimpleNamespace(
         trainer=SimpleNamespace(parts=()),
         sampler=SimpleNamespace(starts=np.zeros(1), tokens=100),

@@ -139,7 +139,7 @@ def close(found: Array, wanted: np.ndarray, tolerance: float) -> None:
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
-def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tuple[Array | None, Array, Array | None]:
+def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tuple[Any, Any, Any]:
     options = {"stores": True, "largest": True, **options}
     bias = drawn["bias"] if call.bias else None
     return hopper_logits.exponentials(
