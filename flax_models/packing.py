@@ -21,7 +21,7 @@ from flax_models.examples import Example
 BINS = 256  # rows filled at the same time: of lengths of mean T/4, 8 rows leave 5.6% padding, 64 2.0%, 256 1.3%
 ROOM = 32  # most examples in a row of packed ones: `room_for`
 PREFETCHED = 64  # rows made ahead, by a thread
-TRIED = 4096  # examples that are packed to find a room
+SAMPLED = 4096  # examples that are packed to find a room
 SLACK = 0.01  # of padding that a smaller room may cost
 NAMED = 4  # examples of a batch that are named one by one
 
@@ -84,8 +84,8 @@ def room_for(lengths: np.ndarray, length: int) -> int:
     most examples are much shorter than the mean: then it is more, until that costs less than SLACK.
     """
     room = min(ROOM, 2 * math.ceil(length / float(np.mean(lengths))))
-    if len(lengths) > TRIED:
-        lengths = np.random.default_rng(0).choice(lengths, TRIED, replace=False)
+    if len(lengths) > SAMPLED:
+        lengths = np.random.default_rng(0).choice(lengths, SAMPLED, replace=False)
     most = len(best_fit(lengths, length, ROOM)) / (1 - SLACK)
     while room < ROOM and len(best_fit(lengths, length, room)) > most:
         room = min(ROOM, room + room // 2)

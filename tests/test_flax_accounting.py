@@ -1,8 +1,10 @@
 """What a step is said to cost, against counts made another way: products in the traced program, XLA's own memory."""
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -14,6 +16,7 @@ from flax_runs import before_step, compilation_cache, small_trainer, start, writ
 from product_flops import product_flops
 
 import flax_models.train as program
+from flax_models import loop
 from flax_models.accounting import (
     PEAK_BF16,
     DeviceMemory,
@@ -30,7 +33,7 @@ from flax_models.config import TrainConfig
 from flax_models.families import PUBLISHED, published
 from flax_models.model import Decoder, ModelConfig, decoder_shapes
 from flax_models.profile import Clock, Operation, Tracer, device_table, operation_parts, operations
-from flax_models.step import Trainer
+from flax_models.step import StepMetrics, Trainer
 
 CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 
@@ -265,3 +268,34 @@ def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypat
     assert operations(tmp_path / "runs" / "a" / "profile")
     assert start(tmp_path, "b", "--profile", "--steps", "2") == 0
     assert "no step was traced: the run took 2, and the trace begins after 2" in capsys.readouterr().out
+
+
+# Speed
+
+
+def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = []
+    said: list[str] = []
+    metrics = StepMetrics(jnp.array(2.0), jnp.array(1.0), jnp.array(1e-3), jnp.ones(1, bool))
+    parts: Any = SimpleNamespace(
+        trainer=SimpleNamespace(parts=()),
+        sampler=SimpleNamespace(starts=np.zeros(1), tokens=100),
+        metrics=SimpleNamespace(write=lambda step, **row: rows.append(row), flush=lambda: None),
+        display=SimpleNamespace(progress=lambda step, text: said.append(text)),
+        cost=loop.Cost(flops_per_token=1e9, peak=1e12),
+        clock=SimpleNamespace(part=lambda name: contextlib.nullcontext()),
+    )
+    now = 10.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    fetcher = loop._Fetcher(parts)
+    fetcher.add(1, metrics)
+    now = 70.0
+    fetcher.skip_time()
+    for step in (2, 3):
+        fetcher.add(step, metrics)
+    fetcher.fetch(keep=2)
+    now = 72.0
+    fetcher.fetch(keep=0)
+    assert said == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
+    assert "tokens_per_s" not in rows[0]
+    assert rows[1] == rows[2] == {**rows[0], "tokens_per_s": 100.0, "flops_per_s": 10**11, "mfu": 0.1, "seconds": 62.0}

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from jax._src.array import ArrayImpl
 
 import flax_models.step as step_module
 import flax_models.train as program
-from flax_models import loop
 from flax_models.batches import IGNORED, Batch, Places, held_out_windows
 from flax_models.config import CONFIGS, LoraConfig, RunConfig, TrainConfig, from_json, to_json
 from flax_models.display import duration
@@ -33,7 +31,7 @@ from flax_models.model import Decoder, ModelConfig
 from flax_models.optimizers import learning_rate_schedule, make_optimizer
 from flax_models.plot import running_mean
 from flax_models.run_folder import new_folder
-from flax_models.step import StepMetrics, Trainer
+from flax_models.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -210,33 +208,6 @@ def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
     assert re.search(r"tokens/s  [\d.]+% MFU", capsys.readouterr().out)
     row = read_rows(place / "runs" / "a")[5]
     assert row["mfu"] == pytest.approx(row["flops_per_s"] / 1e12, abs=1e-4)
-
-
-def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch):
-    rows, said = [], []
-    metrics = StepMetrics(jnp.array(2.0), jnp.array(1.0), jnp.array(1e-3), jnp.ones(1, bool))
-    parts: Any = SimpleNamespace(
-        trainer=SimpleNamespace(parts=()),
-        sampler=SimpleNamespace(starts=np.zeros(1), tokens=100),
-        metrics=SimpleNamespace(write=lambda step, **row: rows.append(row), flush=lambda: None),
-        display=SimpleNamespace(progress=lambda step, text: said.append(text)),
-        cost=loop.Cost(flops_per_token=1e9, peak=1e12),
-        clock=SimpleNamespace(part=lambda name: contextlib.nullcontext()),
-    )
-    now = 10.0
-    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
-    fetcher = loop._Fetcher(parts)
-    fetcher.add(1, metrics)
-    now = 70.0
-    fetcher.skip_time()
-    for step in (2, 3):
-        fetcher.add(step, metrics)
-    fetcher.fetch(keep=2)
-    now = 72.0
-    fetcher.fetch(keep=0)
-    assert said == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
-    assert "tokens_per_s" not in rows[0]
-    assert rows[1] == rows[2] == {**rows[0], "tokens_per_s": 100.0, "flops_per_s": 10**11, "mfu": 0.1, "seconds": 62.0}
 
 
 @pytest.mark.parametrize(
