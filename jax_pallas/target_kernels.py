@@ -45,7 +45,8 @@ def add_target_rows(
     """
     hidden = x.shape[1]
     classes = d_weight.shape[vocab_axis] if classes is None else classes
-    width = next(width for width in (1024, 512, 256, 128, 64) if hidden % width == 0)
+    # Columns of (D, V), each in a place of its own, take registers for their addresses: half as many at a time.
+    width = next(width for width in (1024, 512, 256, 128, 64)[vocab_axis:] if hidden % width == 0)
     layout = ROW if width == 64 else plgpu.Layout.WG_STRIDED((width,), width // 128 if vocab_axis == 0 else 1)
     windows = cdiv(len(target), WINDOW)
     # Past the last position there is no class, for more than the positions that are looked at together.
