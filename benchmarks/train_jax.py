@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,13 +33,14 @@ from flax_models.config import LoraConfig, TrainConfig
 from flax_models.corpus import load_corpus
 from flax_models.lora import adapt, adapted_shapes
 from flax_models.model import Decoder
-from flax_models.model_config import ModelConfig
+from flax_models.model_config import Dtype, ModelConfig
 from flax_models.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
 from flax_models.step import StepMetrics, Trainer, TrainState
 
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
 BESIDES = 2**30  # bytes of a process that no plan has: CUDA, kernels, batches
+CHECKED: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
 SEEN = 0.9  # of a step's time, or a split says nothing
 
 
@@ -218,19 +220,22 @@ def _split(run: Run, program: str) -> dict[str, float]:
 def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) -> None:
     """Holds the fused loss and its gradients against the unfused ones, in float32 and in bfloat16.
 
+    In bfloat16 with the head in float32 and, where it trains, with a copy of it in bfloat16.
+
     Args:
         row: of kind "check".
         batch: B.
-        figures: filled on the way: for each dtype relative errors of the loss and of all gradients as one vector, and
-            the array whose own is the largest.
+        figures: filled on the way: for each of them relative errors of the loss and of all gradients as one vector,
+            and the array whose own is the largest.
         with_weights: write the weights as a Hugging Face folder, and have transformers compute the loss too.
 
     Raises:
         ValueError: they differ by more than the bounds of `benchmarks.methods`, or a gradient is 0 or not finite.
     """
     data = draw(row, batch).batches[0]
-    for dtype in ("float32", "bfloat16"):
-        config, train = row.model(dtype), train_config(row, batch)
+    for dtype, cast_head in CHECKED if row.mode == "full" else CHECKED[:2]:
+        config, train = row.model(dtype), train_config(replace(row, cast_head=cast_head), batch)
+        of = f"{dtype}_cast_head" if cast_head else dtype
         fused = make_trainer(row, config, train, drawn=True, loss="fused")
         unfused = make_trainer(row, config, train, drawn=False, loss="unfused")
         params = _opened(fused.initial.params)
@@ -239,13 +244,13 @@ def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) 
             compared = jax.device_get(jax.jit(partial(_compare, fused, unfused))(params, data))
         names = list(fused.trained)
         errors = {"err_loss": float(compared.loss), "err_gradient": float(compared.gradient)}
-        figures |= {f"{name}_{dtype}": error for name, error in errors.items()}
+        figures |= {f"{name}_{of}": error for name, error in errors.items()}
         worst = int(np.argmax(compared.arrays))
-        figures[f"worst_{dtype}"] = f"{names[worst]}: {compared.arrays[worst]:.1e}"
+        figures[f"worst_{of}"] = f"{names[worst]}: {compared.arrays[worst]:.1e}"
         if wrong := check_errors(errors, dtype):
-            raise ValueError(f"{dtype}: {wrong}")
+            raise ValueError(f"{of}: {wrong}")
         if not compared.moved.all():
-            raise ValueError(f"{dtype}: {names[int(np.argmin(compared.moved))]} has no gradient other than zero")
+            raise ValueError(f"{of}: {names[int(np.argmin(compared.moved))]} has no gradient other than zero")
         if with_weights and dtype == "float32" and row.mode == "full":
             figures["err_weights"] = abs(_loss_by_transformers(fused.model(params), data) / float(compared.unfused) - 1)
             if wrong := check_errors({"err_loss": figures["err_weights"]}, dtype):

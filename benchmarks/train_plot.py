@@ -42,7 +42,7 @@ def draw_all(path: Path | None) -> None:
     except OSError as error:
         raise SystemExit(f"--json {path}: {error.strerror}") from None
     measured = {row["name"]: row for row in content["rows"] if row["status"] == "ok"}
-    groups = ("full", "cast-head", "lora", "lora-peers", "liger")
+    groups = ("full", "float32-head", "lora", "lora-peers", "liger")
     rows = [measured[row.name] for group in groups for row in GROUPS[group] if row.name in measured]
     speed = [fastest(rows, shape, loss) for shape in shapes(rows) for loss in COLORS]
     speed = [row for row in speed if row is not None]
@@ -61,7 +61,7 @@ def shapes(rows: Sequence[Recorded]) -> list[tuple[Any, ...]]:
 
 
 def fastest(rows: Sequence[Recorded], shape: tuple[Any, ...], loss: str) -> Recorded | None:
-    """Returns the fastest of a shape's rows without remat, of its variants (a cast head, Liger uncompiled)."""
+    """Returns the fastest of a shape's rows without remat, of its variants (a head in float32, Liger uncompiled)."""
     found = [row for row in rows if row["loss"] == loss and row["remat"] == "none" and shapes([row]) == [shape]]
     return max(found, key=lambda row: row["tokens_per_s"], default=None)
 

@@ -10,7 +10,7 @@ import numpy as np
 from flax_models.accounting import device_peak, flops_per_token
 from flax_models.batches import IGNORED, Batch
 from flax_models.families import PUBLISHED
-from flax_models.model_config import ModelConfig, Remat
+from flax_models.model_config import Dtype, ModelConfig, Remat
 from flax_models.packing import best_fit, room_for
 
 Kind = Literal["speed", "check", "largest", "converge"]
@@ -52,7 +52,8 @@ class Row:
         accumulate: micro-batches of a step.
         compile: have PyTorch compile the model; JAX always does.
         scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
-        cast_head: the fused loss takes a copy of the head in the computation's dtype; the unfused one does so anyway.
+        cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does unless told
+            otherwise; the unfused one does so anyway, and so do all where the head is frozen.
     """
 
     config: str
@@ -90,7 +91,7 @@ class Row:
         """Returns the check that must have passed before a row of JAX is measured."""
         return _row(self.config, "fused", self.mode, CHECKED, kind="check")
 
-    def model(self, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> ModelConfig:
+    def model(self, dtype: Dtype = "bfloat16") -> ModelConfig:
         """Returns the shape as it is trained: products in `dtype` over float32 parameters."""
         shape = SMOKE if self.config == "smoke" else PUBLISHED[self.config]
         by = "cudnn" if self.attention == "cudnn" and dtype == "bfloat16" else "xla"
@@ -109,14 +110,15 @@ def _row(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LO
 
 
 def _trained(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LONG, **options: Any) -> Row:
-    """Returns a row as published shapes train here, each layer compiled by itself."""
-    scan = {} if loss in ("hf", "hf+liger") else {"scan_layers": False}
-    return _row(config, loss, mode, size, **scan, **options)
+    """Returns a row as published shapes train here: each layer compiled by itself, the head cast for the fused loss."""
+    if loss not in ("hf", "hf+liger"):
+        options = {"scan_layers": False, "cast_head": (loss, mode) == ("fused", "full"), **options}
+    return _row(config, loss, mode, size, **options)
 
 
 def _added_one_by_one(config: str) -> list[Row]:
     """Returns rows of which each has one thing more than the one before."""
-    rows = [_row(config, "unfused", remat="full", attention="xla", data="padded")]
+    rows = [_row(config, "unfused", remat="full", attention="xla", data="padded", cast_head=True)]
     changes: tuple[dict[str, Any], ...] = (
         {"attention": "cudnn"},
         {"loss": "fused"},
@@ -133,6 +135,11 @@ def _added_one_by_one(config: str) -> list[Row]:
 _OURS: tuple[Loss, ...] = ("fused", "unfused")
 _MODES: tuple[Mode, ...] = ("full", "lora")
 _PEERS: tuple[Loss, ...] = ("hf", "hf+liger")
+_LARGEST: tuple[tuple[Loss, dict[str, Any]], ...] = (
+    ("fused", {"cast_head": True}),
+    ("unfused", {}),
+    ("hf+liger", {"compile": False}),
+)
 _CONVERGING = _trained(MODELS[1], size=SHORT, kind="converge")
 
 # In the order of measuring: what matters most first.
@@ -140,12 +147,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "full": tuple(
         _trained(model, loss, size=size) for size in (LONG, SHORT) for model in MODELS for loss in (*_OURS, *_PEERS)
     ),
-    "memory": tuple(_row(model, loss, remat="full") for model in MODELS for loss in _OURS),
-    "cast-head": tuple(
-        _trained(model, size=size, remat=remat, cast_head=True)
-        for size, remat in ((LONG, "none"), (SHORT, "none"), (LONG, "full"))
-        for model in MODELS
-    ),
+    "memory": tuple(kind(model, loss, remat="full") for kind in (_trained, _row) for model in MODELS for loss in _OURS),
+    "float32-head": tuple(_trained(model, size=size, cast_head=False) for size in (LONG, SHORT) for model in MODELS),
     "layers": tuple(
         _row(model, size=size, remat=remat, scan_layers=scan, cast_head=True)
         for size in (LONG, SHORT)
@@ -155,10 +158,16 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "packed": tuple(_trained(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
     "lora": tuple(_trained(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
     "largest": tuple(
-        _row(model, loss, size=MOST, kind="largest", remat="full") for model in MODELS for loss in (*_OURS, "hf+liger")
+        _row(model, loss, size=MOST, kind="largest", remat="full", **options)
+        for model in MODELS
+        for loss, options in _LARGEST
     ),
     # The third is the first with its gradients summed in another order: what differs by rounding alone.
-    "converge": (_CONVERGING, replace(_CONVERGING, loss="unfused"), replace(_CONVERGING, accumulate=2)),
+    "converge": (
+        _CONVERGING,
+        replace(_CONVERGING, loss="unfused", cast_head=False),
+        replace(_CONVERGING, accumulate=2),
+    ),
     "ablation": tuple(_added_one_by_one(MODELS[0])),
     "remat": (
         *(_row(MODELS[1], size=SHORT, attention="xla", remat=remat) for remat in ("none", "attention", "full")),

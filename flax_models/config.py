@@ -65,9 +65,9 @@ class TrainConfig:
     """Adds so much times the square of the logits' log-sum-exp to each token's training loss; PaLM takes 1e-4."""
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
-    cast_head: bool = False
-    """Give the loss a copy of the head in the computation's dtype: three products in place of four where the head is
-    kept in another, for the copy's memory and a gradient of the head that is rounded as every other matrix's."""
+    cast_head: bool = True
+    """Give the loss a copy of the head in the computation's dtype, as every other matrix is multiplied: three products
+    where a head that is kept in another takes four, for the copy's memory and a gradient that is rounded to it."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks,
     attention, feed_forward, attention.query, ...; their gradients are not computed."""

@@ -21,6 +21,7 @@ KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_b
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
 FUSED = SMOKE["smoke/fused/full/64x2"]
 APART = "/scan_layers=false"  # each layer compiled by itself
+CAST = "/cast_head=true"  # as the trainer does
 
 # What is measured.
 
@@ -34,11 +35,14 @@ def test_rows_are_complete() -> None:
                 for mode, groups in (("full", ("full",)), ("lora", ("lora", "lora-peers"))):
                     rows = [row for group in groups for row in GROUPS[group]]
                     name = f"{model}/{loss}/{mode}/{size[0]}x{size[1]}"
-                    assert any(row.name == name + ("" if row.in_torch else APART) for row in rows)
-            for group, option in (("packed", f"/data=packed{APART}"), ("cast-head", f"{APART}/cast_head=true")):
+                    option = "" if loss in ("hf", "hf+liger") else APART
+                    assert any(row.name == name + option + CAST * ((loss, mode) == ("fused", "full")) for row in rows)
+            for group, option in (("packed", f"/data=packed{APART}{CAST}"), ("float32-head", APART)):
                 assert f"{model}/fused/full/{size[0]}x{size[1]}{option}" in {row.name for row in GROUPS[group]}
         for loss in ("fused", "unfused"):
-            assert f"largest/{model}/{loss}/full/4096/remat=full" in {row.name for row in GROUPS["largest"]}
+            cast = CAST * (loss == "fused")
+            assert f"largest/{model}/{loss}/full/4096/remat=full{cast}" in {row.name for row in GROUPS["largest"]}
+            assert f"{model}/{loss}/full/4096x8/remat=full{APART}{cast}" in {row.name for row in GROUPS["memory"]}
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
     assert [(row.loss, row.accumulate) for row in GROUPS["converge"]] == [("fused", 1), ("unfused", 1), ("fused", 2)]
     assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
@@ -114,9 +118,10 @@ def test_the_unfused_trainer_differs_in_the_loss_alone() -> None:
     figures: dict[str, Any] = {}
     with quick_compilation():
         train_jax.check(dataclasses.replace(FUSED.check(), seq=32), 2, figures, with_weights=False)
-    for dtype in ("float32", "bfloat16"):
-        assert figures[f"err_loss_{dtype}"] <= LOSS_BOUND[dtype]
-        assert 0 < figures[f"err_gradient_{dtype}"] <= GRADIENT_BOUND[dtype]
+    for of in ("float32", "bfloat16", "bfloat16_cast_head"):
+        dtype = of.removesuffix("_cast_head")
+        assert figures[f"err_loss_{of}"] <= LOSS_BOUND[dtype]
+        assert 0 < figures[f"err_gradient_{of}"] <= GRADIENT_BOUND[dtype]
     assert figures["err_gradient_float32"] < 1e-5
 
 
