@@ -146,7 +146,7 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
         split = options.split and row.kind == "speed"
         request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights, split)
         found = ask(request, options.limit)
-        if found["status"] == "oom" and options.jobs > 1 and row.kind != "largest":  # others may have held the memory
+        if found["status"] == "oom" and row.kind != "largest":  # others may have held it, or it may be in pieces
             found = ask(replace(request, whole_device=True), options.limit)
         if found.get("device", file.head["device"]) != file.head["device"]:
             return {"status": "failed", "note": f"ran on {found['device']}"}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.train_rows import GROUPS
 
 COLORS = {"fused": "#c2410c", "unfused": "#f59e0b", "hf": "#94a3b8", "hf+liger": "#475569"}
 LABELS = {
-    "fused": "ours (the head cast where that was measured)",
+    "fused": "ours",
     "unfused": "ours, optax's loss on logits",
     "hf": "transformers",
     "hf+liger": "transformers, Liger",
@@ -46,7 +47,7 @@ def draw_all(path: Path | None) -> None:
     rows = [measured[row.name] for group in groups for row in GROUPS[group] if row.name in measured]
     speed = [fastest(rows, shape, loss) for shape in shapes(rows) for loss in COLORS]
     speed = [row for row in speed if row is not None]
-    curves = [row for row in measured.values() if row["kind"] == "converge"]
+    curves = [measured[row.name] for row in GROUPS["converge"] if row.name in measured]
     if not speed and not curves:
         raise SystemExit(f"--json {path}: no row that a picture shows")
     if speed:
@@ -92,21 +93,26 @@ def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
 
 
 def draw_convergence(rows: Sequence[Recorded], device: str, path: Path) -> None:
-    """Losses of every step, and below them how far each run is from the fused one."""
-    fused = next((row for row in rows if row["loss"] == "fused" and row["accumulate"] == 1), rows[0])
+    """Losses of every step, and below them how far unfused runs are from fused ones, and fused ones from each other."""
+    runs = {loss: [row for row in rows if row["loss"] == loss] for loss in ("fused", "unfused")}
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 2))
-    steps = np.arange(1, len(fused["losses"]) + 1)
-    for row, style in zip(rows, ("-", "--", ":", "-."), strict=False):
-        order = f", summed over {row['accumulate']} micro-batches" if row["accumulate"] > 1 else ""
-        color = "#2563eb" if order else COLORS[row["loss"]]
-        losses.plot(steps, row["losses"], color=color, linestyle=style, label=row["loss"] + order)
-        if row is not fused:
-            gap = np.abs(np.subtract(row["losses"], fused["losses"]))
-            gaps.plot(steps, np.maximum(gap, 1e-7), color=color, linewidth=1, label=row["loss"] + order)
+    steps = np.arange(1, len(rows[0]["losses"]) + 1)
+    for (loss, of_loss), style in zip(runs.items(), ("-", ":"), strict=True):
+        for at, row in enumerate(of_loss):
+            label = f"{loss}, {len(of_loss)} runs" if at == 0 else None
+            losses.plot(steps, row["losses"], color=COLORS[loss], linestyle=style, linewidth=1, label=label)
+    for label, color, pairs in (
+        ("unfused from fused", COLORS["unfused"], list(product(runs["unfused"], runs["fused"]))),
+        ("fused from each other", COLORS["fused"], list(combinations(runs["fused"], 2))),
+    ):
+        if pairs:
+            gap = np.abs([np.subtract(one["losses"], other["losses"]) for one, other in pairs]).mean(axis=0)
+            label = f"{label}: {len(pairs)} pairs, {gap.mean():.4f} on average"
+            gaps.plot(steps, np.maximum(gap, 1e-7), color=color, linewidth=1, label=label)
     gaps.set(yscale="log", xlabel="step")
     _finish(losses, "training loss, nats a token")
-    _finish(gaps, "distance from the fused run")
-    losses.set_title(f"{fused['config']}, {fused['seq']:,} x {fused['batch']} tokens, bfloat16, {device}")
+    _finish(gaps, "distance, mean of pairs")
+    losses.set_title(f"{rows[0]['config']}, {rows[0]['seq']:,} x {rows[0]['batch']} tokens, bfloat16, {device}")
     losses.legend(fontsize=8)
     if gaps.get_legend_handles_labels()[0]:
         gaps.legend(fontsize=8)

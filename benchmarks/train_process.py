@@ -39,7 +39,7 @@ class Request:
         memory: bytes that JAX's plan of a step must not exceed; None: what there is.
         with_weights: have transformers check the loss by the same weights.
         split: divide a step's time over its parts, which compiles JAX's once more.
-        whole_device: begin when no other process holds memory of the device.
+        whole_device: begin when no other process holds memory of the device, and take all of it.
     """
 
     row: dict[str, Any] | None = None
@@ -86,8 +86,8 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
 
 
 def _environment(request: Request) -> dict[str, str]:
-    """Returns the variables of a process: memory is taken as it is needed, but in one piece where all of it counts."""
-    whole = request.row is not None and request.row["kind"] == "largest"
+    """Returns the variables of a process: memory is taken as it is needed, or in one piece where all of it counts."""
+    whole = request.row is not None and (request.row["kind"] == "largest" or request.whole_device)
     variables = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if whole else "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93",

@@ -140,7 +140,7 @@ _LARGEST: tuple[tuple[Loss, dict[str, Any]], ...] = (
     ("unfused", {}),
     ("hf+liger", {"compile": False}),
 )
-_CONVERGING = _trained(MODELS[1], size=SHORT, kind="converge")
+_CONVERGING = tuple(kind(MODELS[1], size=SHORT, kind="converge") for kind in (_trained, _row))
 
 # In the order of measuring: what matters most first.
 GROUPS: dict[str, tuple[Row, ...]] = {
@@ -162,11 +162,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         for model in MODELS
         for loss, options in _LARGEST
     ),
-    # The third is the first with its gradients summed in another order: what differs by rounding alone.
-    "converge": (
-        _CONVERGING,
-        replace(_CONVERGING, loss="unfused", cast_head=False),
-        replace(_CONVERGING, accumulate=2),
+    # The fused ones differ from each other by rounding alone: the head's dtype, the order of sums, fused operations.
+    "converge": tuple(
+        run
+        for row in _CONVERGING
+        for run in (row, replace(row, loss="unfused", cast_head=False), replace(row, accumulate=2))
     ),
     "ablation": tuple(_added_one_by_one(MODELS[0])),
     "remat": (

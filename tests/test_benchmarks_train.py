@@ -12,6 +12,7 @@ from random_decoder import quick_compilation
 
 from benchmarks import attention, train, train_jax, train_plot, train_process
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
+from benchmarks.results import ResultFile
 from benchmarks.train_process import Request, answer, ask
 from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
 from flax_models.accounting import flops_per_token
@@ -44,7 +45,9 @@ def test_rows_are_complete() -> None:
             assert f"largest/{model}/{loss}/full/4096/remat=full{cast}" in {row.name for row in GROUPS["largest"]}
             assert f"{model}/{loss}/full/4096x8/remat=full{APART}{cast}" in {row.name for row in GROUPS["memory"]}
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
-    assert [(row.loss, row.accumulate) for row in GROUPS["converge"]] == [("fused", 1), ("unfused", 1), ("fused", 2)]
+    runs = [(row.loss, row.accumulate, row.scan_layers) for row in GROUPS["converge"]]
+    one = [("fused", 1), ("unfused", 1), ("fused", 2)]
+    assert runs == [(*run, scan_layers) for scan_layers in (False, True) for run in one]
     assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
     rows = {row for group in GROUPS.values() for row in group}
     assert len({row.name for row in rows}) == len(rows)
@@ -282,6 +285,24 @@ def test_first_losses_of_the_same_batches_must_agree(tmp_path: Path, answers: di
     assert rows[names[1]]["tokens_per_s"] is None
 
 
+def test_a_row_without_room_is_tried_again_with_the_whole_device(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common, asked = train.ask, []
+
+    def ask(request: Request, limit: float) -> dict[str, Any]:
+        asked.append(request.whole_device)
+        return {**common(request, limit), "status": "ok" if request.whole_device else "oom"}
+
+    monkeypatch.setattr(train, "ask", ask)
+    row = SMOKE["smoke/hf/full/64x2"]
+    file = ResultFile(tmp_path / "train.json", "H200", {}, "one", key=("name",))
+    assert train.measure(row, file, train.parse([]))["status"] == "ok"
+    assert asked == [False, True]
+    of_one = [train_process._environment(Request(dataclasses.asdict(row), 2, whole_device=whole)) for whole in asked]
+    assert [variables["XLA_PYTHON_CLIENT_PREALLOCATE"] for variables in of_one] == ["false", "true"]
+
+
 def test_a_row_that_ran_elsewhere_is_refused(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
     answers["smoke/hf/full/64x2"] = {"device": "CPU (times are no results)"}
     rows = run(tmp_path / "train.json", "--rows", "smoke/hf/full/64x2")[1]
@@ -346,11 +367,20 @@ def test_files_are_merged(
         train.main(["--merge", str(two)])
 
 
-def test_pictures_are_made_of_recorded_rows(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:
+def test_pictures_are_made_of_recorded_rows(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "train.json"
     run(path, "--rows", "qwen2.5-0.5b/*/full/512x16", "converge")
     assert train.main(["--plot", "--json", str(path)]) == 0
     assert {picture.stem for picture in tmp_path.glob("*.png")} == {"train-speed", "train-convergence"}
+    content, drawn = json.loads(path.read_text()), []
+    former = next(row for row in content["rows"] if row["kind"] == "converge")
+    content["rows"].append({**former, "name": "one that is measured no more"})
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(train_plot, "draw_convergence", lambda rows, *rest: drawn.extend(row["name"] for row in rows))
+    train_plot.draw_all(path)
+    assert drawn == [row.name for row in GROUPS["converge"]]
     path.write_text(json.dumps({"device": "x", "rows": []}))
     with pytest.raises(SystemExit, match="no row that a picture shows"):
         train_plot.draw_all(path)
