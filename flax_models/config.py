@@ -66,8 +66,9 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
     cast_head: bool = True
-    """Give the loss a copy of the head in the computation's dtype, as every other matrix is multiplied: three products
-    where a head that is kept in another takes four, for the copy's memory and a gradient that is rounded to it."""
+    """Whether the loss takes a copy of the head in the computation's dtype, as other matrices are multiplied: three
+    products where a float32 head takes four, for the copy's memory and a gradient that is rounded to that dtype.
+    --no-cast-head leaves the head as it is kept."""
     freeze: tuple[str, ...] = ()
     """Parts of the model that keep their values, by name: embedding (a tied head with it), head, norms, blocks,
     attention, feed_forward, attention.query, ...; their gradients are not computed."""
