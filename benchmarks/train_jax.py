@@ -40,7 +40,7 @@ from flax_models.step import StepMetrics, Trainer, TrainState
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
 BESIDES = 2**30  # bytes of a process that no plan has: CUDA, kernels, batches
-CHECKED: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
+VARIANTS: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
 SEEN = 0.9  # of a step's time, or a split says nothing
 
 
@@ -233,7 +233,7 @@ def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) 
         ValueError: they differ by more than the bounds of `benchmarks.methods`, or a gradient is 0 or not finite.
     """
     data = draw(row, batch).batches[0]
-    for dtype, cast_head in CHECKED if row.mode == "full" else CHECKED[:2]:
+    for dtype, cast_head in VARIANTS if row.mode == "full" else VARIANTS[:2]:
         config, train = row.model(dtype), train_config(replace(row, cast_head=cast_head), batch)
         of = f"{dtype}_cast_head" if cast_head else dtype
         fused = make_trainer(row, config, train, drawn=True, loss="fused")
