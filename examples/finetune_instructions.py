@@ -146,7 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = nnx.merge(graph, trained, frozen)
         # Positions whose target is -100 count for nothing: what comes before an answer, and padding.
         hidden = model(batch.tokens, batch.lengths)
-        return linear_cross_entropy(hidden, model.head_weight(), batch.targets, **model.config.loss_options())
+        head = model.head_weight().astype(hidden.dtype)  # as every other matrix is multiplied: a product fewer
+        return linear_cross_entropy(hidden, head, batch.targets, **model.config.loss_options())
 
     @jax.jit
     def step(trained: nnx.State, state: optax.OptState, frozen: nnx.State, batch: Batch) -> tuple:

@@ -93,7 +93,8 @@ def linear_cross_entropy(
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
         linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype, or float32 (then rounded to input's
-            dtype slab by slab, its gradient in float32).
+            dtype slab by slab, its gradient in float32; the logits are computed twice, which a copy in input's dtype
+            spares).
         target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
             row's loss and gradients NaN; `check_targets` finds such rows.
         linear_bias: (V,) input's dtype or float32.
