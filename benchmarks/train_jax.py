@@ -74,7 +74,7 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
     """Returns the trainer of a row.
 
     Args:
-        row: its mode and its loss.
+        row: its mode, its loss and its seed.
         config: of the model.
         train: of the optimiser.
         drawn: draw parameters; otherwise the trainer knows shapes alone.
@@ -84,7 +84,7 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
     adapters = LoraConfig(lora_rank=LORA_RANK if row.mode == "lora" else 0)
     if not drawn:
         return kind(adapted_shapes(config, adapters), train, adapters)
-    rngs = nnx.Rngs(0)
+    rngs = nnx.Rngs(row.seed)
     model = Decoder(config, rngs=rngs)
     adapt(model, adapters, rngs)
     return kind(model, train, adapters)
@@ -312,7 +312,7 @@ def converge(row: Row, batch: int, figures: dict[str, Any]) -> None:
     train = train_config(row, batch, steps=CONVERGENCE_STEPS, learning_rate=3e-4, warmup_steps=30)
     text = "".join(document.text for document in load_corpus().train)
     stream = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    sampler = BatchSampler(stream, batch, row.seq, seed=0)
+    sampler = BatchSampler(stream, batch, row.seq, seed=row.seed)
     trainer = make_trainer(row, config, train, drawn=False)
     plan = step_memory(trainer, trainer.compile(batch, row.seq))
     if plan is not None:

@@ -1,6 +1,7 @@
 """Makes the pictures of recorded training steps: speed and memory beside the peers, and convergence."""
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -23,6 +24,12 @@ LABELS = {
     "unfused": "ours, optax's loss on logits",
     "hf": "transformers",
     "hf+liger": "transformers, Liger",
+}
+
+GAPS = {
+    "repeats": ("a run from its repeat", COLORS["hf"]),
+    "pairs": ("fused from unfused, one run of each", COLORS["unfused"]),
+    "means": ("fused from unfused, means of all runs", COLORS["fused"]),
 }
 
 Recorded = dict[str, Any]
@@ -92,26 +99,48 @@ def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
     _save(figure, path)
 
 
+def distances(rows: Sequence[Recorded]) -> dict[str, np.ndarray]:
+    """Returns how far losses of runs on text are from each other, (steps,) in nats a token.
+
+    Two runs that differ in nothing drift apart by rounding, and so do a fused and an unfused one. What the loss changes
+    besides is left once runs are averaged: by n of each loss the drift shrinks to 1/sqrt(n) of a pair's.
+
+    Args:
+        rows: of kind "converge".
+
+    Returns:
+        "repeats": from a run to its repeat, mean of all such pairs; "pairs": from a fused run to an unfused one of its
+        seed, the same; "means": from the mean of the fused runs to the mean of the unfused ones, of each seed as many.
+        What the rows have no pair for is missing.
+    """
+    runs = defaultdict[tuple[str, int], list[np.ndarray]](list)
+    for row in rows:
+        runs[row["loss"], row["seed"]].append(np.asarray(row["losses"]))
+    seeds = sorted({seed for _, seed in runs})
+    both = [(fused, unfused) for seed in seeds if (fused := runs["fused", seed]) and (unfused := runs["unfused", seed])]
+    repeats = [abs(one - other) for alike in runs.values() for one, other in combinations(alike, 2)]
+    pairs = [abs(one - other) for fused, unfused in both for one, other in product(fused, unfused)]
+    means = [np.mean(fused, axis=0) - np.mean(unfused, axis=0) for fused, unfused in both]
+    found = {"repeats": repeats, "pairs": pairs, "means": [abs(np.mean(means, axis=0))] if means else []}
+    return {name: np.mean(gaps, axis=0) for name, gaps in found.items() if gaps}
+
+
 def draw_convergence(rows: Sequence[Recorded], device: str, path: Path) -> None:
-    """Losses of every step, and below them how far unfused runs are from fused ones, and fused ones from each other."""
-    runs = {loss: [row for row in rows if row["loss"] == loss] for loss in ("fused", "unfused")}
+    """Losses of every step, and below them `distances`."""
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(8, 6), layout="constrained", sharex=True, height_ratios=(3, 2))
     steps = np.arange(1, len(rows[0]["losses"]) + 1)
-    for (loss, of_loss), style in zip(runs.items(), ("-", ":"), strict=True):
+    for loss, style in (("fused", "-"), ("unfused", ":")):
+        of_loss = [row for row in rows if row["loss"] == loss]
         for at, row in enumerate(of_loss):
             label = f"{loss}, {len(of_loss)} runs" if at == 0 else None
             losses.plot(steps, row["losses"], color=COLORS[loss], linestyle=style, linewidth=1, label=label)
-    for label, color, pairs in (
-        ("unfused from fused", COLORS["unfused"], list(product(runs["unfused"], runs["fused"]))),
-        ("fused from each other", COLORS["fused"], list(combinations(runs["fused"], 2))),
-    ):
-        if pairs:
-            gap = np.abs([np.subtract(one["losses"], other["losses"]) for one, other in pairs]).mean(axis=0)
-            label = f"{label}: {len(pairs)} pairs, {gap.mean():.4f} on average"
-            gaps.plot(steps, np.maximum(gap, 1e-7), color=color, linewidth=1, label=label)
+    for name, gap in distances(rows).items():
+        words, color = GAPS[name]
+        label = f"{words}: {gap.mean():.4f} on average"
+        gaps.plot(steps, np.maximum(gap, 1e-7), color=color, linewidth=1, label=label)
     gaps.set(yscale="log", xlabel="step")
     _finish(losses, "training loss, nats a token")
-    _finish(gaps, "distance, mean of pairs")
+    _finish(gaps, "distance, nats a token")
     losses.set_title(f"{rows[0]['config']}, {rows[0]['seq']:,} x {rows[0]['batch']} tokens, bfloat16, {device}")
     losses.legend(fontsize=8)
     if gaps.get_legend_handles_labels()[0]:

@@ -27,9 +27,25 @@ LORA_RANK = 32
 BATCHES = 4  # different ones, taken in turn
 POOL = 1024  # examples that are packed beside each other, for a batch to draw rows from
 SPREAD = 0.8  # of the logarithms of their lengths
+SEEDS, REPEATS = 4, 2  # runs on text of each loss
 SMOKE = ModelConfig(  # for the tests of the harness, on a CPU
     vocab_size=512, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
 )
+
+
+# What a row's name says where it is not as usual.
+OPTIONS = [
+    "remat",
+    "attention",
+    "data",
+    "optimizer",
+    "accumulate",
+    "compile",
+    "scan_layers",
+    "cast_head",
+    "seed",
+    "repeat",
+]
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ class Row:
         scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
         cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does unless told
             otherwise; the unfused one does so anyway, and so do all where the head is frozen.
+        seed: of the parameters, and of the order of what a run on text reads.
+        repeat: which of several rows that differ in nothing.
     """
 
     config: str
@@ -70,6 +88,8 @@ class Row:
     compile: bool = True
     scan_layers: bool = True
     cast_head: bool = False
+    seed: int = 0
+    repeat: int = 0
 
     @property
     def in_torch(self) -> bool:
@@ -82,7 +102,7 @@ class Row:
         words = [self.config, self.mode] if self.kind == "check" else [self.config, self.loss, self.mode, size]
         usual = {field.name: field.default for field in fields(self)}
         usual["attention"] = _usual_attention(self.config, self.loss)
-        for option in ("remat", "attention", "data", "optimizer", "accumulate", "compile", "scan_layers", "cast_head"):
+        for option in OPTIONS:
             if getattr(self, option) != usual[option]:
                 words.append(f"{option}={str(getattr(self, option)).lower()}")
         return "/".join(words if self.kind == "speed" else [self.kind, *words])
@@ -140,7 +160,6 @@ _LARGEST: tuple[tuple[Loss, dict[str, Any]], ...] = (
     ("unfused", {}),
     ("hf+liger", {"compile": False}),
 )
-_CONVERGING = tuple(kind(MODELS[1], size=SHORT, kind="converge") for kind in (_trained, _row))
 
 # In the order of measuring: what matters most first.
 GROUPS: dict[str, tuple[Row, ...]] = {
@@ -162,11 +181,11 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         for model in MODELS
         for loss, options in _LARGEST
     ),
-    # The fused ones differ from each other by rounding alone: the head's dtype, the order of sums, fused operations.
     "converge": tuple(
-        run
-        for row in _CONVERGING
-        for run in (row, replace(row, loss="unfused", cast_head=False), replace(row, accumulate=2))
+        _trained(MODELS[1], loss, size=SHORT, kind="converge", seed=seed, repeat=repeat)
+        for seed in range(SEEDS)
+        for loss in _OURS
+        for repeat in range(REPEATS)
     ),
     "ablation": tuple(_added_one_by_one(MODELS[0])),
     "remat": (

@@ -45,9 +45,10 @@ def test_rows_are_complete() -> None:
             assert f"largest/{model}/{loss}/full/4096/remat=full{cast}" in {row.name for row in GROUPS["largest"]}
             assert f"{model}/{loss}/full/4096x8/remat=full{APART}{cast}" in {row.name for row in GROUPS["memory"]}
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
-    runs = [(row.loss, row.accumulate, row.scan_layers) for row in GROUPS["converge"]]
-    one = [("fused", 1), ("unfused", 1), ("fused", 2)]
-    assert runs == [(*run, scan_layers) for scan_layers in (False, True) for run in one]
+    runs = [(row.seed, row.loss, row.repeat) for row in GROUPS["converge"]]
+    assert runs == [(seed, loss, repeat) for seed in range(4) for loss in ("fused", "unfused") for repeat in range(2)]
+    for row in GROUPS["converge"]:  # as published shapes train, but on text
+        assert dataclasses.replace(row, kind="speed", seed=0, repeat=0) in GROUPS["full"]
     assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
     rows = {row for group in GROUPS.values() for row in group}
     assert len({row.name for row in rows}) == len(rows)
@@ -384,6 +385,28 @@ def test_pictures_are_made_of_recorded_rows(
     path.write_text(json.dumps({"device": "x", "rows": []}))
     with pytest.raises(SystemExit, match="no row that a picture shows"):
         train_plot.draw_all(path)
+
+
+def run_on_text(loss: str, seed: int, losses: list[float]) -> dict[str, Any]:
+    return {"loss": loss, "seed": seed, "losses": losses}
+
+
+def test_distances_are_of_repeats_of_pairs_and_of_means() -> None:
+    rows = [
+        *(run_on_text("fused", 0, losses) for losses in ([6.0, 5.0], [6.0, 5.2])),
+        *(run_on_text("unfused", 0, losses) for losses in ([6.0, 4.8], [6.0, 5.2])),
+        *(run_on_text("fused", 1, losses) for losses in ([7.0, 3.0], [7.0, 3.0])),
+        *(run_on_text("unfused", 1, losses) for losses in ([7.0, 3.4], [7.0, 3.0])),
+    ]
+    found = train_plot.distances(rows)
+    assert list(found) == ["repeats", "pairs", "means"]
+    np.testing.assert_allclose(found["repeats"], [0, (0.2 + 0.4 + 0 + 0.4) / 4], atol=1e-12)
+    np.testing.assert_allclose(found["pairs"], [0, (0.2 + 0.2 + 0.4 + 0 + 0.4 + 0 + 0.4 + 0) / 8], atol=1e-12)
+    np.testing.assert_allclose(found["means"], [0, abs(0.1 - 0.2) / 2], atol=1e-12)  # signs of seeds cancel
+    assert list(train_plot.distances(rows[:2])) == ["repeats"]
+    assert list(train_plot.distances(rows[1:3])) == ["pairs", "means"]
+    assert not train_plot.distances(rows[:1])
+    assert not train_plot.distances([rows[0], rows[-1]])  # of different seeds
 
 
 # Attention over packed rows.
