@@ -177,7 +177,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "packed": tuple(_trained(model, size=size, data="packed") for size in (LONG, SHORT) for model in MODELS),
     "lora": tuple(_trained(model, loss, "lora", size) for size in (LONG, SHORT) for model in MODELS for loss in _OURS),
     "largest": tuple(
-        _row(model, loss, size=MOST, kind="largest", remat="full", **options)
+        kind(model, loss, size=MOST, kind="largest", remat="full", **options)
+        for kind in (_trained, _row)
         for model in MODELS
         for loss, options in _LARGEST
     ),

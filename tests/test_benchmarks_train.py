@@ -42,7 +42,9 @@ def test_rows_are_complete() -> None:
                 assert f"{model}/fused/full/{size[0]}x{size[1]}{option}" in {row.name for row in GROUPS[group]}
         for loss in ("fused", "unfused"):
             cast = CAST * (loss == "fused")
-            assert f"largest/{model}/{loss}/full/4096/remat=full{cast}" in {row.name for row in GROUPS["largest"]}
+            for option in (APART, ""):
+                name = f"largest/{model}/{loss}/full/4096/remat=full{option}{cast}"
+                assert name in {row.name for row in GROUPS["largest"]}
             assert f"{model}/{loss}/full/4096x8/remat=full{APART}{cast}" in {row.name for row in GROUPS["memory"]}
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
     runs = [(row.seed, row.loss, row.repeat) for row in GROUPS["converge"]]
