@@ -31,15 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu goes without -n: each worker would start the programs of all tests")
 
 
+QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_hopper_", "test_jax_pallas_numeric")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles the programs of flax_models' tests with few optimisations, a quarter of their time; the loss's own, and
-    what a GPU runs, with all."""
-    name = request.module.__name__
-    if not name.startswith(("test_flax_", "test_examples")) or name.endswith("_gpu"):
+    """Compiles with few optimisations what runs a few times only: flax_models' programs, interpreted kernels, and the
+    loss of each case, which `python -m parity` compiles as users do. What a GPU runs has all."""
+    if not request.module.__name__.startswith(QUICKLY_COMPILED) or request.module.__name__.endswith("_gpu"):
         yield
         return
-    from random_decoder import quick_compilation  # PyTorch's tests have no need of JAX
+    from compiling import quick_compilation  # PyTorch's tests have no need of JAX
 
     with quick_compilation():
         yield

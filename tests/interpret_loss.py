@@ -71,6 +71,41 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
             interpreter._patch_attr(package, name, member, builder, scope)
 
 
+# Of each shape the interpreter makes new tuples for every value, and a new table of dtypes: a third of the time.
+
+
+@functools.cache
+def _shape(sizes: tuple[int, ...]) -> tuple[Any, int, Any, Any]:
+    """Returns the shape and the number of elements of a type, and both of a tensor."""
+    core = tl.core
+    shape, numel = core.tuple(sizes), core.validate_block_shape(list(sizes))
+    return shape, numel, core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    return tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = _sizes(shape)
+    self.element_ty = element_ty
+    self.shape, self.numel, *_ = _shape(sizes)
+    self.name = f"<{sizes}, {element_ty}>"
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    *_, self.shape, self.numel = _shape(_sizes(type.shape) if type.is_block() else ())
+
+
+_np_dtypes = functools.cache(interpreter._get_np_dtype)
+
+
+def _get_np_dtype(dtype: Any) -> Any:
+    scalar = dtype.scalar
+    return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtypes(scalar)
+
+
 def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
@@ -351,6 +386,9 @@ PROGRAMS = {
 def main() -> None:
     _BUILDER.cast_impl = _rounding_cast
     interpreter._patch_builtin = _patch_builtin
+    interpreter._get_np_dtype = _get_np_dtype
+    tl.core.block_type.__init__ = _init_block_type
+    tl.core.tensor.__init__ = _init_tensor
     for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
         _builtins(package)
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN: an element that is not written shows

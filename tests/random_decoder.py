@@ -1,8 +1,5 @@
 """Small decoders for the tests, with random parameters made by NumPy: JAX's own initialisation compiles for seconds."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,17 +18,6 @@ SMALL = ModelConfig(
     intermediate_size=40,
     max_seq_len=32,
 )
-
-
-@contextmanager
-def quick_compilation() -> Iterator[None]:
-    """Compiles with few optimisations: the tests' programs run for milliseconds and compile for seconds."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, spread: float = 1.0) -> Decoder:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_decoder import quick_compilation
+from compiling import quick_compilation
 
 from benchmarks import attention, train, train_jax, train_plot, train_process
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory

@@ -21,14 +21,6 @@ from jax_pallas.hopper_gradients import D_BLOCK, STEP, d_weight
 ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_in_haste() -> Iterator[None]:
-    """Has XLA not optimise what the interpreter compiles, which it runs a few times only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def use_programs(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
     for module in (hopper_gradients, hopper_d_input):
         monkeypatch.setattr(module, "programs", lambda: many)

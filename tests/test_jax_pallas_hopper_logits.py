@@ -1,6 +1,6 @@
 """The Hopper kernels of tiles of logits against float64, in Pallas' interpreter on the CPU."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,14 +16,6 @@ from jax_pallas.hopper import cdiv, padded
 
 FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_in_haste() -> Iterator[None]:
-    """Has XLA not optimise what the interpreter compiles, which it runs a few times only."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(autouse=True)
