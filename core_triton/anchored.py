@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from core_triton import fused_tiles, hopper_gradients, row_kernels, target_kernels
-from core_triton.chunked import Problem
 from core_triton.fused_tiles import AnchoredConfig
 from core_triton.launch import (
     BLOCKS_AT_ONCE,
@@ -40,29 +39,29 @@ from core_triton.launch import (
     untyped,
 )
 from core_triton.packed import PackedRows, pack, pick_rows
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand
 from core_triton.rows import RowStatistics
-from core_triton.sums import ClassSum, Gradients, Wanted, add_product, operand
 
 
 def anchored(
-    problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool
+    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is wanted: each row's weighted loss (N,), its statistics, and the gradients
+    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
     of their sum; (29)-(33). Without `statistics` the largest logits are inf.
 
     Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
     packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
     d_input's own memory can hold a chunk's rows of the input until the chunk's gradient replaces them.
     """
-    config = _config(problem, memory_budget, wanted, statistics=statistics)
+    config = _config(problem, memory_budget, needs_grad, statistics=statistics)
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
     packed, rows_ = pack(problem, config.rows)
-    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
-    d_weight = ClassSum(w, classes, float32_sum=False) if wanted.d_weight else None
-    d_bias = problem.row_weight.new_zeros(classes) if wanted.d_bias else None
+    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
+    d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
+    d_bias = problem.row_weight.new_zeros(classes) if needs_grad.d_bias else None
 
-    stored = x.new_empty((config.rows, fused_tiles.padded(classes))) if any(wanted) else None
+    stored = x.new_empty((config.rows, fused_tiles.padded(classes))) if any(needs_grad) else None
     # The input's rows of a chunk, zeros in those that do not contribute, and later times rho: in d_input's own memory,
     # or in one chunk's.
     holds = d_input is not None and describable(d_input)
@@ -101,7 +100,7 @@ def anchored(
     return rows_.loss_out, found, gradients
 
 
-def _config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool) -> AnchoredConfig:
+def _config(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool) -> AnchoredConfig:
     tokens, hidden = problem.input.shape
     return fused_tiles.choose_anchored(
         tokens=tokens,
@@ -109,9 +108,9 @@ def _config(problem: Problem, memory_budget: int, wanted: Wanted, *, statistics:
         classes=problem.classes,
         itemsize=problem.input.itemsize,
         block_v=tile_of_call(problem).block_v,
-        stores=any(wanted),
-        d_input=wanted.d_input,
-        holds=wanted.d_input and padded_hidden(hidden, problem.input.itemsize) == hidden,
+        stores=any(needs_grad),
+        d_input=needs_grad.d_input,
+        holds=needs_grad.d_input and padded_hidden(hidden, problem.input.itemsize) == hidden,
         converts=converts(problem),
         statistics=statistics,
         programs=card(problem.input.device)[1] if _own_d_input(problem) else 0,

@@ -16,73 +16,30 @@ Logits stay in float32, also under a 16-bit input: rounding them costs a probabi
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from core_triton import rows
+from core_triton.problem import (
+    NO_GRADIENTS,
+    Gradients,
+    GradientSums,
+    NeedsGrad,
+    Problem,
+    add_product,
+    operand,
+    product_of,
+    upcasts,
+)
 from core_triton.rows import Coefficients, Partial, RowStatistics
-from core_triton.sums import NOTHING, Gradients, GradientSums, Wanted, add_product, operand, product_of, upcasts
-from core_triton.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
-from parity.spec import LossSpec
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The arrays of one call and its options.
-
-    Args:
-        input: (N, D).
-        linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
-        linear_bias: (V,), of the same rows, or None.
-        target: (N,) int64, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
-        class_weight: (K,) float32 of the whole vocabulary, or None.
-        spec: the options.
-        classes: K of the whole vocabulary.
-        vocab_offset: class index of linear_weight's first row.
-    """
-
-    input: Tensor
-    linear_weight: Tensor
-    linear_bias: Tensor | None
-    target: Tensor
-    row_weight: Tensor
-    class_weight: Tensor | None
-    spec: LossSpec
-    classes: int
-    vocab_offset: int = 0
-
-    @property
-    def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
-        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
-
-    def chunks(self, size: int) -> Iterator[slice]:
-        tokens = self.input.shape[0]
-        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-    def slabs(self, size: int) -> list[slice]:
-        return [slice(start, min(start + size, self.local_classes)) for start in range(0, self.local_classes, size)]
-
-    def slab_class_weight(self, slab: slice) -> Tensor | None:
-        if self.class_weight is None:
-            return None
-        return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
-
-    def contributes(self, chunk: slice) -> Tensor:
-        return self.row_weight[chunk] != 0
-
-    def rows(self, chunk: slice) -> Tensor:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
-        return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
 
 
 def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
@@ -142,7 +99,7 @@ class Tiles(NamedTuple):
     Args:
         partial: statistics of the tile, its logits going to the list `kept`, if there is one.
         d_logits: the tile's d_logits, (n, v), an operand of products, and their sum over rows for d_bias, (v,), if
-            wanted. Takes logits from the list `kept`, if there is one, else computes them.
+            needs_grad. Takes logits from the list `kept`, if there is one, else computes them.
     """
 
     partial: Callable[..., Partial]
@@ -158,7 +115,7 @@ class RowGradient(NamedTuple):
     Args:
         lse: of the whole vocabulary.
         coefficients: of (23), times the logit scale.
-        bias: d_bias is wanted.
+        bias: d_bias is needs_grad.
         bias_scale: factors on the rows' d_logits in d_bias; None is 1.
     """
 
@@ -279,9 +236,9 @@ def chunk_gradients(
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
-def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
     """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _config(problem, memory_budget, wanted, entropy=entropy)
+    _config(problem, memory_budget, needs_grad, entropy=entropy)
 
 
 def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Tensor, RowStatistics]:
@@ -289,18 +246,18 @@ def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> 
 
     `statistics` says whether the largest logits are wanted; here they cost nothing.
     """
-    return losses_by(TORCH_TILES, problem, _config(problem, memory_budget, NOTHING))
+    return losses_by(TORCH_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS))
 
 
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
-    return statistics_by(TORCH_TILES, problem, _config(problem, memory_budget, NOTHING, entropy=entropy), entropy)
+    return statistics_by(TORCH_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS, entropy=entropy), entropy)
 
 
 def loss_and_gradients(
     problem: Problem,
     memory_budget: int,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     scales: tuple[Tensor, Tensor] | None,
     *,
     statistics: bool = True,
@@ -309,16 +266,16 @@ def loss_and_gradients(
 
     `statistics` says whether the largest logits are wanted; here they cost nothing.
     """
-    config = _config(problem, memory_budget, wanted, plan_a=True)
-    return loss_and_gradients_by(TORCH_TILES, problem, config, wanted, scales)
+    config = _config(problem, memory_budget, needs_grad, plan_a=True)
+    return loss_and_gradients_by(TORCH_TILES, problem, config, needs_grad, scales)
 
 
 def gradients(
-    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
-    return gradients_by(TORCH_TILES, problem, config, lse, coefficients, wanted)
+    config = _config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
+    return gradients_by(TORCH_TILES, problem, config, lse, coefficients, needs_grad)
 
 
 def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
@@ -343,10 +300,10 @@ def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: 
 
 
 def loss_and_gradients_by(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Tensor, Tensor] | None
+    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """`loss_and_gradients` with any tiles."""
-    sums, classes = _sums(problem, wanted, config), problem.classes
+    sums, classes = _sums(problem, needs_grad, config), problem.classes
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
@@ -364,23 +321,79 @@ def loss_and_gradients_by(
 
 
 def gradients_by(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """`gradients` with any tiles."""
-    sums = _sums(problem, wanted, config)
+    sums = _sums(problem, needs_grad, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
         chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
 
 
-def _sums(problem: Problem, wanted: Wanted, config: ChunkConfig) -> GradientSums:
+def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> GradientSums:
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    return GradientSums(*arrays, problem.local_classes, wanted, float32_sum=config.float32_sum)
+    return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
+
+
+def workspace_model(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    keeps_logits: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+    upcasts: bool,
+) -> WorkspaceModel:
+    """Counts what `chunked` allocates above inputs and gradients.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K, rows of linear_weight that are classes.
+        itemsize: bytes of input's dtype.
+        weight_itemsize: bytes of linear_weight's dtype.
+        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        float16: input is float16, whose rows are scaled by powers of two for d_weight.
+        softcap: the logits are capped.
+        entropy: the entropy is computed, or differentiated.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        upcasts: products run on float32 copies (16-bit input on a device without float32-output products).
+    """
+    half = itemsize == 2
+    copy = 4 * upcasts  # float32 copy of an operand
+    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    per_row = hidden * (itemsize + copy) + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    if keeps_logits:
+        per_row += 4 * classes
+    if d_input:
+        per_row += 8 * hidden  # float32 sum and one slab's product
+    if d_weight and float16:
+        per_row += hidden * (4 + itemsize + copy)  # those rows
+    per_slab = hidden * (cast + copy + (4 if d_weight else 0)) + 32
+    first_pass = 4 + 4 * entropy  # exponentials; shifted logits
+    rounded = itemsize + copy if half else 0
+    second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
+    per_tile = 4 * (not keeps_logits) + max(first_pass, second_pass)
+    needs_sum = d_weight and weight_itemsize < 4
+    return WorkspaceModel(
+        fixed=64 * tokens + 8 * classes + 4096,
+        per_row=per_row,
+        per_slab=per_slab,
+        per_tile=per_tile,
+        float32_sum=4 * classes * hidden if needs_sum else 0,
+    )
 
 
 def _config(
-    problem: Problem, memory_budget: int, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False
+    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
 ) -> ChunkConfig:
     tokens, hidden = problem.input.shape
 
@@ -395,8 +408,8 @@ def _config(
             float16=problem.input.dtype == torch.float16,
             softcap=problem.spec.softcap is not None,
             entropy=entropy,
-            d_input=wanted.d_input,
-            d_weight=wanted.d_weight,
+            d_input=needs_grad.d_input,
+            d_weight=needs_grad.d_weight,
             upcasts=upcasts(problem.input),
         )
 

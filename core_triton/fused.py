@@ -16,7 +16,7 @@ from torch import Tensor
 
 from core_triton import chunked, fused_tiles
 from core_triton.anchored import anchored
-from core_triton.chunked import Problem, RowGradient, Tiles
+from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import (
     add_class_sums,
     cdiv,
@@ -29,14 +29,14 @@ from core_triton.launch import (
     padded_hidden,
     tile_of_call,
 )
+from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, operand
 from core_triton.rows import Coefficients, Partial, RowStatistics
-from core_triton.sums import NOTHING, Gradients, Wanted, operand
-from core_triton.tiles import ChunkConfig
+from linear_ce.chunking import ChunkConfig
 
 
-def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
     """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _recomputed_config(problem, memory_budget, wanted, entropy=entropy)
+    _recomputed_config(problem, memory_budget, needs_grad, entropy=entropy)
 
 
 def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[Tensor, RowStatistics]:
@@ -46,15 +46,15 @@ def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[T
     """
     with on_device(problem):
         if problem.spec.label_smoothing:
-            config = _recomputed_config(problem, memory_budget, NOTHING, entropy=False)
+            config = _recomputed_config(problem, memory_budget, NO_GRADIENTS, entropy=False)
             return chunked.losses_by(KERNEL_TILES, problem, config)
-        loss, found, _ = anchored(problem, memory_budget, NOTHING, statistics=statistics)
+        loss, found, _ = anchored(problem, memory_budget, NO_GRADIENTS, statistics=statistics)
         return loss, found
 
 
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
-    config = _recomputed_config(problem, memory_budget, NOTHING, entropy=entropy)
+    config = _recomputed_config(problem, memory_budget, NO_GRADIENTS, entropy=entropy)
     with on_device(problem):
         return chunked.statistics_by(KERNEL_TILES, problem, config, entropy)
 
@@ -62,7 +62,7 @@ def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -
 def loss_and_gradients(
     problem: Problem,
     memory_budget: int,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     scales: tuple[Tensor, Tensor] | None,
     *,
     statistics: bool,
@@ -73,18 +73,18 @@ def loss_and_gradients(
     """
     with on_device(problem):
         if problem.input.dtype == torch.bfloat16 and not problem.spec.label_smoothing:
-            return anchored(problem, memory_budget, wanted, statistics=statistics)
-        config = _recomputed_config(problem, memory_budget, wanted, entropy=False)
-        return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, wanted, scales)
+            return anchored(problem, memory_budget, needs_grad, statistics=statistics)
+        config = _recomputed_config(problem, memory_budget, needs_grad, entropy=False)
+        return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, needs_grad, scales)
 
 
 def gradients(
-    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, wanted: Wanted
+    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _recomputed_config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
+    config = _recomputed_config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
     with on_device(problem):
-        return chunked.gradients_by(KERNEL_TILES, problem, config, lse, coefficients, wanted)
+        return chunked.gradients_by(KERNEL_TILES, problem, config, lse, coefficients, needs_grad)
 
 
 def _partial(
@@ -145,7 +145,7 @@ def _d_logits(
 KERNEL_TILES = Tiles(_partial, _d_logits)
 
 
-def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool) -> ChunkConfig:
+def _recomputed_config(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool) -> ChunkConfig:
     tokens, hidden = problem.input.shape
     return fused_tiles.choose_recomputed(
         tokens=tokens,
@@ -155,8 +155,8 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         block_v=tile_of_call(problem).block_v,
         statistics=2 + (problem.spec.label_smoothing != 0) + entropy,
         float16=problem.input.dtype == torch.float16,
-        d_input=wanted.d_input,
-        d_weight=wanted.d_weight,
+        d_input=needs_grad.d_input,
+        d_weight=needs_grad.d_weight,
         converts=converts(problem),
         converts_rows=not describable(problem.input, by_row=True),
         budget=memory_budget,

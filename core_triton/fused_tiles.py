@@ -5,7 +5,7 @@ result beyond rounding.
 from dataclasses import dataclass
 from typing import Any
 
-from core_triton.tiles import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ are in `row_kernels.py` and `target_kernels.py`.
 These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
 (`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside
 their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit for bit. Equations:
-parity/MATH.md.
+linear_ce/MATH.md.
 """
 
 import triton

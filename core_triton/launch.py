@@ -11,8 +11,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from core_triton import fused_tiles, hopper_logits, kernels, row_kernels
-from core_triton.chunked import Problem
 from core_triton.fused_tiles import TileConfig
+from core_triton.problem import Problem
 
 SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a card
 

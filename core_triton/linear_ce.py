@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from core_triton import ops, rows
-from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = ("triton", "chunked")
 
@@ -120,7 +120,7 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-        slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md
+        slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
@@ -219,7 +219,7 @@ def linear_log_probs(
         >>> (out.log_prob.sum() - 0.01 * out.entropy.sum()).backward()
 
     Source:
-        parity/MATH.md (19)-(22); entropy from running sums: (25)-(27).
+        linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)

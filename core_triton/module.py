@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core_triton.linear_ce import linear_cross_entropy
-from parity.spec import LossSpec, Reduction, check_memory_budget
+from linear_ce.spec import LossSpec, Reduction, check_memory_budget
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(LossSpec))
 

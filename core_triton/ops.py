@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from core_triton import chunked, rows
-from core_triton.chunked import Problem
+from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.rows import Coefficients
-from core_triton.sums import Gradients, Wanted
-from parity.spec import LossSpec
+from linear_ce.spec import LossSpec
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -69,11 +68,11 @@ def loss_and_gradients(
     scales[0] for d_input and scales[1] for the head's, which is 1 unless input is float16. Without `reduce` only
     d_input may be asked for.
     """
-    problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
+    problem, needs_grad = _problem(locals()), NeedsGrad(d_input, d_weight, d_bias)
     with _plain(input):
         scales = _saved_scales(problem)
         loss, found, gradients = _plans(implementation).loss_and_gradients(
-            problem, memory_budget, wanted, (scales[0], scales[1]), statistics=statistics
+            problem, memory_budget, needs_grad, (scales[0], scales[1]), statistics=statistics
         )
         return (
             loss.sum() if reduce else loss,
@@ -94,13 +93,13 @@ def _(input, linear_weight, linear_bias, target, row_weight, *options):
         torch.empty_like(row),
         torch.empty_like(row),
         torch.empty_like(row),
-        *_fake_gradients(input, linear_weight, linear_bias, Wanted(d_input, d_weight, d_bias)),
+        *_fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias)),
         row.new_empty(2),
     )
 
 
 def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.wanted = inputs[-3:]
+    ctx.needs_grad = inputs[-3:]
     ctx.scaled = inputs[0].dtype == torch.float16
     ctx.reduce = inputs[-4]
     ctx.memory_budget = inputs[ARRAYS + 5]
@@ -117,10 +116,10 @@ def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> t
         return tuple(results)
     if not ctx.reduce:  # only d_input was made; a row that does not contribute takes nothing from any upstream gradient
         d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
-    for index, (wanted, saved, scale) in enumerate(
-        zip(ctx.wanted, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
+    for index, (needs_grad, saved, scale) in enumerate(
+        zip(ctx.needs_grad, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
     ):
-        if wanted:
+        if needs_grad:
             results[index] = _scaled(saved, d_loss / scale if ctx.scaled else d_loss, ctx.memory_budget)
     return tuple(results)
 
@@ -210,7 +209,7 @@ def row_losses(
     problem = _problem(locals())
     with _plain(input):
         plans = _plans(implementation)
-        plans.check_budget(problem, memory_budget, Wanted(d_input, d_weight, False))
+        plans.check_budget(problem, memory_budget, NeedsGrad(d_input, d_weight, False))
         loss, found = plans.losses(problem, memory_budget, statistics=statistics)
         return loss, found.lse, found.target_logit, found.max
 
@@ -268,7 +267,7 @@ def log_probs(
     problem = _problem(locals())
     with _plain(input):
         plans = _plans(implementation)
-        plans.check_budget(problem, memory_budget, Wanted(d_input, d_weight, False), entropy=True)
+        plans.check_budget(problem, memory_budget, NeedsGrad(d_input, d_weight, False), entropy=True)
         statistics = plans.statistics(problem, memory_budget, entropy=True)
         assert statistics.entropy is not None
         return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
@@ -297,9 +296,9 @@ log_probs.register_autograd(_log_probs_backward, setup_context=_log_probs_contex
 
 def _recomputed(ctx: Any, arrays: list[Any], lse: Tensor, coefficients: Coefficients) -> tuple[Tensor | None, ...]:
     """Plan C's backward pass: the gradients of the arguments of an operator with `ctx.options`."""
-    wanted = ctx.needs_input_grad[:3]
-    found = recomputed_gradients(*arrays, lse, *coefficients, *ctx.options, *wanted)
-    given = tuple(gradient if want else None for gradient, want in zip(found, wanted, strict=True))
+    needs_grad = ctx.needs_input_grad[:3]
+    found = recomputed_gradients(*arrays, lse, *coefficients, *ctx.options, *needs_grad)
+    given = tuple(gradient if want else None for gradient, want in zip(found, needs_grad, strict=True))
     return given + (None,) * (ARRAYS - 3 + OPTIONS + 2)
 
 
@@ -328,16 +327,16 @@ def recomputed_gradients(
     d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plan C's backward pass. Returns d_input, d_weight, d_bias for the rows' `rows.Coefficients`."""
-    problem, wanted = _problem(locals()), Wanted(d_input, d_weight, d_bias)
+    problem, needs_grad = _problem(locals()), NeedsGrad(d_input, d_weight, d_bias)
     with _plain(input):
         coefficients = Coefficients(alpha, tau, beta, sigma)
-        found = _plans(implementation).gradients(problem, memory_budget, lse, coefficients, wanted)
+        found = _plans(implementation).gradients(problem, memory_budget, lse, coefficients, needs_grad)
         return _or_empty(found, input)
 
 
 @recomputed_gradients.register_fake
 def _(input, linear_weight, linear_bias, *others):
-    return _fake_gradients(input, linear_weight, linear_bias, Wanted(*others[-3:]))
+    return _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(*others[-3:]))
 
 
 @contextmanager
@@ -386,12 +385,12 @@ def _or_empty(found: Gradients, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fake_gradients(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, wanted: Wanted
+    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, needs_grad: NeedsGrad
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_input, d_weight, d_bias = (
         torch.empty_like(like, memory_format=torch.contiguous_format)
         if want and like is not None
         else input.new_empty(0)
-        for like, want in zip((input, linear_weight, linear_bias), wanted, strict=True)
+        for like, want in zip((input, linear_weight, linear_bias), needs_grad, strict=True)
     )
     return d_input, d_weight, d_bias

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from core_triton import row_kernels
-from core_triton.chunked import Problem
 from core_triton.launch import cdiv, column_block, tile_of_call, untyped
+from core_triton.problem import Problem
 
 
 class PackedRows(NamedTuple):

@@ -1,6 +1,6 @@
 """Triton kernels that multiply no matrices: what happens to rows and classes between the products.
 
-They read and write each number once or a few times, and sum in one fixed order. Equations: parity/MATH.md.
+They read and write each number once or a few times, and sum in one fixed order. Equations: linear_ce/MATH.md.
 """
 
 import triton

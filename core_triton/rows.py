@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parity.spec import LossSpec
+from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 

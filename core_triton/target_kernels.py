@@ -1,6 +1,6 @@
 """Triton kernels that add the targets' terms to the head's gradient: rows sorted by target, then sums of their runs.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: parity/MATH.md.
+No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
 """
 
 import triton

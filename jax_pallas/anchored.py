@@ -21,11 +21,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import fused_tiles, launch
-from jax_pallas.chunked import Problem
 from jax_pallas.fused_tiles import AnchoredConfig
 from jax_pallas.pieces import Piece, over_chunks
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, product_of
 from jax_pallas.rows import RowStatistics
-from jax_pallas.sums import Gradients, Wanted, product_of
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
@@ -60,12 +59,12 @@ class Factors(NamedTuple):
 
 
 def anchored(
-    problem: Problem, memory_budget: int, wanted: Wanted, *, statistics: bool
+    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
 ) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is wanted: each row's weighted loss (N,), its statistics, and the gradients
+    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
     of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
     kernels = launch.load(problem.implementation)
-    config = _config(problem, kernels, memory_budget, wanted, statistics=statistics)
+    config = _config(problem, kernels, memory_budget, needs_grad, statistics=statistics)
     x = problem.input
     whole = Piece(0, problem.tokens, None)
     target_logit, error, anchor = _anchors(problem)
@@ -76,22 +75,22 @@ def anchored(
             rows = config.kernel_rows(chunk.size, problem.tokens)
         if carry.held is not None:
             rows_, start = carry.held, jnp.int32(chunk.start)
-        elif any(wanted):
+        elif any(needs_grad):
             rows_, start = jnp.pad(problem.rows(chunk), ((0, rows - chunk.size), (0, 0))), jnp.int32(0)
         else:  # what a row holds reaches no sum but its own
             rows_, start = x, jnp.int32(chunk.start)
         e, sums = _store_exponentials(
-            problem, kernels, chunk, rows, rows_, start, chunk.of(anchor), stores=any(wanted), statistics=statistics
+            problem, kernels, chunk, rows, rows_, start, chunk.of(anchor), stores=any(needs_grad), statistics=statistics
         )
         if e is None:
             return carry, sums
         factors = _factors(problem, chunk, sums, chunk.of(target_logit))
         return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
 
-    held = problem.rows(whole) if wanted.d_input else None
-    d_bias = jnp.zeros(problem.classes, jnp.float32) if wanted.d_bias else None
+    held = problem.rows(whole) if needs_grad.d_input else None
+    d_bias = jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None
     carry = Carry(held, None, d_bias)
-    if wanted.d_weight:  # overwritten by the first chunk
+    if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
     carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
     factors = _factors(problem, whole, sums, target_logit)
@@ -110,12 +109,12 @@ def anchored(
 
 
 def _config(
-    problem: Problem, kernels: launch.Kernels, memory_budget: int, wanted: Wanted, *, statistics: bool
+    problem: Problem, kernels: launch.Kernels, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
 ) -> AnchoredConfig:
     tokens, hidden = problem.input.shape
 
     def scratch(rows: int, most: int) -> int:
-        if not wanted.d_input:
+        if not needs_grad.d_input:
             return 0
         if kernels.d_input_scratch is not None:
             return kernels.d_input_scratch(rows, hidden, problem.classes, most)
@@ -126,8 +125,8 @@ def _config(
         hidden=hidden,
         classes=problem.classes,
         itemsize=problem.input.dtype.itemsize,
-        stores=any(wanted),
-        holds=wanted.d_input or not any(wanted),
+        stores=any(needs_grad),
+        holds=needs_grad.d_input or not any(needs_grad),
         statistics=statistics,
         scratch=scratch,
         budget=memory_budget,

@@ -16,7 +16,6 @@ value in bfloat16, which is several times the error of everything else at the lo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -24,72 +23,12 @@ from jax import Array, lax
 
 from jax_pallas import rows
 from jax_pallas.pieces import Piece, over_pieces
+from jax_pallas.problem import NO_GRADIENTS, Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from jax_pallas.sums import NOTHING, Gradients, HeadSums, Wanted, add_d_weight, product_of
-from jax_pallas.tiles import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a, workspace_model
-from parity.spec import LossSpec
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The arrays of one call and its options.
-
-    Args:
-        input: (N, D).
-        linear_weight: (V, D), or (D, V) where `vocab_axis` is 1, or the shard of it that starts at class
-            `vocab_offset`; float32 or input's dtype.
-        linear_bias: (V,), of the same rows, or None.
-        target: (N,) int32, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
-        class_weight: (K,) float32 of the whole vocabulary, or None.
-        spec: the options.
-        classes: K of the whole vocabulary.
-        vocab_offset: class index of linear_weight's first row.
-        vocab_axis: which axis of linear_weight is the vocabulary.
-        implementation: whose kernels the plans of `fused.py` launch.
-    """
-
-    input: Array
-    linear_weight: Array
-    linear_bias: Array | None
-    target: Array
-    row_weight: Array
-    class_weight: Array | None
-    spec: LossSpec
-    classes: int
-    vocab_offset: int = 0
-    vocab_axis: int = 0
-    implementation: str = "chunked"
-
-    @property
-    def tokens(self) -> int:
-        return self.input.shape[0]
-
-    @property
-    def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
-        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
-
-    def slab_class_weight(self, slab: Piece) -> Array | None:
-        if self.class_weight is None:
-            return None
-        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + slab.start, slab.size)
-
-    def slab_weight(self, slab: Piece) -> Array:
-        """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
-        return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
-
-    def chunk_row_weight(self, chunk: Piece) -> Array:
-        """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
-        row_weight = chunk.of(self.row_weight)
-        return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
-
-    def rows(self, chunk: Piece) -> Array:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
-        return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
 
 
 def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
@@ -165,7 +104,7 @@ class RowGradient(NamedTuple):
         lse: of the whole vocabulary.
         coefficients: of (23), times the logit scale.
         contributes: bool; other rows' d_logits are 0.
-        bias: d_bias is wanted.
+        bias: d_bias is needs_grad.
         bias_scale: factors on the rows' d_logits in d_bias; None is 1.
     """
 
@@ -293,9 +232,9 @@ def chunk_gradients(
     return d_rows, sums
 
 
-def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
     """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _config(problem, memory_budget, wanted, entropy=entropy)
+    _config(problem, memory_budget, needs_grad, entropy=entropy)
 
 
 def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Array, RowStatistics]:
@@ -303,18 +242,18 @@ def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> 
 
     `statistics` says whether the largest logits are wanted; here they cost nothing.
     """
-    return losses_by(XLA_TILES, problem, _config(problem, memory_budget, NOTHING))
+    return losses_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS))
 
 
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
-    return statistics_by(XLA_TILES, problem, _config(problem, memory_budget, NOTHING, entropy=entropy), entropy)
+    return statistics_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS, entropy=entropy), entropy)
 
 
 def loss_and_gradients(
     problem: Problem,
     memory_budget: int,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
     *,
     statistics: bool = True,
@@ -323,16 +262,16 @@ def loss_and_gradients(
 
     `statistics` says whether the largest logits are wanted; here they cost nothing.
     """
-    config = _config(problem, memory_budget, wanted, plan_a=True)
-    return loss_and_gradients_by(XLA_TILES, problem, config, wanted, scales)
+    config = _config(problem, memory_budget, needs_grad, plan_a=True)
+    return loss_and_gradients_by(XLA_TILES, problem, config, needs_grad, scales)
 
 
 def gradients(
-    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, wanted: Wanted
+    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
-    return gradients_by(XLA_TILES, problem, config, lse, coefficients, wanted)
+    config = _config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
+    return gradients_by(XLA_TILES, problem, config, lse, coefficients, needs_grad)
 
 
 def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
@@ -354,7 +293,7 @@ def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: 
 
 
 def loss_and_gradients_by(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, wanted: Wanted, scales: tuple[Array, Array] | None
+    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Array, Array] | None
 ) -> tuple[Array, RowStatistics, Gradients]:
     """`loss_and_gradients` with any tiles."""
     classes = problem.classes
@@ -375,21 +314,21 @@ def loss_and_gradients_by(
             part.lse,
             coefficients,
             sums,
-            d_input=wanted.d_input,
+            d_input=needs_grad.d_input,
             kept=kept,
             scales=scales,
             tiles=tiles,
         )
         return (_put_rows(d_input, d_rows, chunk), sums), (loss, part)
 
-    d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
-    start = (d_input, HeadSums.zeros(problem, wanted, float32_sum=config.float32_sum))
+    d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
+    start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
     (d_input, sums), (loss, parts) = over_pieces(body, start, problem.tokens, config.rows)
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
 def gradients_by(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, wanted: Wanted
+    tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """`gradients` with any tiles."""
 
@@ -397,18 +336,68 @@ def gradients_by(
         d_input, sums = carry
         part = coefficients.map(chunk.of)
         d_rows, sums = chunk_gradients(
-            problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=wanted.d_input, tiles=tiles
+            problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=needs_grad.d_input, tiles=tiles
         )
         return (_put_rows(d_input, d_rows, chunk), sums), None
 
-    d_input = jnp.zeros_like(problem.input) if wanted.d_input else None
-    start = (d_input, HeadSums.zeros(problem, wanted, float32_sum=config.float32_sum))
+    d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
+    start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
     (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
 
 
+def workspace_model(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    keeps_logits: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+) -> WorkspaceModel:
+    """Counts what `chunked` allocates above inputs and gradients.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K, rows of linear_weight that are classes.
+        itemsize: bytes of input's dtype.
+        weight_itemsize: bytes of linear_weight's dtype.
+        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        float16: input is float16, whose rows are scaled by powers of two for d_weight.
+        softcap: the logits are capped.
+        entropy: the entropy is computed, or differentiated.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+    """
+    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    if keeps_logits:
+        per_row += 4 * classes
+    if d_input:
+        per_row += 8 * hidden  # float32 sum and one slab's product
+    if d_weight and float16:
+        per_row += hidden * itemsize  # those rows
+    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
+    # Logits; d_logits and what is not fused with it; the shifted logits.
+    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
+    needs_sum = d_weight and weight_itemsize < 4
+    return WorkspaceModel(
+        fixed=64 * tokens + 8 * classes + 4096,
+        per_row=per_row,
+        per_slab=per_slab,
+        per_tile=per_tile,
+        float32_sum=4 * classes * hidden if needs_sum else 0,
+    )
+
+
 def _config(
-    problem: Problem, memory_budget: int, wanted: Wanted, *, plan_a: bool = False, entropy: bool = False
+    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
 ) -> ChunkConfig:
     tokens, hidden = problem.input.shape
 
@@ -423,8 +412,8 @@ def _config(
             float16=problem.input.dtype == jnp.float16,
             softcap=problem.spec.softcap is not None,
             entropy=entropy,
-            d_input=wanted.d_input,
-            d_weight=wanted.d_weight,
+            d_input=needs_grad.d_input,
+            d_weight=needs_grad.d_weight,
         )
 
     recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)

@@ -16,16 +16,16 @@ from jax import Array
 
 from jax_pallas import chunked, fused_tiles, launch
 from jax_pallas.anchored import anchored, known, target_logits
-from jax_pallas.chunked import Problem, RowGradient, Tiles
+from jax_pallas.chunked import RowGradient, Tiles
 from jax_pallas.pieces import Piece
+from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, add_d_weight
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from jax_pallas.sums import NOTHING, Gradients, Wanted, add_d_weight
-from jax_pallas.tiles import ChunkConfig
+from linear_ce.chunking import ChunkConfig
 
 
-def check_budget(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool = False) -> None:
+def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
     """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _recomputed_config(problem, memory_budget, wanted, entropy=entropy)
+    _recomputed_config(problem, memory_budget, needs_grad, entropy=entropy)
 
 
 def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[Array, RowStatistics]:
@@ -34,22 +34,22 @@ def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[A
     Without `statistics` the largest logits may be inf.
     """
     if problem.spec.label_smoothing or _converts(problem):
-        config = _recomputed_config(problem, memory_budget, NOTHING, entropy=False)
+        config = _recomputed_config(problem, memory_budget, NO_GRADIENTS, entropy=False)
         return chunked.losses_by(KERNEL_TILES, problem, config)
-    loss, found, _ = anchored(problem, memory_budget, NOTHING, statistics=statistics)
+    loss, found, _ = anchored(problem, memory_budget, NO_GRADIENTS, statistics=statistics)
     return loss, found
 
 
 def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
-    config = _recomputed_config(problem, memory_budget, NOTHING, entropy=entropy)
+    config = _recomputed_config(problem, memory_budget, NO_GRADIENTS, entropy=entropy)
     return chunked.statistics_by(KERNEL_TILES, problem, config, entropy)
 
 
 def loss_and_gradients(
     problem: Problem,
     memory_budget: int,
-    wanted: Wanted,
+    needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
     *,
     statistics: bool,
@@ -59,17 +59,17 @@ def loss_and_gradients(
     Without `statistics` the largest logits are inf.
     """
     if _serves_exponentials(problem):
-        return anchored(problem, memory_budget, wanted, statistics=statistics)
-    config = _recomputed_config(problem, memory_budget, wanted, entropy=False)
-    return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, wanted, scales)
+        return anchored(problem, memory_budget, needs_grad, statistics=statistics)
+    config = _recomputed_config(problem, memory_budget, needs_grad, entropy=False)
+    return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, needs_grad, scales)
 
 
 def gradients(
-    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, wanted: Wanted
+    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _recomputed_config(problem, memory_budget, wanted, entropy=coefficients.beta is not None)
-    return chunked.gradients_by(KERNEL_TILES, problem, config, lse, coefficients, wanted)
+    config = _recomputed_config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
+    return chunked.gradients_by(KERNEL_TILES, problem, config, lse, coefficients, needs_grad)
 
 
 def _converts(problem: Problem) -> bool:
@@ -190,7 +190,7 @@ def _multiplies_slabs(problem: Problem) -> bool:
     return _multiplies(problem) and _aligned(problem)
 
 
-def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, entropy: bool) -> ChunkConfig:
+def _recomputed_config(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool) -> ChunkConfig:
     tokens, hidden = problem.input.shape
     return fused_tiles.choose_recomputed(
         tokens=tokens,
@@ -199,8 +199,8 @@ def _recomputed_config(problem: Problem, memory_budget: int, wanted: Wanted, *, 
         itemsize=problem.input.dtype.itemsize,
         statistics=2 + (problem.spec.label_smoothing != 0) + entropy,
         float16=problem.input.dtype == jnp.float16,
-        d_input=wanted.d_input,
-        d_weight=wanted.d_weight,
+        d_input=needs_grad.d_input,
+        d_weight=needs_grad.d_weight,
         converts=_converts(problem),
         in_place=_multiplies_slabs(problem),
         budget=memory_budget,

@@ -5,7 +5,7 @@ beyond rounding.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jax_pallas.tiles import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
 ROW_BLOCK = 128  # rows of a tile of logits
 

@@ -4,7 +4,7 @@ In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's.
 (`hopper.over_tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its products 12 per unit of it.
 
 What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
-blocks: nothing is added in an order that could change. Equations: parity/MATH.md.
+blocks: nothing is added in an order that could change. Equations: linear_ce/MATH.md.
 """
 
 from functools import partial

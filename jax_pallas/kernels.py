@@ -3,7 +3,7 @@
 That backend is deprecated, so all that names it stands in this file. core_triton/kernels.py and target_kernels.py are
 the same in Triton. A program owns a tile and writes each output alone, so results repeat bit for bit; what is summed
 over tiles is reduced by XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas'
-interpreter. Equations: parity/MATH.md.
+interpreter. Equations: linear_ce/MATH.md.
 """
 
 import warnings

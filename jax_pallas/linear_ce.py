@@ -20,7 +20,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import launch, ops, rows
-from parity.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
 ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -135,7 +135,7 @@ def linear_cross_entropy(
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
             slab: Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: parity/MATH.md (1)-(18).
+        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md (1)-(18).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
@@ -237,7 +237,7 @@ def linear_log_probs(
         (2, 6)
 
     Source:
-        parity/MATH.md (19)-(22); entropy from running sums: (25)-(27).
+        linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, None, None)

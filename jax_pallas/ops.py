@@ -26,11 +26,10 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_pallas import chunked, fused, launch, rows
-from jax_pallas.chunked import Problem
 from jax_pallas.primitives import Batched, differentiable, opaque
+from jax_pallas.problem import Gradients, NeedsGrad, Problem
 from jax_pallas.rows import Coefficients
-from jax_pallas.sums import Gradients, Wanted
-from parity.spec import LossSpec
+from linear_ce.spec import LossSpec
 
 RESIDUAL = (
     "linear_ce_residual"  # the checkpoint_name of what a forward rule saves; a policy that saves it spares a rerun
@@ -80,11 +79,13 @@ class Options:
         }
         return Problem(**self.named(arrays), **shared)
 
-    def wanted(self, primals: Sequence[Any]) -> Wanted:
+    def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
         """Reads from a forward rule's primals what is differentiated."""
         named = self.named(primals)
         bias = named["linear_bias"]
-        return Wanted(named["input"].perturbed, named["linear_weight"].perturbed, bias is not None and bias.perturbed)
+        return NeedsGrad(
+            named["input"].perturbed, named["linear_weight"].perturbed, bias is not None and bias.perturbed
+        )
 
     def cotangents(self, gradients: Gradients) -> Any:
         """A backward rule's results; None stands for zero."""
@@ -110,8 +111,8 @@ def _loss_and_gradients(options: Options, *arrays: Array) -> Arrays:
 
 
 def _loss_and_gradients_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
-    wanted = options.wanted(primals)
-    losses, statistics, gradients, scales = _plan_a((options, wanted), *(primal.value for primal in primals))
+    needs_grad = options.needs_grad(primals)
+    losses, statistics, gradients, scales = _plan_a((options, needs_grad), *(primal.value for primal in primals))
     return (losses.sum(), *statistics), (jax.tree.map(_named, gradients), scales)
 
 
@@ -131,18 +132,18 @@ def _row_losses(options: Options, *arrays: Array) -> Arrays:
 
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
-    wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
-    if not (wanted.d_weight or wanted.d_bias):  # frozen head: a row's d_input is its d_loss times what one gives
-        losses, statistics, gradients, scales = _plan_a((options, wanted), *arrays)
+    needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
+    if not (needs_grad.d_weight or needs_grad.d_bias):  # then a row's d_input is its d_loss times what 1 gives
+        losses, statistics, gradients, scales = _plan_a((options, needs_grad), *arrays)
         return (losses, *statistics), (
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
     problem = options.problem(arrays)
     # Of the backward pass: refused here already.
-    _plans(problem.implementation).check_budget(problem, options.memory_budget, wanted)
+    _plans(problem.implementation).check_budget(problem, options.memory_budget, needs_grad)
     loss, lse, target_logit, top = _row_losses(options, *arrays)
-    return (loss, lse, target_logit, top), ((arrays, _named(lse), wanted), None)
+    return (loss, lse, target_logit, top), ((arrays, _named(lse), needs_grad), None)
 
 
 def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
@@ -152,13 +153,13 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
         gradients, scales, row_weight = made
         d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
         return options.cotangents(_scaled(gradients, d_row, None, scales))
-    arrays, lse, wanted = recomputed
+    arrays, lse, needs_grad = recomputed
     problem = options.problem(arrays)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
     coefficients = rows.loss_coefficients(
         options.spec, lse, problem.target, upstream, problem.class_weight, options.classes
     )
-    return options.cotangents(_gradients((options, wanted), arrays, lse, coefficients))
+    return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
 
 
 _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
@@ -172,18 +173,18 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
-    wanted, arrays = options.wanted(primals), tuple(primal.value for primal in primals)
+    needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
     problem = options.problem(arrays)
-    _plans(problem.implementation).check_budget(problem, options.memory_budget, wanted, entropy=True)
+    _plans(problem.implementation).check_budget(problem, options.memory_budget, needs_grad, entropy=True)
     log_prob, entropy, lse = _log_probs(options, *arrays)
-    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), wanted)
+    return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), needs_grad)
 
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
-    arrays, entropy, lse, wanted = residuals
+    arrays, entropy, lse, needs_grad = residuals
     target, (d_log_prob, d_entropy, d_lse) = options.problem(arrays).target, map(_dense, cotangents)
     coefficients = rows.log_prob_coefficients(entropy, target, d_log_prob, d_entropy, d_lse, options.classes)
-    return options.cotangents(_gradients((options, wanted), arrays, lse, coefficients))
+    return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
@@ -205,30 +206,30 @@ def _statistics(options: Options, *arrays: Array, platform: str | None = None) -
 
 @opaque("linear_ce_plan_a")
 def _plan_a(
-    static: tuple[Options, Wanted], *arrays: Array, platform: str | None = None
+    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
 ) -> tuple[Array, Arrays, Gradients, Any]:
     """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
-    options, wanted = static
+    options, needs_grad = static
     problem = options.problem(arrays, platform)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     losses, statistics, gradients = _plans(problem.implementation).loss_and_gradients(
-        problem, options.memory_budget, wanted, scales, statistics=options.statistics
+        problem, options.memory_budget, needs_grad, scales, statistics=options.statistics
     )
     return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
 
 
 @opaque("linear_ce_gradients")
 def _gradients(
-    static: tuple[Options, Wanted],
+    static: tuple[Options, NeedsGrad],
     arrays: Arrays,
     lse: Array,
     coefficients: Coefficients,
     platform: str | None = None,
 ) -> Gradients:
     """Plan C's backward pass."""
-    options, wanted = static
+    options, needs_grad = static
     problem = options.problem(arrays, platform)
-    return _plans(problem.implementation).gradients(problem, options.memory_budget, lse, coefficients, wanted)
+    return _plans(problem.implementation).gradients(problem, options.memory_budget, lse, coefficients, needs_grad)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:

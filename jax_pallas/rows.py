@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from parity.spec import LossSpec
+from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 

@@ -1,6 +1,6 @@
 """Mosaic kernels that add the targets' terms to the head's gradient: sums of runs of equal targets.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: parity/MATH.md.
+No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any

@@ -1,1 +1,4 @@
-"""The contract of the loss: its meaning, its float64 reference, its cases and tolerances. Imports NumPy only."""
+"""The comparison of the two frameworks with the reference and with each other: cases, tolerances and backends.
+
+A command of the checkout, `python -m parity`: nothing imports it at run time, and the wheel does not contain it.
+"""

@@ -4,8 +4,8 @@ import zlib
 
 import numpy as np
 
+from linear_ce.rounding import round_to
 from parity.cases import POISONS, Case
-from parity.rounding import round_to
 
 
 def make_arrays(case: Case) -> dict[str, np.ndarray]:

@@ -12,8 +12,8 @@ from functools import cache
 from itertools import product
 from typing import Any, Literal
 
+from linear_ce.spec import FLOAT_DTYPES, REDUCTIONS, LossSpec
 from parity.pairwise import pairwise
-from parity.spec import FLOAT_DTYPES, REDUCTIONS, LossSpec
 
 Function = Literal["loss", "log_probs"]
 

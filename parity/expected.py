@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity.cases import Case
-from parity.reference import (
+from linear_ce.reference import (
     EXACT,
     Arithmetic,
     LogProbsResult,
@@ -15,7 +14,8 @@ from parity.reference import (
     reference_loss,
     unfused,
 )
-from parity.rounding import round_to
+from linear_ce.rounding import round_to
+from parity.cases import Case
 from parity.tolerances import ZERO_NORM, budget, distance, error
 
 STATS = ("lse", "target_logit", "z_loss", "accuracy", "n_valid")

@@ -4,8 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from linear_ce.spec import FLOAT_DTYPES, LossSpec
 from parity.cases import Case
-from parity.spec import FLOAT_DTYPES, LossSpec
 
 # With one or two elements luck decides how far rounding takes the unfused gradient; so far it always may.
 FEW_ELEMENTS = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}

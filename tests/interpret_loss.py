@@ -31,15 +31,15 @@ from triton.runtime import interpreter
 
 import core_triton
 from core_triton import anchored, chunked, fused, rows
-from core_triton.chunked import Problem, Wanted
-from core_triton.tiles import ChunkConfig
+from core_triton.problem import NeedsGrad, Problem
+from linear_ce.chunking import ChunkConfig
+from linear_ce.reference import reference_loss
+from linear_ce.rounding import round_to
+from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
 from parity.expected import expected, judge
-from parity.reference import reference_loss
-from parity.rounding import round_to
-from parity.spec import LossSpec
 from parity.tolerances import error
 
 _BUILDER: Any = interpreter.InterpreterBuilder
@@ -293,7 +293,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     found = rows.finish(merged, t["target"], row_weight, classes)
     loss = rows.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
     coefficients = rows.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
-    wanted = Wanted(d_input=True, d_weight=True, d_bias=case.has_bias)
+    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, slab=128, float32_sum=True)
     parts = [
         chunked.gradients_by(fused.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards

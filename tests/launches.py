@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from core_triton import anchored, chunked, launch, sums
+from core_triton import anchored, chunked, launch, problem
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes a block may have on A100, H200 and B200
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -82,7 +82,7 @@ def fake_card(arch: int) -> Iterator[list[Launch]]:
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(anchored, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
         mock.patch.object(chunked, "add_product", no_product),
-        mock.patch.object(sums, "add_product", no_product),
+        mock.patch.object(problem, "add_product", no_product),
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
     ):

@@ -5,12 +5,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from linear_ce.rounding import round_to
+from linear_ce.spec import FLOAT_DTYPES
 from parity.arrays import make_arrays
 from parity.cases import POISONS, STRATA, Case, cases, exhaustive_cases, select, stratum_table
 from parity.expected import expected, outputs_of
 from parity.pairwise import pairs, pairwise
-from parity.rounding import round_to
-from parity.spec import FLOAT_DTYPES
 
 
 def test_there_are_about_300_cases_of_distinct_names() -> None:

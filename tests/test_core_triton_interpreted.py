@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from linear_ce.spec import FLOAT_DTYPES
 from parity.cases import cases
-from parity.spec import FLOAT_DTYPES
 
 HERE = Path(__file__).parent
 SHARES = 2  # of the table of cases, for the workers of a test run to share

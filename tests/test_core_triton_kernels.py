@@ -19,9 +19,9 @@ from triton.runtime.jit import JITFunction
 import core_triton
 from benchmarks.shapes import SHAPES
 from core_triton import fused, ops, row_kernels
-from core_triton.chunked import Problem, Wanted
+from core_triton.problem import NeedsGrad, Problem
 from core_triton.rows import Coefficients
-from parity.spec import LossSpec
+from linear_ce.spec import LossSpec
 
 HERE = Path(__file__).parent
 DEFAULT = 512 * 2**20
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
         """Makes the call; returns the gradients."""
         problem = self.problem()
-        wanted = Wanted(*self.wanted, self.bias and self.wanted[1])
+        wanted = NeedsGrad(*self.wanted, self.bias and self.wanted[1])
         if self.plan in ("train", "stats"):
             scales = (array(), array())
             found = fused.loss_and_gradients(problem, budget, wanted, scales, statistics=self.plan == "stats")[2]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from judged import least_budget
 from torch_problem import FUNCTIONS, leaves, problem, total
 
-from parity.spec import DEFAULT_MEMORY_BUDGET
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 8, 50), (3, 64, 501), (50, 16, 1001), (257, 32, 150))  # N, D, V

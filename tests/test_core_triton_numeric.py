@@ -3,11 +3,11 @@
 import pytest
 from judged import check, check_many_logits
 
+from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
 from parity.expected import expected
-from parity.spec import LossSpec
 from parity.tolerances import error
 
 pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import core_triton
 from core_triton import chunked, rows
-from core_triton.chunked import Problem, Wanted
-from core_triton.tiles import ChunkConfig
+from core_triton.problem import NeedsGrad, Problem
+from linear_ce.chunking import ChunkConfig
+from linear_ce.reference import reference_loss
+from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
 from parity.expected import GRADIENT_OF, outputs_of
-from parity.reference import reference_loss
-from parity.spec import LossSpec
 from parity.tolerances import error
 
 pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
@@ -143,7 +143,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
     assert error(loss.sum().numpy(), want.loss) < 2e-6
 
     coefficients = rows.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
-    wanted = Wanted(d_input=True, d_weight=True, d_bias=True)
+    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts = [
         chunked.gradients_by(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted)
         for shard in shards

@@ -1,4 +1,4 @@
-"""The arrows between the packages: flax_models -> jax_pallas -> parity <- core_triton, and NumPy alone in parity."""
+"""Imports go one way: flax_models -> jax_pallas -> linear_ce <- core_triton, with parity and benchmarks above all."""
 
 import ast
 import json
@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TORCH = {"torch", "triton"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-PACKAGES = {"core_triton", "jax_pallas", "flax_models", "parity", "benchmarks", "tests"}
+PACKAGES = {"core_triton", "jax_pallas", "flax_models", "linear_ce", "parity", "benchmarks", "tests"}
 
 FORBIDDEN = {
-    "core_triton": JAX | PACKAGES - {"core_triton", "parity"},
-    "jax_pallas": TORCH | {"flax", "optax", "orbax"} | PACKAGES - {"jax_pallas", "parity"},
-    "flax_models": TORCH | PACKAGES - {"flax_models", "jax_pallas", "parity"},
+    "core_triton": JAX | PACKAGES - {"core_triton", "linear_ce"},
+    "jax_pallas": TORCH | {"flax", "optax", "orbax"} | PACKAGES - {"jax_pallas", "linear_ce"},
+    "flax_models": TORCH | PACKAGES - {"flax_models", "jax_pallas", "linear_ce"},
 }
 LAZY = {  # inside functions only
     "parity/backends.py": TORCH | JAX | {"core_triton", "jax_pallas"},
@@ -25,7 +25,10 @@ LAZY = {  # inside functions only
     "parity/train/jax_run.py": JAX | {"flax_models", "jax_pallas"},
     "parity/train/picture.py": {"matplotlib"},
 }
-AT_THE_TOP_OF_PARITY = set(sys.stdlib_module_names) | {"numpy", "parity"}
+AT_THE_TOP = {
+    "linear_ce": set(sys.stdlib_module_names) | {"numpy", "linear_ce"},
+    "parity": set(sys.stdlib_module_names) | {"numpy", "linear_ce", "parity"},
+}
 
 
 def files(package: str) -> list[Path]:
@@ -54,8 +57,9 @@ def test_no_package_imports_what_is_not_below_it(package: str) -> None:
         assert not forbidden, f"{path.relative_to(ROOT)} imports {', '.join(sorted(forbidden))}"
 
 
-def test_parity_imports_numpy_only() -> None:
-    for path in files("parity"):
+@pytest.mark.parametrize("package", AT_THE_TOP)
+def test_the_contract_and_parity_import_numpy_only(package: str) -> None:
+    for path in files(package):
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text())
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)]
@@ -64,8 +68,9 @@ def test_parity_imports_numpy_only() -> None:
         for function in functions:
             function.body = [ast.Pass()] if not isinstance(function, ast.Lambda) else ast.Constant(None)  # pyright: ignore[reportAttributeAccessIssue]
         top = set(imports(tree))
-        assert top <= AT_THE_TOP_OF_PARITY, f"{name} imports {', '.join(sorted(top - AT_THE_TOP_OF_PARITY))} at its top"
-        others = (everywhere | inside) - AT_THE_TOP_OF_PARITY - LAZY.get(name, set())
+        allowed = AT_THE_TOP[package]
+        assert top <= allowed, f"{name} imports {', '.join(sorted(top - allowed))} at its top"
+        others = (everywhere | inside) - allowed - LAZY.get(name, set())
         assert not others, f"{name} imports {', '.join(sorted(others))}"
 
 
@@ -79,7 +84,8 @@ LOADED = "import json, sys; {statement}; print(json.dumps(sorted({{m.split('.')[
         ("import jax_pallas.linear_ce", TORCH | {"core_triton", "flax_models", "flax", "optax"}),
         ("import flax_models.train", TORCH | {"core_triton"}),
         (
-            "import parity.cases, parity.arrays, parity.expected, parity.reference, parity.backends, parity.__main__",
+            "import linear_ce.spec, linear_ce.reference, linear_ce.chunking, "
+            "parity.cases, parity.arrays, parity.expected, parity.backends, parity.__main__",
             TORCH | JAX | {"core_triton", "jax_pallas"},
         ),
         (
@@ -102,12 +108,12 @@ def test_an_import_loads_no_other_framework(statement: str, absent: set[str]) ->
     assert not loaded & absent, f"{statement} loads {', '.join(sorted(loaded & absent))}"
 
 
-@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "parity"])
+@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "linear_ce", "parity"])
 def test_types_are_published(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
 
 
-@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "parity"])
+@pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "linear_ce", "parity"])
 def test_no_file_says_too_much(package: str) -> None:
     for path in files(package):
         lines = len(path.read_text().splitlines())
@@ -115,7 +121,7 @@ def test_no_file_says_too_much(package: str) -> None:
         assert lines <= 450, f"{path.relative_to(ROOT)} has {lines} lines: it says more than one thing"
 
 
-@pytest.mark.parametrize("name", ["linear_ce.py", "ops.py", "chunked.py", "rows.py", "tiles.py"])
+@pytest.mark.parametrize("name", ["linear_ce.py", "ops.py", "chunked.py", "rows.py", "problem.py"])
 def test_the_two_frameworks_mirror_each_other(name: str) -> None:
     """The same functions and classes in the same order, but for those that only one framework needs."""
     torch_names, jax_names = (
@@ -129,4 +135,4 @@ def test_the_two_frameworks_mirror_each_other(name: str) -> None:
     both = set(torch_names) & set(jax_names)
     assert [n for n in torch_names if n in both] == [n for n in jax_names if n in both]
     alone = {n for n in {*torch_names} ^ {*jax_names} if not n.startswith("_")}
-    assert not alone or name in ("ops.py", "chunked.py", "rows.py"), f"{alone} in one framework only"
+    assert not alone or name in ("ops.py", "problem.py", "chunked.py", "rows.py"), f"{alone} in one framework only"

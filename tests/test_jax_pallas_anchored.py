@@ -17,15 +17,14 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas import anchored, chunked, fused, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
-from jax_pallas.chunked import Problem
 from jax_pallas.fused_tiles import AnchoredConfig
 from jax_pallas.pieces import Piece
+from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem
 from jax_pallas.rows import Coefficients
-from jax_pallas.sums import NOTHING, Gradients, Wanted
-from jax_pallas.tiles import ChunkConfig
-from parity.spec import LossSpec
+from linear_ce.chunking import ChunkConfig
+from linear_ce.spec import LossSpec
 
-EVERYTHING = Wanted(d_input=True, d_weight=True, d_bias=True)
+EVERYTHING = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
 OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
 
 # N, D, V, classes, vocab_axis, rows of a chunk, options: tokens that 8 does not divide, a hidden size of one column of
@@ -126,7 +125,7 @@ def test_anchored(
     monkeypatch.setattr(anchored, "_config", lambda *_, **__: AnchoredConfig(rows, 2**20, 0))
     ours = problem(n, d, v, classes, vocab_axis, options)
     loss, statistics, gradients = anchored.anchored(ours, 0, EVERYTHING, statistics=True)
-    evaluated, _, _ = anchored.anchored(ours, 0, NOTHING, statistics=False)
+    evaluated, _, _ = anchored.anchored(ours, 0, NO_GRADIENTS, statistics=False)
 
     exact = in_float32(ours)
     want, found, exact_gradients = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None, statistics=True)

@@ -14,12 +14,12 @@ from jax_problem import problem
 from judged import check
 
 from jax_pallas import fused, launch
-from jax_pallas.chunked import Problem
 from jax_pallas.fused_tiles import choose_anchored, choose_recomputed
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
 from jax_pallas.pieces import Piece
+from jax_pallas.problem import Problem
+from linear_ce.spec import LossSpec
 from parity.cases import Case, cases
-from parity.spec import LossSpec
 
 BF16: dict[str, Any] = {"dtype": "bfloat16"}
 SHARED: dict[str, Any] = {"lead": (150,), "hidden": 64, "vocab": 320, "has_bias": True}

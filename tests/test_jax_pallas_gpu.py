@@ -24,8 +24,8 @@ from walks import walks
 from jax_pallas import launch
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.ops import RESIDUAL
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 from parity.cases import Case, cases
-from parity.spec import DEFAULT_MEMORY_BUDGET
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from parity.spec import DEFAULT_MEMORY_BUDGET
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from judged import assert_within_budget
 
 from jax_pallas import chunked, rows
-from jax_pallas.chunked import Problem
 from jax_pallas.pieces import Piece
-from jax_pallas.sums import Wanted
-from jax_pallas.tiles import ChunkConfig
+from jax_pallas.problem import NeedsGrad, Problem
+from linear_ce.chunking import ChunkConfig
+from linear_ce.reference import reference_loss
+from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case
-from parity.reference import reference_loss
-from parity.spec import LossSpec
 from parity.tolerances import error
 
 
@@ -78,7 +77,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
         statistics = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), y, row_weight, classes)
         loss = rows.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
         coefficients = rows.loss_coefficients(spec, statistics.lse, y, row_weight, class_weight, classes)
-        wanted = Wanted(d_input=True, d_weight=True, d_bias=True)
+        wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
         parts: list[Any] = []
         for shard, size in pairs:
             config = ChunkConfig(min(chunk, n), size, float32_sum=False)

@@ -13,16 +13,15 @@ from jax import Array
 from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, rows
-from jax_pallas.chunked import Problem
 from jax_pallas.fused import KERNEL_TILES
 from jax_pallas.pieces import Piece
-from jax_pallas.sums import Wanted
-from jax_pallas.tiles import ChunkConfig
+from jax_pallas.problem import NeedsGrad, Problem
+from linear_ce.chunking import ChunkConfig
+from linear_ce.reference import reference_loss
+from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.cases import Case
 from parity.expected import expected
-from parity.reference import reference_loss
-from parity.spec import LossSpec
 from parity.tolerances import error
 
 OPTIONS: dict[str, Any] = {"lead": (40,), "hidden": 64, "has_bias": True, "has_class_weight": True}
@@ -53,7 +52,7 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
     found = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), target, row_weight, classes)
     loss = rows.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
     coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, class_weight, classes)
-    wanted = Wanted(d_input=True, d_weight=True, d_bias=True)
+    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts: list[Any] = []
     for shard, slab in pairs:
         config = ChunkConfig(rows=case.n, slab=slab, float32_sum=True)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_problem import N, V, problem
 
-from parity.reference import reference_log_probs, reference_loss
-from parity.spec import LossSpec
+from linear_ce.reference import reference_log_probs, reference_loss
+from linear_ce.spec import LossSpec
 
 SPEC = LossSpec("sum", label_smoothing=0.1, z_loss_weight=0.02, softcap=4.0, logit_scale=0.6)
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from linear_ce.spec import LossSpec
 from parity import __main__ as command
 from parity import tolerances
 from parity.arrays import make_arrays
 from parity.backends import BACKENDS, expected_default, run_case
 from parity.cases import Case, cases, select
 from parity.expected import evaluate_unfused, expected, judge, judge_pair
-from parity.spec import LossSpec
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from small_problem import D, N, V, problem
 
-from parity.reference import EXACT, reference_log_probs, reference_loss, unfused
-from parity.rounding import round_to
-from parity.spec import LossSpec
+from linear_ce.reference import EXACT, reference_log_probs, reference_loss, unfused
+from linear_ce.rounding import round_to
+from linear_ce.spec import LossSpec
 
 
 def difference_quotient(function: Any, arrays: dict[str, Any], name: str, direction: np.ndarray) -> float:

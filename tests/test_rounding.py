@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays as numpy_arrays
 
-from parity.rounding import round_to
+from linear_ce.rounding import round_to
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

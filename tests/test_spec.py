@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity.spec import DEFAULT_MEMORY_BUDGET, ArrayInfo, LossSpec, check_arrays, check_choice, check_memory_budget
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET, ArrayInfo, LossSpec, check_arrays, check_choice, check_memory_budget
 
 BAD_OPTIONS = [
     ({"reduction": "average"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'average'"),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from parity.rounding import round_to
-from parity.spec import LossSpec
+from linear_ce.rounding import round_to
+from linear_ce.spec import LossSpec
 
 
 class Arithmetic(NamedTuple):

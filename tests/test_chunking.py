@@ -12,25 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import core_triton.chunked
 import core_triton.fused_tiles
-import core_triton.tiles
-import jax_pallas.tiles
-from parity.spec import DEFAULT_MEMORY_BUDGET
+import jax_pallas.chunked
+from linear_ce import chunking
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
-TILES = (core_triton.tiles, jax_pallas.tiles)
+FRAMEWORKS = (core_triton.chunked, jax_pallas.chunked)
 MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 2B": (2304, 256000)}  # D, V
 
 
-def workspace_model(tiles: ModuleType, **options: Any) -> Any:
-    if tiles is not core_triton.tiles:
+def workspace_model(chunked: ModuleType, **options: Any) -> Any:
+    if chunked is not core_triton.chunked:
         del options["upcasts"]  # JAX has products of 16-bit operands on every device
-    return tiles.workspace_model(**options)
+    return chunked.workspace_model(**options)
 
 
 class Drawn(NamedTuple):
     """A choice to be made: `keeping` and `recomputing` are the two forms of plan A."""
 
-    tiles: ModuleType
     keeping: Any
     recomputing: Any
     tokens: int
@@ -39,13 +39,13 @@ class Drawn(NamedTuple):
 
     @property
     def least(self) -> int:
-        rows, slab = min(max(self.tokens, 1), self.tiles.MIN_ROWS), min(self.classes, self.tiles.MIN_SLAB)
+        rows, slab = min(max(self.tokens, 1), chunking.MIN_ROWS), min(self.classes, chunking.MIN_SLAB)
         return self.recomputing.bytes(rows, slab)
 
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Drawn:
-    tiles = draw(st.sampled_from(TILES))
+    chunked = draw(st.sampled_from(FRAMEWORKS))
     tokens, classes = draw(st.integers(0, 70000)), draw(st.integers(1, 260000))
     itemsize = draw(st.sampled_from((2, 4)))
     flags = ("float16", "softcap", "entropy", "d_input", "d_weight", "upcasts")
@@ -57,18 +57,18 @@ def drawn(draw: st.DrawFn) -> Drawn:
         "weight_itemsize": draw(st.sampled_from((itemsize, 4))),
         **{flag: draw(st.booleans()) for flag in flags},
     }
-    keeping, recomputing = (workspace_model(tiles, **options, keeps_logits=keeps) for keeps in (True, False))
-    problem = Drawn(tiles, keeping, recomputing, tokens, classes, 0)
+    keeping, recomputing = (workspace_model(chunked, **options, keeps_logits=keeps) for keeps in (True, False))
+    problem = Drawn(keeping, recomputing, tokens, classes, 0)
     return problem._replace(budget=problem.least + draw(st.integers(0, 40)) * draw(st.integers(1, 2**26)))
 
 
 @given(drawn())
 def test_choice_covers_and_fits(p: Drawn) -> None:
-    chosen = p.tiles.choose_chunks(p.recomputing, p.tokens, p.classes, p.budget)
-    plan_a = p.tiles.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.budget)
+    chosen = chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.budget)
+    plan_a = chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.budget)
     assert not chosen.keeps_logits
     for config, model in ((chosen, p.recomputing), (plan_a, p.keeping if plan_a.keeps_logits else p.recomputing)):
-        assert min(max(p.tokens, 1), p.tiles.MIN_ROWS) <= config.rows <= max(p.tokens, 1)
+        assert min(max(p.tokens, 1), chunking.MIN_ROWS) <= config.rows <= max(p.tokens, 1)
         assert 1 <= config.slab <= p.classes
         assert model.bytes(config.rows, config.slab) + config.float32_sum * model.float32_sum <= p.budget
         assert not config.float32_sum or 0 < model.float32_sum <= p.budget // 2
@@ -76,18 +76,18 @@ def test_choice_covers_and_fits(p: Drawn) -> None:
 
 @given(drawn())
 def test_less_than_the_least_is_refused(p: Drawn) -> None:
-    p.tiles.choose_chunks(p.recomputing, p.tokens, p.classes, p.least)
-    p.tiles.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least)
+    chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.least)
+    chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least)
     message = f"memory_budget must be at least {p.least} bytes .* got {p.least - 1}"
     with pytest.raises(ValueError, match=message):
-        p.tiles.choose_chunks(p.recomputing, p.tokens, p.classes, p.least - 1)
+        chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.least - 1)
     with pytest.raises(ValueError, match=message):
-        p.tiles.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least - 1)
+        chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least - 1)
 
 
 @given(drawn(), st.integers(1, 2**30))
 def test_more_budget_holds_no_fewer_rows(p: Drawn, more: int) -> None:
-    slab = min(p.classes, p.tiles.MIN_SLAB)
+    slab = min(p.classes, chunking.MIN_SLAB)
     assert p.recomputing.rows_within(p.budget + more, slab) >= p.recomputing.rows_within(p.budget, slab)
 
 
@@ -99,7 +99,7 @@ def test_a_wider_slab_leaves_no_more_rows(p: Drawn) -> None:
 
 @given(drawn())
 def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
-    slab = min(p.classes, p.tiles.MIN_SLAB)
+    slab = min(p.classes, chunking.MIN_SLAB)
     rows = p.recomputing.rows_within(p.budget, slab)
     assert p.recomputing.bytes(rows, slab) <= p.budget < p.recomputing.bytes(rows + 1, slab)
 
@@ -108,14 +108,14 @@ def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
 def test_what_fits_whole_is_not_cut(p: Drawn) -> None:
     tokens = max(p.tokens, 1)
     budget = p.keeping.bytes(tokens, p.classes)
-    config = p.tiles.choose_plan_a(p.keeping, p.recomputing, tokens, p.classes, budget)
-    assert config == p.tiles.ChunkConfig(tokens, p.classes, float32_sum=False, keeps_logits=True)
+    config = chunking.choose_plan_a(p.keeping, p.recomputing, tokens, p.classes, budget)
+    assert config == chunking.ChunkConfig(tokens, p.classes, float32_sum=False, keeps_logits=True)
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: tiles.__name__)
+@pytest.mark.parametrize("chunked", FRAMEWORKS, ids=lambda chunked: chunked.__name__)
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_models_fit_the_default_budget(tiles: ModuleType, shape: tuple[int, int], itemsize: int) -> None:
+def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, int], itemsize: int) -> None:
     hidden, classes = shape
     for tokens, entropy, gradients in itertools.product((1, 2, 1000, 8192, 65536), (False, True), (False, True)):
         options: dict[str, Any] = {
@@ -131,9 +131,12 @@ def test_models_fit_the_default_budget(tiles: ModuleType, shape: tuple[int, int]
             "d_weight": gradients,
             "upcasts": False,
         }
-        keeping, recomputing = (workspace_model(tiles, **options, keeps_logits=keeps) for keeps in (True, False))
+        keeping, recomputing = (workspace_model(chunked, **options, keeps_logits=keeps) for keeps in (True, False))
         sizes = (tokens, classes, DEFAULT_MEMORY_BUDGET)
-        for config in (tiles.choose_chunks(recomputing, *sizes), tiles.choose_plan_a(keeping, recomputing, *sizes)):
+        for config in (
+            chunking.choose_chunks(recomputing, *sizes),
+            chunking.choose_plan_a(keeping, recomputing, *sizes),
+        ):
             model = keeping if config.keeps_logits else recomputing
             assert model.bytes(config.rows, config.slab) <= DEFAULT_MEMORY_BUDGET
             # Products of fewer rows or classes would leave a GPU idle.
@@ -200,7 +203,7 @@ def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more
     budget = refusal(core_triton.fused_tiles.choose_anchored, options) + times * more
     config = core_triton.fused_tiles.choose_anchored(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
-    assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
+    assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert config.product_rows >= 1
     assert 1 <= config.head_rows <= classes
     assert options["converts"] or config.head_rows == classes
@@ -219,7 +222,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     budget = refusal(core_triton.fused_tiles.choose_recomputed, options) + times * more
     config = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
-    assert min(tokens, core_triton.tiles.MIN_ROWS) <= config.rows <= tokens
+    assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert 1 <= config.slab <= classes
     assert config.slab <= config.first_slab <= classes
     assert not config.float32_sum

@@ -1,9 +1,66 @@
-"""Gradients while chunks of rows add to them, and the library products that they are made of."""
+"""What one call is: its arrays and options (`Problem`), which gradients it needs (`NeedsGrad`), and the accumulators
+that chunks of rows add those gradients to.
+"""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from linear_ce.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arrays of one call and its options.
+
+    Args:
+        input: (N, D).
+        linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
+        linear_bias: (V,), of the same rows, or None.
+        target: (N,) int64, class indices of the whole vocabulary.
+        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        class_weight: (K,) float32 of the whole vocabulary, or None.
+        spec: the options.
+        classes: K of the whole vocabulary.
+        vocab_offset: class index of linear_weight's first row.
+    """
+
+    input: Tensor
+    linear_weight: Tensor
+    linear_bias: Tensor | None
+    target: Tensor
+    row_weight: Tensor
+    class_weight: Tensor | None
+    spec: LossSpec
+    classes: int
+    vocab_offset: int = 0
+
+    @property
+    def local_classes(self) -> int:
+        """How many rows of linear_weight are classes; the rest is padding."""
+        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
+
+    def chunks(self, size: int) -> Iterator[slice]:
+        tokens = self.input.shape[0]
+        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+    def slabs(self, size: int) -> list[slice]:
+        return [slice(start, min(start + size, self.local_classes)) for start in range(0, self.local_classes, size)]
+
+    def slab_class_weight(self, slab: slice) -> Tensor | None:
+        if self.class_weight is None:
+            return None
+        return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
+
+    def contributes(self, chunk: slice) -> Tensor:
+        return self.row_weight[chunk] != 0
+
+    def rows(self, chunk: slice) -> Tensor:
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+        return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
 
 
 class Gradients(NamedTuple):
@@ -14,7 +71,7 @@ class Gradients(NamedTuple):
     d_bias: Tensor | None  # (V,), linear_bias's dtype
 
 
-class Wanted(NamedTuple):
+class NeedsGrad(NamedTuple):
     """Which gradients a call computes; the others cost nothing."""
 
     d_input: bool
@@ -22,7 +79,7 @@ class Wanted(NamedTuple):
     d_bias: bool
 
 
-NOTHING = Wanted(False, False, False)
+NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
 def product_of(a: Tensor, b: Tensor) -> Tensor:
@@ -89,12 +146,12 @@ class GradientSums:
     """The gradients of a call while its chunks add to them."""
 
     def __init__(
-        self, x: Tensor, w: Tensor, b: Tensor | None, classes: int, wanted: Wanted, *, float32_sum: bool
+        self, x: Tensor, w: Tensor, b: Tensor | None, classes: int, needs_grad: NeedsGrad, *, float32_sum: bool
     ) -> None:
-        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.d_input else None
-        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum) if wanted.d_weight else None
+        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
+        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum) if needs_grad.d_weight else None
         self.d_bias = None
-        if wanted.d_bias:
+        if needs_grad.d_bias:
             assert b is not None
             self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
 

@@ -9,7 +9,9 @@ chunk within the budget.
 from dataclasses import dataclass, replace
 
 MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
+
 MIN_SLAB = 64
+
 ROW_MULTIPLE = 16
 
 
@@ -38,7 +40,8 @@ class ChunkConfig:
 
 @dataclass(frozen=True)
 class WorkspaceModel:
-    """Bytes of workspace as a polynomial in the chunk's `rows` (n) and `slab` (v).
+    """Bytes of workspace as a polynomial in the chunk's `rows` (n) and `slab` (v); each framework's `workspace_model`
+    makes one.
 
     Args:
         fixed: whatever the chunk, in bytes.
@@ -60,56 +63,6 @@ class WorkspaceModel:
     def rows_within(self, budget: int, slab: int) -> int:
         """Returns the most rows that fit beside `slab`; negative or zero if none does."""
         return (budget - self.fixed - slab * self.per_slab) // (self.per_row + slab * self.per_tile)
-
-
-def workspace_model(
-    *,
-    tokens: int,
-    hidden: int,
-    classes: int,
-    itemsize: int,
-    weight_itemsize: int,
-    keeps_logits: bool,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-) -> WorkspaceModel:
-    """Counts what `chunked` allocates above inputs and gradients.
-
-    Args:
-        tokens: N.
-        hidden: D.
-        classes: K, rows of linear_weight that are classes.
-        itemsize: bytes of input's dtype.
-        weight_itemsize: bytes of linear_weight's dtype.
-        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
-        float16: input is float16, whose rows are scaled by powers of two for d_weight.
-        softcap: the logits are capped.
-        entropy: the entropy is computed, or differentiated.
-        d_input: d_input is computed.
-        d_weight: d_weight is computed.
-    """
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
-    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
-    if keeps_logits:
-        per_row += 4 * classes
-    if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
-    if d_weight and float16:
-        per_row += hidden * itemsize  # those rows
-    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
-    # Logits; d_logits and what is not fused with it; the shifted logits.
-    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
-    needs_sum = d_weight and weight_itemsize < 4
-    return WorkspaceModel(
-        fixed=64 * tokens + 8 * classes + 4096,
-        per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
-        float32_sum=4 * classes * hidden if needs_sum else 0,
-    )
 
 
 def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:

@@ -1,0 +1,138 @@
+"""What one call is: its arrays and options (`Problem`), which gradients it needs (`NeedsGrad`), and the accumulators
+that chunks of rows add those gradients to.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jax_pallas.pieces import Piece
+from linear_ce.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The arrays of one call and its options.
+
+    Args:
+        input: (N, D).
+        linear_weight: (V, D), or (D, V) where `vocab_axis` is 1, or the shard of it that starts at class
+            `vocab_offset`; float32 or input's dtype.
+        linear_bias: (V,), of the same rows, or None.
+        target: (N,) int32, class indices of the whole vocabulary.
+        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        class_weight: (K,) float32 of the whole vocabulary, or None.
+        spec: the options.
+        classes: K of the whole vocabulary.
+        vocab_offset: class index of linear_weight's first row.
+        vocab_axis: which axis of linear_weight is the vocabulary.
+        implementation: whose kernels the plans of `fused.py` launch.
+    """
+
+    input: Array
+    linear_weight: Array
+    linear_bias: Array | None
+    target: Array
+    row_weight: Array
+    class_weight: Array | None
+    spec: LossSpec
+    classes: int
+    vocab_offset: int = 0
+    vocab_axis: int = 0
+    implementation: str = "chunked"
+
+    @property
+    def tokens(self) -> int:
+        return self.input.shape[0]
+
+    @property
+    def local_classes(self) -> int:
+        """How many rows of linear_weight are classes; the rest is padding."""
+        return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
+
+    def slab_class_weight(self, slab: Piece) -> Array | None:
+        if self.class_weight is None:
+            return None
+        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + slab.start, slab.size)
+
+    def slab_weight(self, slab: Piece) -> Array:
+        """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
+        return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+
+    def chunk_row_weight(self, chunk: Piece) -> Array:
+        """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
+        row_weight = chunk.of(self.row_weight)
+        return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
+
+    def rows(self, chunk: Piece) -> Array:
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+        return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
+
+
+class Gradients(NamedTuple):
+    """None where not asked for."""
+
+    d_input: Array | None  # (N, D), input's dtype
+    d_weight: Array | None  # linear_weight's shape and dtype
+    d_bias: Array | None  # (V,), linear_bias's dtype
+
+
+class NeedsGrad(NamedTuple):
+    """Which gradients a call computes; the others cost nothing."""
+
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+
+
+NO_GRADIENTS = NeedsGrad(False, False, False)
+
+
+def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Returns the product of a and b over one axis of each, in float32 with float32 accumulation.
+
+    float32 operands mean float32 products, not TF32, unless `jax.default_matmul_precision` asks for less.
+    """
+    exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST if exact else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def add_d_weight(
+    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+) -> Array:
+    """Returns d_weight with scale * d_logits^T x added to its slab, of d_logits (n, v) and x (n, D); None is 1."""
+    axis = problem.vocab_axis
+    product = product_of(d_logits, x, (0, 0)) if axis == 0 else product_of(x, d_logits, (0, 0))
+    if scale is not None:
+        product = product * scale
+    return slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
+
+
+class HeadSums(NamedTuple):
+    """The gradients of the head while chunks add to them; None where not asked for."""
+
+    d_weight: Array | None  # float32, or linear_weight's dtype where a float32 sum would not fit the budget
+    d_bias: Array | None  # (V,) float32
+
+    @staticmethod
+    def zeros(problem: Problem, needs_grad: NeedsGrad, *, float32_sum: bool) -> "HeadSums":
+        w, b = problem.linear_weight, problem.linear_bias
+        d_bias = jnp.zeros(b.shape, jnp.float32) if needs_grad.d_bias and b is not None else None
+        if not needs_grad.d_weight:
+            return HeadSums(None, d_bias)
+        return HeadSums(jnp.zeros(w.shape, jnp.float32 if float32_sum else w.dtype), d_bias)
+
+    def result(self, problem: Problem) -> tuple[Array | None, Array | None]:
+        d_weight = None if self.d_weight is None else self.d_weight.astype(problem.linear_weight.dtype)
+        if self.d_bias is None or problem.linear_bias is None:
+            return d_weight, None
+        return d_weight, self.d_bias.astype(problem.linear_bias.dtype)
