@@ -282,7 +282,7 @@ def linear_cross_entropy_with_stats(*arguments, **options):
     ids=["sign", "raise"],
 )
 def test_a_broken_copy_fails(change: str, message: str, tmp_path: Path) -> None:
-    for package in ("parity", "core_triton"):
+    for package in ("parity", "core_triton", "linear_ce"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "core_triton" / "__init__.py").open("a") as file:
         file.write(change)
