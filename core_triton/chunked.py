@@ -24,7 +24,6 @@ from torch import Tensor
 
 from core_triton import rows
 from core_triton.problem import (
-    NO_GRADIENTS,
     Gradients,
     GradientSums,
     NeedsGrad,
@@ -32,10 +31,9 @@ from core_triton.problem import (
     add_product,
     operand,
     product_of,
-    upcasts,
 )
 from core_triton.rows import Coefficients, Partial, RowStatistics
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 
@@ -236,57 +234,15 @@ def chunk_gradients(
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
-def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
-    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _config(problem, memory_budget, needs_grad, entropy=entropy)
-
-
-def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Tensor, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    return losses_by(TORCH_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS))
-
-
-def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
-    return statistics_by(TORCH_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS, entropy=entropy), entropy)
-
-
-def loss_and_gradients(
-    problem: Problem,
-    memory_budget: int,
-    needs_grad: NeedsGrad,
-    scales: tuple[Tensor, Tensor] | None,
-    *,
-    statistics: bool = True,
-) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    config = _config(problem, memory_budget, needs_grad, plan_a=True)
-    return loss_and_gradients_by(TORCH_TILES, problem, config, needs_grad, scales)
-
-
-def gradients(
-    problem: Problem, memory_budget: int, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
-) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
-    return gradients_by(TORCH_TILES, problem, config, lse, coefficients, needs_grad)
-
-
-def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
-    """`losses` with any tiles."""
-    found = statistics_by(tiles, problem, config, False)
+def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
-def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """`statistics` with any tiles."""
+def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+    """Plan B: statistics of every row, no loss."""
     parts = [
         rows.finish(
             chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles),
@@ -299,10 +255,10 @@ def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: 
     return _concatenate(parts, problem, entropy=entropy)
 
 
-def loss_and_gradients_by(
+def loss_and_gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """`loss_and_gradients` with any tiles."""
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     sums, classes = _sums(problem, needs_grad, config), problem.classes
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
@@ -320,10 +276,10 @@ def loss_and_gradients_by(
     return loss, _concatenate(parts, problem, entropy=False), sums.result(empty=not parts)
 
 
-def gradients_by(
+def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """`gradients` with any tiles."""
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
     sums = _sums(problem, needs_grad, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
@@ -334,89 +290,6 @@ def gradients_by(
 def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> GradientSums:
     arrays = problem.input, problem.linear_weight, problem.linear_bias
     return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
-
-
-def workspace_model(
-    *,
-    tokens: int,
-    hidden: int,
-    classes: int,
-    itemsize: int,
-    weight_itemsize: int,
-    keeps_logits: bool,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-    upcasts: bool,
-) -> WorkspaceModel:
-    """Counts what `chunked` allocates above inputs and gradients.
-
-    Args:
-        tokens: N.
-        hidden: D.
-        classes: K, rows of linear_weight that are classes.
-        itemsize: bytes of input's dtype.
-        weight_itemsize: bytes of linear_weight's dtype.
-        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
-        float16: input is float16, whose rows are scaled by powers of two for d_weight.
-        softcap: the logits are capped.
-        entropy: the entropy is computed, or differentiated.
-        d_input: d_input is computed.
-        d_weight: d_weight is computed.
-        upcasts: products run on float32 copies (16-bit input on a device without float32-output products).
-    """
-    half = itemsize == 2
-    copy = 4 * upcasts  # float32 copy of an operand
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
-    per_row = hidden * (itemsize + copy) + 128  # rows with the ignored ones zeroed; statistics and coefficients
-    if keeps_logits:
-        per_row += 4 * classes
-    if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
-    if d_weight and float16:
-        per_row += hidden * (4 + itemsize + copy)  # those rows
-    per_slab = hidden * (cast + copy + (4 if d_weight else 0)) + 32
-    first_pass = 4 + 4 * entropy  # exponentials; shifted logits
-    rounded = itemsize + copy if half else 0
-    second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
-    per_tile = 4 * (not keeps_logits) + max(first_pass, second_pass)
-    needs_sum = d_weight and weight_itemsize < 4
-    return WorkspaceModel(
-        fixed=64 * tokens + 8 * classes + 4096,
-        per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
-        float32_sum=4 * classes * hidden if needs_sum else 0,
-    )
-
-
-def _config(
-    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
-) -> ChunkConfig:
-    tokens, hidden = problem.input.shape
-
-    def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=problem.classes,
-            itemsize=problem.input.itemsize,
-            weight_itemsize=problem.linear_weight.itemsize,
-            keeps_logits=keeps_logits,
-            float16=problem.input.dtype == torch.float16,
-            softcap=problem.spec.softcap is not None,
-            entropy=entropy,
-            d_input=needs_grad.d_input,
-            d_weight=needs_grad.d_weight,
-            upcasts=upcasts(problem.input),
-        )
-
-    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
-    return (
-        choose_plan_a(model(keeps_logits=True), recomputing, *sizes) if plan_a else choose_chunks(recomputing, *sizes)
-    )
 
 
 def _local_target(problem: Problem, target: Tensor, slab: slice) -> tuple[Tensor, Tensor]:
@@ -436,6 +309,7 @@ def _concatenate(parts: list[RowStatistics], problem: Problem, *, entropy: bool)
     return RowStatistics(
         lse=joined("lse"),
         target_logit=joined("target_logit"),
+        nll=joined("nll"),
         max=joined("max"),
         weighted_sum=joined("weighted_sum") if problem.spec.label_smoothing else None,
         entropy=joined("entropy") if entropy else None,

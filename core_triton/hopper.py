@@ -144,4 +144,4 @@ def active_rows(count_ptr, start, least, rows):
     return gl.maximum(gl.minimum(gl.load(count_ptr) - start, rows), least)
 
 
-SIZES = ["start", "least", "rows", "hidden", "classes"]  # nothing is gained by a compilation for each
+SIZES = ["start", "least", "first_class", "rows", "hidden", "classes"]  # nothing is gained by a compilation for each

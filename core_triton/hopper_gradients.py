@@ -10,6 +10,7 @@ that take part are counted on the device: what lies past them is skipped.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from core_triton import tile_config
 from core_triton.hopper import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -30,6 +32,10 @@ from core_triton.hopper import (
     quarters,
     rings,
 )
+from core_triton.kernels import Active, head_blocks, plan_of
+from core_triton.launch import At, Blocks, cdiv, launch
+from core_triton.problem import Problem
+from core_triton.tile_config import ScaledExpConfig
 
 # A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.
 PARTS = gl.constexpr(5)
@@ -198,6 +204,26 @@ def d_weight_kernel(
         ],
         [4, 1],
         [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
+    )
+
+
+def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`."""
+    (n, classes), hidden = e.shape, problem.input.shape[1]
+    step, half, block_v = tile_config.D_WEIGHT_STEP, tile_config.D_BLOCK // 2, tile_config.CLASS_BLOCK
+    launch(
+        d_weight_kernel,
+        (min(cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, block_v), plan_of(problem).programs),),
+        Blocks(x, (step, half), gluon=True),
+        Blocks(e, (step, block_v), gluon=True),
+        Blocks(d_weight, (block_v // 4, half), gluon=True),
+        *active,
+        n,
+        hidden,
+        classes,
+        STAGES=tile_config.D_WEIGHT_STAGES,
+        ADDS=not first,
+        num_warps=4,
     )
 
 
@@ -414,3 +440,59 @@ def d_input_sum_kernel(
         out = tl.load(row_ptr + row_ids, mask=inside, other=0)
         places = (out * hidden)[:, None] + columns[None, :]
         tl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
+
+
+def store_d_input(
+    problem: Problem,
+    config: ScaledExpConfig,
+    e: Tensor,
+    active: Active,
+    *,
+    partial_sums: Tensor,
+    rho: At,
+    theta: At,
+    target: At,
+    order: At,
+    d_input: Tensor,
+) -> None:
+    """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are cut, for the packed rows of a chunk."""
+    w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
+    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.product_rows, plan_of(problem).programs
+    w_blocks, by_class = head_blocks(w[:classes], step, tile_config.D_BLOCK // 2, gluon=True)
+    tiles = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK)
+    shares = tile_config.choose_shares(tiles, cdiv(classes, step), programs, cut=config.cut)
+    pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
+    sizes = active.start, n, hidden, classes
+    launch(
+        d_input_kernel,
+        (programs,),
+        w_blocks,
+        Blocks(e, (tile_rows, step), gluon=True),
+        *pointers,
+        *sizes,
+        shares.rounds,
+        shares.rest,
+        shares.cuts,
+        shares.head,
+        shares.steps,
+        shares.spare,
+        STAGES=tile_config.D_INPUT_STAGES,
+        W_BY_CLASS=by_class,
+        num_warps=4,
+    )
+    if shares.slots:
+        launch(
+            d_input_sum_kernel,
+            (shares.rest, tile_config.D_BLOCK // 32, tile_rows // 64),
+            *pointers,
+            *sizes,
+            shares.rounds * programs,
+            shares.rest,
+            shares.cuts,
+            shares.steps - shares.head,
+            shares.spare,
+            TILE_N=tile_rows,
+            BLOCK_D=32,
+            BLOCK_N=64,
+            num_warps=4,
+        )

@@ -7,10 +7,14 @@ and all of its columns. The ring of loaded tiles lets one run ahead of the other
 its epilogue the other has the tensor cores to itself. (To start one late changes nothing measurable.)
 """
 
+from typing import Any
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from core_triton import tile_config
 from core_triton.hopper import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -23,7 +27,51 @@ from core_triton.hopper import (
     store_quarter,
     tile_of,
 )
-from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT
+from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, bias_at, head_blocks, plan_of
+from core_triton.launch import At, Blocks, cdiv, launch
+from core_triton.problem import Problem
+
+
+def _launch_tiles(
+    kernel: Any,
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    result: tuple[Tensor | None, ...],
+    pointers: tuple[Any, ...],
+    switches: dict[str, bool],
+) -> None:
+    """Launches one of the kernels of this file on the rows x (n, D) and the slab w (v, D) of the head."""
+    plan, spec = plan_of(problem), problem.spec
+    tile = plan.tile
+    assert tile is not None
+    n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
+    half, step = tile.block_n // 2, tile_config.LOGITS_STEP
+    w_blocks, by_class = head_blocks(w, tile.block_v, step, gluon=True)
+    launch(
+        kernel,
+        (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs),),
+        Blocks(x, (half, step), gluon=True),
+        w_blocks,
+        *(None if matrix is None else Blocks(matrix, (half, tile.block_v // 4), gluon=True) for matrix in result),
+        bias_at(problem, slab),
+        *pointers,
+        problem.vocab_offset + slab.start,
+        n,
+        hidden,
+        classes,
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        **switches,
+        W_BY_CLASS=by_class,
+        HAS_BIAS=problem.linear_bias is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        BLOCK_V=tile.block_v,
+        GROUP=tile.group,
+        STAGES=tile_config.LOGITS_STAGES,
+        num_warps=4,
+    )
 
 
 @gluon.jit
@@ -55,12 +103,25 @@ def slope(logits, softcap):
 
 
 @gluon.jit
-def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, column, rows, classes):
-    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile."""
-    target = gl.load(target_ptr + row_ids, mask=row_ids < rows, other=-1)
-    here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
-    owns = (row_ids < rows) & (target >= column) & (target < gl.minimum(column + logits.shape[1], classes))
-    gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
+def store_target_logits(
+    target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
+    quarter: gl.constexpr, BLOCK_V: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+):  # fmt: skip
+    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile.
+
+    The very logits that are summed: the loss is the logarithm of a ratio that is never below 1. Few tiles have any, so
+    the comparison of all columns with the targets is behind a branch, and its logits are made once more there.
+    """
+    target = gl.load(target_ptr + row_ids, mask=row_ids < rows, other=-1) - first_class
+    owns = (row_ids < rows) & (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
+    if gl.max(owns.to(gl.int32), 0) != 0:
+        found = gl.zeros_like(row_ids).to(gl.float32)
+        for i in gl.static_range(4):
+            columns = column + i * (BLOCK_V // 4) + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
+            logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
+            here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+            found += gl.sum(gl.where(here, logits, 0.0), 1)
+        gl.store(target_logit_ptr + row_ids, found, mask=owns)
 
 
 @gluon.jit
@@ -76,7 +137,7 @@ def exponentials_warpgroup(
     x_ring, w_ring, full, empty, e_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active = arguments
+    bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, active = arguments
     GROUP: gl.constexpr = switches[1]
     BLOCK_V: gl.constexpr = switches[2]
     HAS_BIAS: gl.constexpr = switches[3]
@@ -99,6 +160,10 @@ def exponentials_warpgroup(
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
+        store_target_logits(
+            target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
+            quarter, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
+        )  # fmt: skip
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
@@ -108,7 +173,6 @@ def exponentials_warpgroup(
             total += gl.sum(exponentials, 1)
             if STATISTICS:
                 top = gl.maximum(top, gl.max(logits, 1))
-                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, first, rows, classes)
             if STORES:
                 if HAS_SOFTCAP:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
@@ -136,6 +200,7 @@ def statistics_warpgroup(
         weighted_sum_ptr,
         sum_exp_log_ptr,
         target_logit_ptr,
+        first_class,
     ) = arguments
     GROUP: gl.constexpr = switches[1]
     BLOCK_V: gl.constexpr = switches[2]
@@ -161,6 +226,10 @@ def statistics_warpgroup(
         weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
+        store_target_logits(
+            target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
+            quarter, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
+        )  # fmt: skip
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
@@ -179,7 +248,6 @@ def statistics_warpgroup(
                 shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
                 sum_exp_log = factor * (sum_exp_log + moved * total) + gl.sum(exponentials * shifted, 1)
             total = factor * total + gl.sum(exponentials, 1)
-            store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, columns, first, rows, classes)
         gl.store(max_ptr + out, top, mask=inside)
         gl.store(sum_ptr + out, total, mask=inside)
         if ENTROPY:
@@ -203,6 +271,7 @@ def d_logits_warpgroup(
         tau_ptr,
         beta_ptr,
         sigma_ptr,
+        first_class,
     ) = arguments
     GROUP: gl.constexpr = switches[1]
     BLOCK_V: gl.constexpr = switches[2]
@@ -225,7 +294,7 @@ def d_logits_warpgroup(
         lse = gl.load(lse_ptr + row_ids, mask=inside, other=0.0)
         alpha = gl.load(alpha_ptr + row_ids, mask=inside, other=0.0)
         tau = gl.load(tau_ptr + row_ids, mask=inside, other=0.0)
-        target = gl.load(target_ptr + row_ids, mask=inside, other=-1)
+        target = gl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
         contributes = gl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
         if HAS_BETA:
             beta = gl.load(beta_ptr + row_ids, mask=inside, other=0.0)
@@ -258,7 +327,7 @@ def d_logits_warpgroup(
 @gluon.jit(do_not_specialize=SIZES)
 def exponentials_kernel(
     x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
-    start, least, rows, hidden, classes, scale, softcap,
+    start, least, first_class, rows, hidden, classes, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -270,7 +339,7 @@ def exponentials_kernel(
     if STORES:
         buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
-    arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, active)
+    arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, active)
     gl.warp_specialize(
         [
             (
@@ -318,10 +387,31 @@ def exponentials_kernel(
     )
 
 
+def exponentials(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    active: Active,
+    *,
+    target: At,
+    anchor: At,
+    flag: At,
+    sums: At,
+    tops: At | None,
+    target_logit: At,
+    e: Tensor | None,
+) -> None:
+    """Launches `exponentials_kernel`."""
+    pointers = target, anchor, flag, sums, tops, target_logit, *active
+    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def statistics_kernel(
     x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr,
-    target_logit_ptr, rows, hidden, classes, scale, softcap,
+    target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     WEIGHTED: gl.constexpr, ENTROPY: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -330,6 +420,7 @@ def statistics_kernel(
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, WEIGHTED, ENTROPY)
     arguments = (
         bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr, target_logit_ptr,
+        first_class,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -348,10 +439,30 @@ def statistics_kernel(
     )
 
 
+def statistics(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    *,
+    class_weight: Tensor | None,
+    target: Tensor,
+    tops: Tensor,
+    sums: Tensor,
+    weighted_sums: Tensor | None,
+    sums_exp_log: Tensor | None,
+    target_logit: Tensor,
+) -> None:
+    """Launches `statistics_kernel`."""
+    pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
+    switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
+    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def d_logits_kernel(
     x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
-    beta_ptr, sigma_ptr, rows, hidden, classes, scale, softcap,
+    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, scale, softcap,
     HAS_BETA: gl.constexpr, HAS_SIGMA: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -361,6 +472,7 @@ def d_logits_kernel(
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_BETA, HAS_SIGMA)
     arguments = (
         bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,
+        first_class,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -407,3 +519,25 @@ def d_logits_kernel(
         [4, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
+
+
+def d_logits(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    *,
+    result: Tensor,
+    class_weight: Tensor | None,
+    target: At,
+    row_weight: At,
+    lse: Tensor,
+    alpha: Tensor,
+    tau: Tensor,
+    beta: Tensor | None,
+    sigma: Tensor | None,
+) -> None:
+    """Launches `d_logits_kernel`."""
+    pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
+    switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
+    _launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches)

@@ -1,5 +1,7 @@
-"""Triton kernels that multiply: bodies and nothing else. `launch.py` launches them; the kernels that multiply nothing
-are in `row_kernels.py` and `target_kernels.py`.
+"""Triton kernels that make logits, for any GPU, each above the function that launches it.
+
+`hopper_logits.py` has the same functions for sm_90. The kernels that multiply nothing are in `row_kernels.py` and
+`target_kernels.py`.
 
 These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
 (`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside
@@ -7,8 +9,16 @@ their bounds, and writes each of its outputs from one program: no atomics, so re
 linear_ce/MATH.md.
 """
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from core_triton.launch import At, Blocks, cdiv, launch
+from core_triton.plan import ExecutionPlan
+from core_triton.problem import Problem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -18,9 +28,90 @@ NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float
 # the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
-SIZES = ("rows", "hidden", "classes")  # nothing is gained by a compilation for each
+SIZES = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
+
+
+class Active(NamedTuple):
+    """Which of a chunk's rows take part: those among the call's first `count` packed rows, and `least` at least."""
+
+    count: Tensor  # () int32, known to the device alone
+    start: int  # the chunk's first row
+    least: int
+
+
+def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -> tuple[Blocks, bool]:
+    """Returns a head (V, D) in blocks, and whether they are rows of classes; where not, it is stored as (D, V)."""
+    by_class = w.stride(1) == 1
+    if by_class:
+        return Blocks(w, (block_v, block_d), gluon=gluon), True
+    return Blocks(w.T, (block_d, block_v), gluon=gluon), False
+
+
+def plan_of(problem: Problem) -> ExecutionPlan:
+    """Returns the problem's plan, which is there wherever a kernel runs."""
+    assert problem.plan is not None
+    return problem.plan
+
+
+def bias_at(problem: Problem, slab: slice) -> At | None:
+    return None if problem.linear_bias is None else At(problem.linear_bias, slab.start)
+
+
+def _precision(x: Tensor) -> str:
+    """Float32 matmuls are float32's unless PyTorch's own switch allows TF32."""
+    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _launch_tiles(
+    kernel: Any,
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    result: tuple[Tensor | None, ...],
+    pointers: tuple[Any, ...],
+    switches: dict[str, bool],
+    *,
+    repair: bool = False,
+) -> None:
+    """Launches one of the kernels of this file on the rows x (n, D) and the slab w (v, D) of the head.
+
+    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are.
+    """
+    plan, spec = plan_of(problem), problem.spec
+    tile = plan.tile
+    assert tile is not None
+    n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
+    block_n = tile.block_n // 2 if repair else tile.block_n
+    w_blocks, by_class = head_blocks(w, tile.block_v, tile.block_d)
+    launch(
+        kernel,
+        (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs),),
+        Blocks(x, (block_n, tile.block_d)),
+        w_blocks,
+        *(None if matrix is None else Blocks(matrix, (block_n, tile.block_v)) for matrix in result),
+        bias_at(problem, slab),
+        *pointers,
+        problem.vocab_offset + slab.start,
+        n,
+        hidden,
+        classes,
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        **switches,
+        W_BY_CLASS=by_class,
+        HAS_BIAS=problem.linear_bias is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        PRECISION=_precision(x),
+        BLOCK_N=block_n,
+        BLOCK_V=tile.block_v,
+        BLOCK_D=tile.block_d,
+        GROUP=tile.group,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
 
 
 @triton.jit
@@ -91,12 +182,15 @@ def slope(logits, softcap):
 
 
 @triton.jit
-def store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V: tl.constexpr):
-    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile."""
-    target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
-    here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+def store_target_logit(
+    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V: tl.constexpr
+):
+    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile: few tiles have any."""
+    target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
     owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
-    tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+    if tl.max(owns.to(tl.int32), 0) != 0:
+        here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+        tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -111,6 +205,7 @@ def exponentials_kernel(
     sum_ptr,
     max_ptr,
     target_logit_ptr,
+    first_class,
     rows,
     hidden,
     classes,
@@ -130,10 +225,10 @@ def exponentials_kernel(
 ):
     """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
 
-    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows) and, with STORES,
-    e (rows, V), times the cap's slope: (31). With STATISTICS also max (class blocks, rows), and target_logit (rows,) of
-    the rows whose target (int64) is among these classes. Sets flag (row blocks,) int32 where a sum is not below
-    SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks, in halves of them.
+    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
+    of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES, e (rows, V), times
+    the cap's slope: (31). With STATISTICS also max (class blocks, rows). Sets flag (row blocks,) int32 where a sum is
+    not below SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks, in halves of them.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles = row_blocks * class_blocks
@@ -164,11 +259,36 @@ def exponentials_kernel(
                 tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
             if STATISTICS:
                 tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
+            # The very logit that is summed: the loss is the logarithm of a ratio that is never below 1.
+            store_target_logit(
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+            )
             if STORES:
                 if HAS_SOFTCAP:
                     exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
                 e_desc.store([row, column], exponentials.to(e_desc.dtype))
+
+
+def exponentials(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    active: Active,
+    *,
+    target: At,
+    anchor: At,
+    flag: At,
+    sums: At,
+    tops: At | None,
+    target_logit: At,
+    e: Tensor | None,
+    repair: bool = False,
+) -> None:
+    """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
+    pointers = target, anchor, flag, sums, tops, target_logit
+    switches = {"REPAIR": repair, "STORES": e is not None, "STATISTICS": tops is not None}
+    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, repair=repair)
 
 
 @triton.jit
@@ -194,6 +314,7 @@ def statistics_kernel(
     weighted_sum_ptr,
     sum_exp_log_ptr,
     target_logit_ptr,
+    first_class,
     rows,
     hidden,
     classes,
@@ -213,8 +334,8 @@ def statistics_kernel(
 ):
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
-    Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, class indices of this stretch, and writes the target
-    logit (rows,) of those among its classes. No logit leaves the program. With REPAIR only max, of flagged row
+    Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, and writes the target logit (rows,) of those that, less
+    `first_class`, are among the classes of w. No logit leaves the program. With REPAIR only max, of flagged row
     blocks, in halves of them.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
@@ -250,7 +371,36 @@ def statistics_kernel(
                 if ENTROPY:
                     shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
                     tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
-                store_target_logit(target_logit_ptr, target_ptr, logits, row_ids, column, inside, classes, BLOCK_V)
+                store_target_logit(
+                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+                )
+
+
+def statistics(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    *,
+    class_weight: Tensor | None,
+    target: Tensor,
+    tops: Tensor,
+    sums: Tensor,
+    weighted_sums: Tensor | None,
+    sums_exp_log: Tensor | None,
+    target_logit: Tensor,
+) -> None:
+    """Launches `statistics_kernel`."""
+    pointers = class_weight, target, None, tops, sums, weighted_sums, sums_exp_log, target_logit
+    switches = {"REPAIR": False, "WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
+    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches)
+
+
+def largest_logits(problem: Problem, x: Tensor, w: Tensor, slab: slice, *, flag: At, tops: At) -> None:
+    """Launches `statistics_kernel` with REPAIR: the largest logits of flagged row blocks."""
+    pointers = None, None, flag, tops, None, None, None, None
+    switches = {"REPAIR": True, "WEIGHTED": False, "ENTROPY": False}
+    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, repair=True)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -267,6 +417,7 @@ def d_logits_kernel(
     tau_ptr,
     beta_ptr,
     sigma_ptr,
+    first_class,
     rows,
     hidden,
     classes,
@@ -285,7 +436,8 @@ def d_logits_kernel(
 ):
     """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
 
-    Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64 within it, lse and the coefficients
+    Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64, of which column target - first_class is the
+    target's, lse and the coefficients
     (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
@@ -302,7 +454,7 @@ def d_logits_kernel(
         lse = tl.load(lse_ptr + row_ids, mask=inside, other=0.0)
         alpha = tl.load(alpha_ptr + row_ids, mask=inside, other=0.0)
         tau = tl.load(tau_ptr + row_ids, mask=inside, other=0.0)
-        target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+        target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
         contributes = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
         log_prob = logits - lse[:, None]
         factor = alpha[:, None]
@@ -319,3 +471,25 @@ def d_logits_kernel(
             d_logits *= slope(logits, softcap)
         d_logits = tl.where(contributes[:, None], d_logits, 0.0)
         d_logits_desc.store([row, column], d_logits.to(d_logits_desc.dtype))
+
+
+def d_logits(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    *,
+    result: Tensor,
+    class_weight: Tensor | None,
+    target: At,
+    row_weight: At,
+    lse: Tensor,
+    alpha: Tensor,
+    tau: Tensor,
+    beta: Tensor | None,
+    sigma: Tensor | None,
+) -> None:
+    """Launches `d_logits_kernel`."""
+    pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
+    switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
+    _launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches)

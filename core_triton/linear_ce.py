@@ -4,19 +4,21 @@ A public function checks its call and reduces it to arrays (`_prepare`), runs on
 (`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
 denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
 
-    no gradient asked for                   `row_losses`, forward alone                     plan B, 1 product
-    scalar reduction                        `loss_and_gradients`, scaled backward           plan A, 3 products
-    reduction="none", frozen head           `loss_and_gradients`, rows scaled backward      2 products
-    reduction="none", any other; log-probs  `row_losses`, `log_probs`, backward recomputes  plan C, 4 products
+    no gradient asked for                   `losses`, forward alone                     plan B, 1 matmul
+    scalar reduction                        `loss_and_gradients`, scaled backward       plan A, 3 matmuls
+    reduction="none", frozen head           `loss_and_gradients`, rows scaled backward  2 matmuls
+    reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
 """
 
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from core_triton import ops, rows
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
@@ -123,7 +125,7 @@ def linear_cross_entropy(
         slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
@@ -167,12 +169,13 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
     loss, lse, target_logit, top = _loss(call, statistics=True)
-    row_weight, leading = call.row_weight, target.shape
+    assert top is not None
+    row_weight, leading = call.arrays.row_weight, target.shape
     contributes = row_weight != 0
     z_loss = row_weight * spec.z_loss_weight * lse.square()
     right = contributes & (target_logit >= top)
@@ -221,11 +224,9 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    d_input, d_weight = _differentiated(call.input), _differentiated(call.linear_weight)
-    log_prob, entropy, lse = ops.log_probs(*call.arrays(), **call.options(), d_input=d_input, d_weight=d_weight)
-    return LogProbs(*(result.reshape(target.shape) for result in (log_prob, entropy, lse)))
+    return LogProbs(*(result.reshape(target.shape) for result in ops.log_probs(call.arrays, call.options)))
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -278,6 +279,11 @@ def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None 
 @torch.compiler.assume_constant_result  # torch.compile looks at neither packages nor devices
 def _triton_obstacle(device: torch.device) -> str | None:
     """Returns why the kernels do not run on a device, or None."""
+    return _find_triton_obstacle(device)
+
+
+@cache
+def _find_triton_obstacle(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"no kernel for {device.type} devices"
     if find_spec("triton") is None:
@@ -297,35 +303,32 @@ def _interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+_cached_spec = lru_cache(maxsize=1024, typed=True)(LossSpec)
+
+
+def _spec(*options: Any) -> LossSpec:
+    """Returns the options of a call, which are checked once for each combination."""
+    if torch.compiler.is_compiling():
+        return LossSpec(*options)
+    try:
+        return _cached_spec(*options)
+    except TypeError:  # an option that cannot be hashed: LossSpec names it
+        return LossSpec(*options)
+
+
+@lru_cache(maxsize=4096)
+def _check_arrays_once(spec: LossSpec, infos: tuple[tuple[str, ArrayInfo], ...]) -> None:
+    check_arrays(spec=spec, **dict(infos))  # pyright: ignore[reportArgumentType]
+
+
 @dataclass(frozen=True)
 class _Call:
-    """One call, checked and flattened; only the rows of the head that are classes."""
+    """One call, checked and flattened."""
 
     spec: LossSpec
-    input: Tensor  # (N, D)
-    linear_weight: Tensor  # (V, D)
-    linear_bias: Tensor | None  # (V,)
-    target: Tensor  # (N,) int64
-    row_weight: Tensor  # (N,) float32
-    class_weight: Tensor | None  # (K,) float32
+    arrays: ops.Arrays
+    options: ops.Options
     n_valid: Tensor  # ()
-    memory_budget: int
-    implementation: str
-
-    def arrays(self) -> tuple[Any, ...]:
-        return self.input, self.linear_weight, self.linear_bias, self.target, self.row_weight, self.class_weight
-
-    def options(self) -> dict[str, Any]:
-        """The options in the types that an operator's schema knows."""
-        return {
-            "label_smoothing": self.spec.label_smoothing,
-            "z_loss_weight": self.spec.z_loss_weight,
-            "softcap": self.spec.softcap,
-            "logit_scale": self.spec.logit_scale,
-            "vocab_size": self.spec.classes(self.linear_weight.shape[0]),
-            "memory_budget": self.memory_budget,
-            "implementation": self.implementation,
-        }
 
 
 def _prepare(
@@ -341,6 +344,7 @@ def _prepare(
     implementation: str | None,
 ) -> _Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
+    compiling = torch.compiler.is_compiling()
     named = {
         "input": input,
         "linear_weight": linear_weight,
@@ -353,24 +357,22 @@ def _prepare(
         optional = name not in ("input", "linear_weight", "target")
         if not (isinstance(tensor, Tensor) or (tensor is None and optional)):
             raise TypeError(f"{name} must be a Tensor{' or None' if optional else ''}, got {type(tensor).__name__}")
-        if not torch.compiler.is_compiling() and tensor is not None and is_functorch_wrapped_tensor(tensor):
-            raise TypeError(
-                f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad"
-            )
+        if tensor is not None and not compiling:
+            _check_kind(name, tensor)
     if isinstance(normalizer, (bool, complex)) or not isinstance(normalizer, (Tensor, int, float, type(None))):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
     if normalizer is not None and not isinstance(normalizer, Tensor):
         normalizer = torch.full((), normalizer, dtype=torch.float32, device=input.device)
-    if torch.is_autocast_enabled(
-        input.device.type
-    ):  # the head's product is in autocast's dtype, as torch.nn.functional.linear's is
-        compute = torch.get_autocast_dtype(input.device.type)
+    kind = input.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind):
+        # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
+        compute = torch.get_autocast_dtype(kind)
         input = named["input"] = input.to(compute)
         if linear_weight.dtype != torch.float32:
             linear_weight = named["linear_weight"] = linear_weight.to(compute)
         if linear_bias is not None and linear_bias.dtype != torch.float32:
             linear_bias = named["linear_bias"] = linear_bias.to(compute)
-    infos = {}
+    infos = []
     for name, tensor in (*named.items(), ("normalizer", normalizer)):
         if tensor is None:
             continue
@@ -378,8 +380,11 @@ def _prepare(
             raise ValueError(f"{name} must be on input's device {input.device}, got {tensor.device}")
         if name in ("weight", "token_weight", "normalizer") and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
-        infos[name] = ArrayInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    check_arrays(spec=spec, **infos)
+        infos.append((name, ArrayInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))))
+    if compiling:
+        check_arrays(spec=spec, **dict(infos))
+    else:
+        _check_arrays_once(spec, tuple(infos))
     budget = check_memory_budget(memory_budget)
     chosen = explain(input, linear_weight, implementation=implementation)
     classes = spec.classes(linear_weight.shape[0])
@@ -393,44 +398,45 @@ def _prepare(
         normalizer,
         classes,
     )
+    flat_input = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     return _Call(
         spec=spec,
-        input=input.reshape(-1, input.shape[-1]),
-        linear_weight=linear_weight,
-        linear_bias=linear_bias,
-        target=flat_target,
-        row_weight=row_weight,
-        class_weight=class_weight,
+        arrays=ops.Arrays(flat_input, linear_weight, linear_bias, flat_target, row_weight, class_weight),
+        options=ops.Options(
+            spec.label_smoothing, spec.z_loss_weight, spec.softcap, spec.logit_scale, classes, budget, chosen.name
+        ),
         n_valid=n_valid,
-        memory_budget=budget,
-        implementation=chosen.name,
     )
 
 
-def _differentiated(tensor: Tensor | None) -> bool:
-    """Whether a backward pass will ask for the tensor's gradient."""
-    return tensor is not None and torch.is_grad_enabled() and tensor.requires_grad
+def _check_kind(name: str, tensor: Tensor) -> None:
+    """Raises for a tensor that looks like one and would be treated as another."""
+    if is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{name} comes from a torch.func transform, which is not supported: use torch.autograd.grad")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise RuntimeError(
+            f"{name} has a forward-mode tangent, and the loss has no forward-mode derivative: use torch.autograd.grad"
+        )
+    if type(tensor).__module__.startswith("torch.distributed"):
+        raise TypeError(
+            f"{name} must be a plain Tensor, got {type(tensor).__name__}: pass {name}.to_local() where each rank holds "
+            f"its own tokens and the whole head, or {name}.full_tensor()"
+        )
 
 
 def _loss_shape(spec: LossSpec, target: Tensor) -> torch.Size:
     return target.shape if spec.reduction == "none" else torch.Size()
 
 
-def _loss(call: _Call, *, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,).
+def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
+    """Runs what the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,).
 
-    The last may be inf unless `statistics`.
+    The last is None unless `statistics`.
     """
-    d_input, d_weight, d_bias = (_differentiated(t) for t in (call.input, call.linear_weight, call.linear_bias))
+    d_input, d_weight, d_bias = call.arrays.needs_grad()
     d_head = d_weight or d_bias
     scalar = call.spec.reduction != "none"
     if (d_head and scalar) or (d_input and (scalar or not d_head)):
-        wanted = {"d_input": d_input, "d_weight": d_weight, "d_bias": d_bias}
-        results = ops.loss_and_gradients(
-            *call.arrays(), **call.options(), statistics=statistics, reduce=scalar, **wanted
-        )
-        return results[:4]
-    loss, *found = ops.row_losses(
-        *call.arrays(), **call.options(), statistics=statistics, d_input=d_input, d_weight=d_weight
-    )
-    return loss.sum() if scalar else loss, *found
+        return ops.loss_and_gradients(call.arrays, call.options, statistics=statistics, reduce=scalar)
+    found = ops.losses(call.arrays, call.options, statistics=statistics)
+    return found._replace(loss=found.loss.sum()) if scalar else found

@@ -1,33 +1,131 @@
-"""The custom operators behind the public functions, with their fake implementations and backward formulas.
+"""Autograd around the plans: three differentiable functions, and the operators that torch.compile sees in their place.
 
-As operators of `torch.library` they are opaque to torch.compile, which therefore traces a model around them without a
-graph break. Each is functional. Gradients that are not asked for come back as empty tensors: an operator's schema has
-no optional results.
+In eager mode a function is a `torch.autograd.Function` that calls the plans. Under torch.compile, and wherever a
+dispatch mode looks on, it is an operator of `torch.library`, which a graph takes as a whole, with a fake form and, as
+its autograd, the same `torch.autograd.Function`. Operators are registered through `torch.library.Library`:
+`torch.library.custom_op` checks every result for aliasing, which takes 0.85 ms of host time for each call.
+
+    `loss_and_gradients`  plan A: the gradients are made in the forward pass, and scaled in the backward pass
+    `losses`              plan B; differentiated, plan C: the backward pass makes logits again
+    `log_probs`           plan C for log-probabilities
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import wraps
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core_triton import chunked, rows
-from core_triton.problem import Gradients, NeedsGrad, Problem
-from core_triton.rows import Coefficients
+from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
+from core_triton.problem import Gradients, NeedsGrad, Problem, layout_of
+from core_triton.rows import Coefficients, RowStatistics
 from linear_ce.spec import LossSpec
+
+
+class Arrays(NamedTuple):
+    """The arrays of a call; their gradients come in this order too."""
+
+    input: Tensor  # (N, D)
+    linear_weight: Tensor  # (V, D)
+    linear_bias: Tensor | None  # (V,)
+    target: Tensor  # (N,) int64
+    row_weight: Tensor  # (N,) float32
+    class_weight: Tensor | None  # (K,) float32
+
+    def needs_grad(self) -> NeedsGrad:
+        """Which gradients a backward pass will ask for."""
+        if not torch.is_grad_enabled():
+            return NeedsGrad(False, False, False)
+        bias = self.linear_bias
+        return NeedsGrad(
+            self.input.requires_grad, self.linear_weight.requires_grad, bias is not None and bias.requires_grad
+        )
+
+
+class Options(NamedTuple):
+    """The options of a call, in types that an operator's schema knows."""
+
+    label_smoothing: float
+    z_loss_weight: float
+    softcap: float | None
+    logit_scale: float
+    vocab_size: int
+    memory_budget: int
+    implementation: str
+
+    def spec(self) -> LossSpec:
+        return LossSpec("sum", 0, self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale)
+
+
+class Losses(NamedTuple):
+    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, but for a reduced loss."""
+
+    loss: Tensor  # weighted; () where reduced
+    lse: Tensor
+    target_logit: Tensor
+    max: Tensor | None  # the largest logit, where statistics are asked for
+
+
+class LogProbs(NamedTuple):
+    """What `log_probs` returns: (N,) float32 each."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    lse: Tensor
+
+
+# The functions.
+
+
+def loss_and_gradients(arrays: Arrays, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+    """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, whose gradients are made in this pass.
+
+    Without `reduce` the gradients are of input alone: each row's is its loss's upstream gradient times what is saved.
+    """
+    if torch.compiler.is_compiling():
+        needs_grad = arrays.needs_grad()
+        loss, lse, target_logit, top, *_ = torch.ops.linear_ce.loss_and_gradients(
+            *arrays, *options, statistics, reduce, *needs_grad
+        )
+        return Losses(loss, lse, target_logit, top if statistics else None)
+    results: Any = _LossAndGradients.apply(*arrays, options, statistics, reduce, arrays.needs_grad())
+    return Losses(*results)
+
+
+def losses(arrays: Arrays, options: Options, *, statistics: bool) -> Losses:
+    """Plan B, and plan C's forward pass. Returns each row's weighted loss."""
+    needs_grad = arrays.needs_grad()
+    if torch.compiler.is_compiling():
+        loss, lse, target_logit, top = torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
+        return Losses(loss, lse, target_logit, top if statistics else None)
+    if not any(needs_grad) and _is_eager(arrays):
+        return _run_losses(arrays, options, statistics, needs_grad)
+    results: Any = _RowLosses.apply(*arrays, options, statistics, needs_grad)
+    return Losses(*results)
+
+
+def log_probs(arrays: Arrays, options: Options) -> LogProbs:
+    """Plan C's forward pass for log-probabilities."""
+    needs_grad = arrays.needs_grad()
+    if torch.compiler.is_compiling():
+        return LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
+    if not any(needs_grad) and _is_eager(arrays):
+        return _run_log_probs(arrays, options, needs_grad)
+    return LogProbs(*_LogProbs.apply(*arrays, options, needs_grad))
+
+
+# Their autograd.
+
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
-ARRAYS = 6  # input, linear_weight, linear_bias, target, row_weight, class_weight lead every operator's arguments
-OPTIONS = 7
-PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
-
-def _once(backward: Backward) -> Backward:
-    """Refuses create_graph=True: the gradients are made without a graph, and a second derivative would be 0, unsaid."""
+def _no_double_backward(backward: Backward) -> Backward:
+    """Refuses create_graph=True: the gradients are made without a graph, so a second derivative would silently be 0."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -40,14 +138,371 @@ def _once(backward: Backward) -> Backward:
     return checked
 
 
-@torch.library.custom_op("linear_ce::loss_and_gradients", mutates_args=())
-def loss_and_gradients(
-    input: Tensor,  # (N, D)
-    linear_weight: Tensor,  # (V, D)
-    linear_bias: Tensor | None,  # (V,)
-    target: Tensor,  # (N,) int64
-    row_weight: Tensor,  # (N,) float32
-    class_weight: Tensor | None,  # (K,) float32
+class _LossAndGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        row_weight: Tensor,
+        class_weight: Tensor | None,
+        options: Options,
+        statistics: bool,
+        reduce: bool,
+        needs_grad: NeedsGrad,
+    ) -> tuple[Tensor | None, ...]:
+        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        if _is_eager(arrays):
+            found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = torch.ops.linear_ce.loss_and_gradients(*arrays, *options, statistics, reduce, *needs_grad)
+            found, gradients = Losses(*results[:4]), Gradients(*results[4:7])
+            scales = results[7] if input.dtype == torch.float16 else None
+        ctx.needs_grad, ctx.reduce, ctx.memory_budget = needs_grad, reduce, options.memory_budget
+        ctx.save_for_backward(row_weight, *gradients, scales)
+        ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    @_no_double_backward
+    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        unused = (None,) * 7  # of target, row_weight, class_weight, and what is no array
+        if d_loss is None:
+            return None, None, None, *unused
+        row_weight, *saved, scales = ctx.saved_tensors
+        if not ctx.reduce:  # a row that does not contribute takes nothing from any upstream gradient
+            d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
+        head_factor = input_factor = d_loss
+        if scales is not None:
+            input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
+        factors = input_factor, head_factor, head_factor
+        d_input, d_weight, d_bias = (
+            _scaled(gradient, factor, ctx.memory_budget) if needed else None
+            for needed, gradient, factor in zip(ctx.needs_grad, saved, factors, strict=True)
+        )
+        return d_input, d_weight, d_bias, *unused
+
+
+class _RowLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        row_weight: Tensor,
+        class_weight: Tensor | None,
+        options: Options,
+        statistics: bool,
+        needs_grad: NeedsGrad,
+    ) -> tuple[Tensor | None, ...]:
+        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        if _is_eager(arrays):
+            found = _run_losses(arrays, options, statistics, needs_grad)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = Losses(*torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad))
+        ctx.options = options
+        ctx.save_for_backward(*arrays, found.lse)
+        ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    @_no_double_backward
+    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        unused = (None,) * 6  # of target, row_weight, class_weight, and what is no array
+        if d_loss is None:
+            return None, None, None, *unused
+        *saved, lse = ctx.saved_tensors
+        arrays, options = Arrays(*saved), ctx.options
+        upstream = torch.where(arrays.row_weight != 0, d_loss * arrays.row_weight, 0.0)
+        coefficients = rows.loss_coefficients(
+            options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
+        )
+        return *_gradients(arrays, options, lse, coefficients, NeedsGrad(*ctx.needs_input_grad[:3])), *unused
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        input: Tensor,
+        linear_weight: Tensor,
+        linear_bias: Tensor | None,
+        target: Tensor,
+        row_weight: Tensor,
+        class_weight: Tensor | None,
+        options: Options,
+        needs_grad: NeedsGrad,
+    ) -> tuple[Tensor, ...]:
+        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        if _is_eager(arrays):
+            found = _run_log_probs(arrays, options, needs_grad)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
+        ctx.options = options
+        ctx.save_for_backward(*arrays, found.entropy, found.lse)
+        return tuple(found)
+
+    @staticmethod
+    @_no_double_backward
+    def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        unused = (None,) * 5  # of target, row_weight, class_weight, and what is no array
+        *saved, entropy, lse = ctx.saved_tensors
+        arrays, options = Arrays(*saved), ctx.options
+        coefficients = rows.log_prob_coefficients(
+            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
+        )
+        return *_gradients(arrays, options, lse, coefficients, NeedsGrad(*ctx.needs_input_grad[:3])), *unused
+
+
+def _gradients(
+    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+) -> Gradients:
+    """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
+    if _is_eager(arrays):
+        return _run_gradients(arrays, options, lse, coefficients, needs_grad)
+    found = torch.ops.linear_ce.gradients(*arrays, *options, lse, *coefficients, *needs_grad)
+    return Gradients(*(gradient if needed else None for gradient, needed in zip(found, needs_grad, strict=True)))
+
+
+PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
+
+
+def _scaled(saved: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
+    """Returns saved * factor: in place where no second backward pass can come, otherwise in a new tensor."""
+    traced = type(saved) is not Tensor or torch.compiler.is_compiling()
+    if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
+        return torch.ops.linear_ce.scaled(saved, factor, memory_budget)
+    _scale_(saved, factor, memory_budget)
+    return saved
+
+
+def _scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
+    """Multiplies gradient by factor, () or (N, 1) float32 on the device, rounded once."""
+    if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
+        return  # a plain loss.backward(); on a GPU the kernel sees it: reading it here would wait for the device
+    if factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous():
+        from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
+        from core_triton.launch import on_device
+
+        with on_device(gradient):
+            row_kernels.scale(gradient, factor)
+        return
+    if gradient.dtype == torch.float32:
+        gradient *= factor
+        return
+    # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces.
+    pieces = max(1, -(-4 * gradient.numel() // min(PIECE_BYTES, max(memory_budget // 2, 1))))
+    factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
+    for piece, piece_factor in zip(gradient.tensor_split(pieces), factors, strict=True):
+        piece.copy_(piece.float().mul_(piece_factor))
+
+
+# The plans.
+
+
+def _run_loss_and_gradients(
+    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
+    the third result holds that of d_input, and that of the head's gradients."""
+    problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
+    plan, scales = _plan_of(problem), None
+    if arrays.input.dtype == torch.float16:
+        scales = torch.stack(rows.saved_scales(problem.row_weight))
+    with _no_autocast(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics)
+        else:
+            pair = None if scales is None else (scales[0], scales[1])
+            loss, found, gradients = chunked.loss_and_gradients(
+                _tiles(plan),
+                problem,
+                plan.chunk_config,
+                needs_grad,
+                pair,
+            )
+    return (
+        Losses(loss.sum() if reduce else loss, found.lse, found.target_logit, found.max if statistics else None),
+        gradients,
+        scales,
+    )
+
+
+def _run_losses(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
+    """Plan B. `needs_grad` says which gradients a backward pass will make: the budget must hold it too."""
+    problem = _problem("losses", arrays, options, NeedsGrad(False, False, False), statistics=statistics)
+    plan = _plan_of(problem)
+    if any(needs_grad):
+        plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad)
+    with _no_autocast(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            loss, found, _ = _scaled_exp(problem, NeedsGrad(False, False, False), statistics=statistics)
+        else:
+            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
+    return Losses(loss, found.lse, found.target_logit, found.max if statistics else None)
+
+
+def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    """Plan B with the entropy. `needs_grad` as for `_run_losses`."""
+    problem = _problem("statistics", arrays, options, NeedsGrad(False, False, False), entropy=True)
+    plan = _plan_of(problem)
+    if any(needs_grad):
+        plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad, entropy=True)
+    with _no_autocast(plan, arrays.input):
+        found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+    assert found.entropy is not None
+    assert found.nll is not None
+    return LogProbs(0.0 - found.nll, found.entropy, found.lse)  # never -0.0
+
+
+def _run_gradients(
+    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+) -> Gradients:
+    """Plan C's backward pass."""
+    problem = _problem("gradients", arrays, options, needs_grad, entropy=coefficients.beta is not None)
+    plan = _plan_of(problem)
+    with _no_autocast(plan, arrays.input):
+        coefficients = coefficients.map(Tensor.contiguous)
+        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
+
+
+def _problem(
+    stage: Stage,
+    arrays: Arrays,
+    options: Options,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool = False,
+    entropy: bool = False,
+) -> Problem:
+    """Returns the problem of a call with its plan. Kernels take vectors as contiguous, so strided ones are copied."""
+    copied, vectors = 0, arrays._asdict()
+    if options.implementation != "chunked":
+        for name in ("linear_bias", "target", "row_weight", "class_weight"):
+            vector = vectors[name]
+            if vector is not None and not vector.is_contiguous():
+                vectors[name] = vector.contiguous()
+                copied += vectors[name].nbytes
+    problem = Problem(**vectors, spec=options.spec(), classes=options.vocab_size)
+    plan = plan_for(
+        problem,
+        stage,
+        options.memory_budget,
+        options.implementation,
+        needs_grad,
+        statistics=statistics,
+        entropy=entropy,
+        copied=copied,
+    )
+    return replace(problem, plan=plan)
+
+
+def plan_for(
+    problem: Problem,
+    stage: Stage,
+    memory_budget: int,
+    implementation: str,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool = False,
+    entropy: bool = False,
+    copied: int = 0,
+) -> ExecutionPlan:
+    """Returns the plan of a problem: `plan.make_plan` with what it needs to know of the arrays and the device."""
+    device = problem.input.device
+    info = DeviceInfo(device.type, 0, 0)
+    if implementation != "chunked":
+        from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
+
+        info = DeviceInfo(device.type, *device_info(device))
+    key = PlanKey(
+        stage=stage,
+        input=layout_of(problem.input),
+        linear_weight=layout_of(problem.linear_weight),
+        classes=problem.classes,
+        copied_bytes=copied,
+        label_smoothing=problem.spec.label_smoothing != 0,
+        softcap=problem.spec.softcap is not None,
+        entropy=entropy,
+        d_input=needs_grad.d_input,
+        d_weight=needs_grad.d_weight,
+        d_bias=needs_grad.d_bias,
+        statistics=statistics,
+        memory_budget=memory_budget,
+        implementation=implementation,
+        device=info,
+    )
+    return make_plan(key)
+
+
+def _plan_of(problem: Problem) -> ExecutionPlan:
+    assert problem.plan is not None
+    return problem.plan
+
+
+def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> Any:
+    from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
+
+    return scaled_exp(problem, needs_grad, statistics=statistics)
+
+
+def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
+    """Returns what makes the tiles of the plans in `chunked`."""
+    if plan.path == "chunked":
+        return chunked.TORCH_TILES
+    from core_triton.recompute import KERNEL_TILES
+
+    return KERNEL_TILES
+
+
+def _is_eager(arrays: Arrays) -> bool:
+    """Whether the arrays are plain tensors that no dispatch mode looks at."""
+    plain = (Tensor, torch.nn.Parameter)
+    return type(arrays.input) in plain and type(arrays.linear_weight) in plain and not _modes()
+
+
+def _modes() -> int:
+    return torch._C._len_torch_dispatch_stack()
+
+
+def _no_autocast(plan: ExecutionPlan, input: Tensor) -> Any:
+    """Lets PyTorch's matmuls run in the dtypes that they are given, whatever autocast surrounds the call, and sum in
+    float32 throughout: PyTorch lets cuBLAS add up the parts of a split GEMM in 16 bits unless told otherwise."""
+    return _exact_matmuls(input) if plan.uses_library else nullcontext()
+
+
+@contextmanager
+def _exact_matmuls(input: Tensor) -> Iterator[None]:
+    switches = torch.backends.cuda.matmul
+    before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
+    kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast knows no meta device
+    try:
+        switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
+        with torch.autocast(kind, enabled=False):
+            yield
+    finally:
+        switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
+
+
+# The operators, for torch.compile.
+
+
+def _loss_and_gradients_op(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
     label_smoothing: float,
     z_loss_weight: float,
     softcap: float | None,
@@ -61,129 +516,26 @@ def loss_and_gradients(
     d_weight: bool,
     d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Plan A. Returns loss (() if `reduce`, else (N,)), lse, target_logit, max (N,), d_input, d_weight, d_bias,
-    scales (2,).
-
-    Without `statistics` max may be inf. The gradients are those of the sum of the rows' losses times a power of two,
-    scales[0] for d_input and scales[1] for the head's, which is 1 unless input is float16. Without `reduce` only
-    d_input may be asked for.
-    """
-    problem, needs_grad = _problem(locals()), NeedsGrad(d_input, d_weight, d_bias)
-    with _plain(input):
-        scales = _saved_scales(problem)
-        loss, found, gradients = _plans(implementation).loss_and_gradients(
-            problem, memory_budget, needs_grad, (scales[0], scales[1]), statistics=statistics
-        )
-        return (
-            loss.sum() if reduce else loss,
-            found.lse,
-            found.target_logit,
-            found.max,
-            *_or_empty(gradients, input),
-            scales,
-        )
+    """Returns `Losses`, `Gradients` and scales (2,), empty where there is none: a schema has no optional results."""
+    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
+    needs_grad = NeedsGrad(d_input, d_weight, d_bias)
+    found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
+    return *_filled(found, row_weight), *_filled(gradients, input), *_filled((scales,), row_weight)  # pyright: ignore[reportReturnType]
 
 
-@loss_and_gradients.register_fake
-def _(input, linear_weight, linear_bias, target, row_weight, *options):
-    *_, reduce, d_input, d_weight, d_bias = options
-    row = torch.empty_like(row_weight)
-    return (
-        row.new_empty(()) if reduce else row,
-        torch.empty_like(row),
-        torch.empty_like(row),
-        torch.empty_like(row),
-        *_fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias)),
-        row.new_empty(2),
-    )
+def _loss_and_gradients_fake(
+    input, linear_weight, linear_bias, target, row_weight, class_weight,
+    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
+    statistics, reduce, d_input, d_weight, d_bias,
+):  # fmt: skip
+    loss, lse, target_logit, top = _fake_losses(row_weight, statistics)
+    loss = row_weight.new_empty(()) if reduce else loss
+    gradients = _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias))
+    return loss, lse, target_logit, top, *gradients, row_weight.new_empty(2 if input.dtype == torch.float16 else 0)
 
 
-def _loss_and_gradients_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.needs_grad = inputs[-3:]
-    ctx.scaled = inputs[0].dtype == torch.float16
-    ctx.reduce = inputs[-4]
-    ctx.memory_budget = inputs[ARRAYS + 5]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[4], *output[4:])
-
-
-@_once
-def _loss_and_gradients_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
-    results: list[Tensor | None] = [None] * (ARRAYS + OPTIONS + 5)
-    if d_loss is None:
-        return tuple(results)
-    if not ctx.reduce:  # only d_input was made; a row that does not contribute takes nothing from any upstream gradient
-        d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
-    for index, (needs_grad, saved, scale) in enumerate(
-        zip(ctx.needs_grad, (d_input, d_weight, d_bias), (scales[0], scales[1], scales[1]), strict=True)
-    ):
-        if needs_grad:
-            results[index] = _scaled(saved, d_loss / scale if ctx.scaled else d_loss, ctx.memory_budget)
-    return tuple(results)
-
-
-loss_and_gradients.register_autograd(_loss_and_gradients_backward, setup_context=_loss_and_gradients_context)
-
-
-def _scaled(saved: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
-    """Returns saved * factor: in place where no second backward pass can come, else in a new tensor."""
-    traced = type(saved) is not Tensor or torch.compiler.is_compiling()
-    if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-        return scaled(saved, factor, memory_budget)
-    scale_(saved, factor, memory_budget)
-    return saved
-
-
-@torch.library.custom_op("linear_ce::scaled", mutates_args=())
-def scaled(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
-    """Returns gradient * factor, rounded once; `factor` is () or (N, 1) float32 on the device."""
-    result = gradient.clone()
-    _scale_in_place(result, factor, memory_budget)
-    return result
-
-
-@scaled.register_fake
-def _(gradient, factor, memory_budget):
-    return torch.empty_like(gradient)
-
-
-@torch.library.custom_op("linear_ce::scale_", mutates_args=("gradient",))
-def scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
-    """Multiplies gradient by factor, rounded once."""
-    _scale_in_place(gradient, factor, memory_budget)
-
-
-def _scale_in_place(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
-    if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
-        return  # a plain loss.backward(); on a GPU the kernel sees it: reading it here would wait for the device
-    if factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous():
-        _launch_scale(gradient, factor)
-        return
-    if gradient.dtype == torch.float32:
-        gradient *= factor
-        return
-    # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces.
-    pieces = max(1, -(-4 * gradient.numel() // min(PIECE_BYTES, max(memory_budget // 2, 1))))
-    factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
-    for piece, piece_factor in zip(gradient.tensor_split(pieces), factors, strict=True):
-        piece.copy_(piece.float().mul_(piece_factor))
-
-
-def _launch_scale(gradient: Tensor, factor: Tensor) -> None:
-    from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
-
-    block = 4096  # 16 elements a thread: 16-byte accesses
-    if gradient.numel():
-        programs = 16 * torch.cuda.get_device_properties(gradient.device).multi_processor_count
-        launch: Any = row_kernels.scale_kernel[(min(programs, -(-gradient.numel() // block)),)]
-        with torch.cuda.device(gradient.device):
-            launch(gradient, factor, gradient.numel(), BLOCK=block, num_warps=8)
-
-
-@torch.library.custom_op("linear_ce::row_losses", mutates_args=())
-def row_losses(
+def _losses_op(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
@@ -200,121 +552,30 @@ def row_losses(
     statistics: bool,
     d_input: bool,
     d_weight: bool,
+    d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plan B, and plan C's forward pass. Returns weighted loss, lse, target_logit and max of each row, (N,) float32.
-
-    Without `statistics` max may be inf. `d_input` and `d_weight` say which gradients a backward pass will make: the
-    budget must hold it too.
-    """
-    problem = _problem(locals())
-    with _plain(input):
-        plans = _plans(implementation)
-        plans.check_budget(problem, memory_budget, NeedsGrad(d_input, d_weight, False))
-        loss, found = plans.losses(problem, memory_budget, statistics=statistics)
-        return loss, found.lse, found.target_logit, found.max
+    """Returns `Losses`."""
+    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
+    found = _run_losses(arrays, options, statistics, NeedsGrad(d_input, d_weight, d_bias))
+    return _filled(found, row_weight)  # pyright: ignore[reportReturnType]
 
 
-@row_losses.register_fake
-def _(input, linear_weight, linear_bias, target, row_weight, *options):
-    return tuple(torch.empty_like(row_weight) for _ in range(4))
+def _losses_fake(
+    input, linear_weight, linear_bias, target, row_weight, class_weight,
+    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
+    statistics, d_input, d_weight, d_bias,
+):  # fmt: skip
+    return _fake_losses(row_weight, statistics)
 
 
-def _row_losses_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.options = inputs[ARRAYS : ARRAYS + OPTIONS]
-    ctx.save_for_backward(*inputs[:ARRAYS], output[1])
-
-
-@_once
-def _row_losses_backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if d_loss is None:
-        return (None,) * (ARRAYS + OPTIONS + 3)
-    *arrays, lse = ctx.saved_tensors
-    target, row_weight, class_weight = arrays[3:]
-    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, *_rest = ctx.options
-    spec = LossSpec("sum", 0, label_smoothing, z_loss_weight, softcap, logit_scale)
-    upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-    coefficients = rows.loss_coefficients(spec, lse, target, upstream, class_weight, vocab_size)
-    return (*_recomputed(ctx, arrays, lse, coefficients), None)
-
-
-row_losses.register_autograd(_row_losses_backward, setup_context=_row_losses_context)
-
-
-@torch.library.custom_op("linear_ce::log_probs", mutates_args=())
-def log_probs(
+def _log_probs_op(
     input: Tensor,
     linear_weight: Tensor,
     linear_bias: Tensor | None,
     target: Tensor,
     row_weight: Tensor,
     class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: float | None,
-    logit_scale: float,
-    vocab_size: int,
-    memory_budget: int,
-    implementation: str,
-    d_input: bool,
-    d_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Plan C's forward pass for log-probabilities. Returns log_prob, entropy and lse of each row, (N,) float32.
-
-    `d_input` and `d_weight` as in `row_losses`.
-    """
-    problem = _problem(locals())
-    with _plain(input):
-        plans = _plans(implementation)
-        plans.check_budget(problem, memory_budget, NeedsGrad(d_input, d_weight, False), entropy=True)
-        statistics = plans.statistics(problem, memory_budget, entropy=True)
-        assert statistics.entropy is not None
-        return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
-
-
-@log_probs.register_fake
-def _(input, linear_weight, linear_bias, target, row_weight, *options):
-    return tuple(torch.empty_like(row_weight) for _ in range(3))
-
-
-def _log_probs_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.options = inputs[ARRAYS : ARRAYS + OPTIONS]
-    ctx.save_for_backward(*inputs[:ARRAYS], *output[1:])
-
-
-@_once
-def _log_probs_backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-    *arrays, entropy, lse = ctx.saved_tensors
-    target, vocab_size = arrays[3], ctx.options[4]
-    coefficients = rows.log_prob_coefficients(entropy, target, d_log_prob, d_entropy, d_lse, vocab_size)
-    return _recomputed(ctx, arrays, lse, coefficients)
-
-
-log_probs.register_autograd(_log_probs_backward, setup_context=_log_probs_context)
-
-
-def _recomputed(ctx: Any, arrays: list[Any], lse: Tensor, coefficients: Coefficients) -> tuple[Tensor | None, ...]:
-    """Plan C's backward pass: the gradients of the arguments of an operator with `ctx.options`."""
-    needs_grad = ctx.needs_input_grad[:3]
-    found = recomputed_gradients(*arrays, lse, *coefficients, *ctx.options, *needs_grad)
-    given = tuple(gradient if want else None for gradient, want in zip(found, needs_grad, strict=True))
-    return given + (None,) * (ARRAYS - 3 + OPTIONS + 2)
-
-
-@torch.library.custom_op("linear_ce::recomputed_gradients", mutates_args=())
-def recomputed_gradients(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor,
-    class_weight: Tensor | None,
-    lse: Tensor,
-    alpha: Tensor,
-    tau: Tensor,
-    beta: Tensor | None,
-    sigma: Tensor | None,
     label_smoothing: float,
     z_loss_weight: float,
     softcap: float | None,
@@ -326,62 +587,77 @@ def recomputed_gradients(
     d_weight: bool,
     d_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Plan C's backward pass. Returns d_input, d_weight, d_bias for the rows' `rows.Coefficients`."""
-    problem, needs_grad = _problem(locals()), NeedsGrad(d_input, d_weight, d_bias)
-    with _plain(input):
-        coefficients = Coefficients(alpha, tau, beta, sigma)
-        found = _plans(implementation).gradients(problem, memory_budget, lse, coefficients, needs_grad)
-        return _or_empty(found, input)
+    """Returns `LogProbs`."""
+    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
+    return _run_log_probs(arrays, options, NeedsGrad(d_input, d_weight, d_bias))
 
 
-@recomputed_gradients.register_fake
-def _(input, linear_weight, linear_bias, *others):
-    return _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(*others[-3:]))
+def _log_probs_fake(
+    input, linear_weight, linear_bias, target, row_weight, class_weight,
+    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
+    d_input, d_weight, d_bias,
+):  # fmt: skip
+    return torch.empty_like(row_weight), torch.empty_like(row_weight), torch.empty_like(row_weight)
 
 
-@contextmanager
-def _plain(input: Tensor) -> Iterator[None]:
-    """Inside an operator products run in the dtypes that it chose, whatever autocast surrounds the call, and sum in
-    float32 throughout: PyTorch lets cuBLAS add up the parts of a split product in 16 bits unless told otherwise."""
-    switches = torch.backends.cuda.matmul
-    before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
-    try:
-        switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
-        with torch.autocast(input.device.type, enabled=False):
-            yield
-    finally:
-        switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
+def _gradients_op(
+    input: Tensor,
+    linear_weight: Tensor,
+    linear_bias: Tensor | None,
+    target: Tensor,
+    row_weight: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    z_loss_weight: float,
+    softcap: float | None,
+    logit_scale: float,
+    vocab_size: int,
+    memory_budget: int,
+    implementation: str,
+    lse: Tensor,
+    alpha: Tensor,
+    tau: Tensor,
+    beta: Tensor | None,
+    sigma: Tensor | None,
+    d_input: bool,
+    d_weight: bool,
+    d_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns `Gradients`, empty where not needed."""
+    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
+    coefficients, needs_grad = Coefficients(alpha, tau, beta, sigma), NeedsGrad(d_input, d_weight, d_bias)
+    return _filled(_run_gradients(arrays, options, lse, coefficients, needs_grad), input)  # pyright: ignore[reportReturnType]
 
 
-def _plans(implementation: str) -> ModuleType:
-    """Returns the module that carries out an implementation's plans: A `loss_and_gradients`, B `losses` and
-    `statistics`, C `gradients`, and `check_budget`."""
-    if implementation == "chunked":
-        return chunked
-    from core_triton import fused  # Triton is not on every machine that has PyTorch
-
-    return fused
+def _gradients_fake(
+    input, linear_weight, linear_bias, target, row_weight, class_weight,
+    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
+    lse, alpha, tau, beta, sigma, d_input, d_weight, d_bias,
+):  # fmt: skip
+    return _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias))
 
 
-def _problem(arguments: dict[str, Any]) -> Problem:
-    options = {name: arguments[name] for name in ("label_smoothing", "z_loss_weight", "softcap", "logit_scale")}
-    arrays = {
-        name: arguments[name]
-        for name in ("input", "linear_weight", "linear_bias", "target", "row_weight", "class_weight")
-    }
-    return Problem(**arrays, spec=LossSpec("sum", **options), classes=arguments["vocab_size"])
+def _scaled_op(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
+    """Returns gradient * factor, rounded once; factor is () or (N, 1) float32 on the device."""
+    result = gradient.clone()
+    _scale_(result, factor, memory_budget)
+    return result
 
 
-def _saved_scales(problem: Problem) -> Tensor:
-    """Returns (2,) float32: what float16 gradients are multiplied by until the upstream gradient is known."""
-    if problem.input.dtype != torch.float16:
-        return problem.row_weight.new_ones(2)
-    return torch.stack(rows.saved_scales(problem.row_weight))
+def _scaled_fake(gradient, factor, memory_budget):
+    return torch.empty_like(gradient)
 
 
-def _or_empty(found: Gradients, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    d_input, d_weight, d_bias = (input.new_empty(0) if gradient is None else gradient for gradient in found)
-    return d_input, d_weight, d_bias
+def _filled(values: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """Returns the values with an empty tensor for each None: a schema has no optional results."""
+    return tuple(like.new_empty(0) if value is None else value for value in values)
+
+
+def _fake_losses(row_weight: Tensor, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    loss, lse, target_logit = (torch.empty_like(row_weight) for _ in range(3))
+    return loss, lse, target_logit, torch.empty_like(row_weight) if statistics else row_weight.new_empty(0)
 
 
 def _fake_gradients(
@@ -389,8 +665,61 @@ def _fake_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     d_input, d_weight, d_bias = (
         torch.empty_like(like, memory_format=torch.contiguous_format)
-        if want and like is not None
+        if needed and like is not None
         else input.new_empty(0)
-        for like, want in zip((input, linear_weight, linear_bias), needs_grad, strict=True)
+        for like, needed in zip((input, linear_weight, linear_bias), needs_grad, strict=True)
     )
     return d_input, d_weight, d_bias
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Arrays, Options, tuple[Any, ...]]:
+    """Returns an operator's arguments as its arrays, its options and what follows them."""
+    arrays, options = len(Arrays._fields), len(Options._fields)
+    end = arrays + options
+    return Arrays(*arguments[:arrays]), Options(*arguments[arrays:end]), arguments[end:]
+
+
+def _loss_and_gradients_autograd(*arguments: Any) -> tuple[Any, ...]:
+    arrays, options, (statistics, reduce, *needs_grad) = _split(arguments)
+    if not any(arrays.needs_grad()):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.linear_ce.loss_and_gradients(*arguments)
+    found = _LossAndGradients.apply(*arrays, options, statistics, reduce, NeedsGrad(*needs_grad))
+    # The gradients and their scales are saved: they are nobody else's.
+    return _filled((*found, None, None, None, None), arrays.row_weight)
+
+
+def _losses_autograd(*arguments: Any) -> tuple[Any, ...]:
+    arrays, options, (statistics, *needs_grad) = _split(arguments)
+    if not any(arrays.needs_grad()):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.linear_ce.losses(*arguments)
+    return _filled(_RowLosses.apply(*arrays, options, statistics, NeedsGrad(*needs_grad)), arrays.row_weight)
+
+
+def _log_probs_autograd(*arguments: Any) -> tuple[Any, ...]:
+    arrays, options, needs_grad = _split(arguments)
+    if not any(arrays.needs_grad()):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.linear_ce.log_probs(*arguments)
+    return _LogProbs.apply(*arrays, options, NeedsGrad(*needs_grad))
+
+
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
+    schema = torch.library.infer_schema(function, mutates_args=())
+    IMPLEMENTATIONS[f"linear_ce::{name}"] = function
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linear_ce::{name}", fake, lib=_library)
+    if autograd is not None:
+        _library.impl(name, autograd, "Autograd")
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
+
+_library = torch.library.Library("linear_ce", "DEF")
+_register("loss_and_gradients", _loss_and_gradients_op, _loss_and_gradients_fake, _loss_and_gradients_autograd)
+_register("losses", _losses_op, _losses_fake, _losses_autograd)
+_register("log_probs", _log_probs_op, _log_probs_fake, _log_probs_autograd)
+_register("gradients", _gradients_op, _gradients_fake)
+_register("scaled", _scaled_op, _scaled_fake)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from core_triton.plan import ExecutionPlan, MatrixLayout
 from linear_ce.spec import LossSpec
 
 
@@ -26,6 +27,7 @@ class Problem:
         spec: the options.
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
+        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
     """
 
     input: Tensor
@@ -37,6 +39,7 @@ class Problem:
     spec: LossSpec
     classes: int
     vocab_offset: int = 0
+    plan: ExecutionPlan | None = None
 
     @property
     def local_classes(self) -> int:
@@ -61,6 +64,16 @@ class Problem:
     def rows(self, chunk: slice) -> Tensor:
         """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
         return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
+
+
+def layout_of(matrix: Tensor) -> MatrixLayout:
+    """Returns what a plan needs to know of a matrix."""
+    aligned = matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0
+    rows, columns = matrix.shape
+    return MatrixLayout((rows, columns), matrix.stride(), matrix.itemsize, DTYPE_NAMES[matrix.dtype], aligned)  # pyright: ignore[reportArgumentType]
+
+
+DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class Gradients(NamedTuple):
@@ -103,11 +116,6 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.addmm(total, a, b, out=total)
 
 
-def upcasts(input: Tensor) -> bool:
-    """Whether products of `input`'s dtype run on float32 copies on its device."""
-    return input.dtype != torch.float32 and not input.is_cuda
-
-
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
     tensor = tensor.to(dtype)
@@ -119,7 +127,8 @@ class ClassSum:
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
-        self.total[classes:] = 0  # padding
+        if classes < len(self.total):
+            self.total[classes:] = 0  # padding
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
     def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:

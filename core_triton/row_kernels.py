@@ -5,10 +5,19 @@ They read and write each number once or a few times, and sum in one fixed order.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from core_triton.kernels import LOG2_E, slope, tanh
+from core_triton.launch import At, cdiv, column_block, device_info, launch
+from core_triton.problem import Problem
 
 LN_2 = tl.constexpr(0.6931471805599453)
+
+SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
+
+BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
+
+LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anchor; below it the ratio may overflow
 
 
 @triton.jit
@@ -50,6 +59,21 @@ def pack_kernel(
         tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
         tl.store(packed_weight_ptr + place, weight, mask=inside)
         before += tl.sum(counts, 0)
+
+
+def pack(
+    target: Tensor,
+    row_weight: Tensor,
+    *,
+    order: Tensor,
+    packed_target: Tensor,
+    packed_weight: Tensor,
+    count: Tensor,
+    flag: Tensor,
+) -> None:
+    """Launches `pack_kernel`."""
+    arrays = target, row_weight, order, packed_target, packed_weight, count, flag
+    launch(pack_kernel, (1,), *arrays, len(target), flag.numel(), BLOCK=4096, num_warps=8)
 
 
 @triton.jit
@@ -107,6 +131,45 @@ def pick_kernel(
     tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
 
 
+def pick(
+    problem: Problem,
+    n: int,
+    *,
+    target: At,
+    row_weight: At,
+    order: At,
+    rows: Tensor,
+    target_logit: At,
+    anchor: At,
+) -> None:
+    """Launches `pick_kernel` for n packed rows, which go to rows (n, >= D)."""
+    x, w, spec = problem.input, problem.linear_weight, problem.spec
+    launch(
+        pick_kernel,
+        (n,),
+        x,
+        w,
+        problem.linear_bias,
+        target,
+        row_weight,
+        order,
+        rows,
+        target_logit,
+        anchor,
+        x.shape[1],
+        problem.classes,
+        *x.stride(),
+        *w.stride(),
+        rows.stride(0),
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        HAS_BIAS=problem.linear_bias is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        BLOCK_D=column_block(x.shape[1]),
+        num_warps=4,
+    )
+
+
 @triton.jit
 def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
     """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in one fixed order."""
@@ -133,6 +196,19 @@ def anchor_kernel(max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl
         top = tl.max(acc, 0)
         anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
         tl.store(anchor_ptr + row_ids, anchor, mask=row_ids < rows)
+
+
+def repair_anchors(n: int, class_blocks: int, block_n: int, *, tops: At, anchor: At, flag: At) -> None:
+    """Launches `anchor_kernel` for row blocks of block_n rows."""
+    sizes = {"BLOCK_N": block_n, "BLOCK_T": BLOCKS_AT_ONCE}
+    launch(anchor_kernel, (cdiv(n, block_n),), tops, anchor, flag, n, class_blocks, **sizes, num_warps=8)
+
+
+@triton.jit
+def log1p(t):
+    """Returns log(1 + t) of t >= 0, as accurate where t is small."""
+    u = 1.0 + t
+    return tl.where(u == 1.0, t, tl.log(u) * (t / (u - 1.0)))
 
 
 @triton.jit
@@ -169,7 +245,7 @@ def finish_rows_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """Finishes packed rows: loss, lse and target_logit (N,) go to their rows of the call, row (rows,) int64, with
-    zeros for rows of row_weight 0: (6), (10), (29).
+    zeros for rows of row_weight 0: (6), (10), (27), (29).
 
     With GRADIENTS also writes rho and theta, (rows,) float32, both times the scale: (31), and zeroes the target's
     column of e (rows, V), whose term theta is. With SCALES multiplies x (rows, D) by rho, rounded once, zeros where rho
@@ -179,23 +255,31 @@ def finish_rows_kernel(
     inside = row_ids < rows
     total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
     total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
-    lse = (tl.load(anchor_ptr + row_ids, mask=inside, other=0.0) + tl.log2(total)) * LN_2
+    anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    summand = tl.exp2(target_logit * LOG2_E - anchor)  # the target's own, one of those that `total` is the sum of
+    usable = summand > LEAST_SUMMAND
+    rest = tl.where(usable, tl.maximum(total - summand, 0.0), 0.0)
+    lse = (anchor + tl.log2(total)) * LN_2
+    nll = tl.where(usable, log1p(rest / summand), lse - target_logit)
+    lse = tl.where(usable, target_logit + nll, lse)
+    prob = tl.where(usable, summand / total, tl.exp2((target_logit - lse) * LOG2_E))  # of the target
+    other_prob = tl.where(usable, rest / total, 1.0 - prob)
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
     contributes = row_weight != 0
     is_class = inside & (target >= 0) & (target < classes)
     kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
     if HAS_CLASS_WEIGHT:
         kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
-    loss = kept * (lse - target_logit) + z_loss_weight * row_weight * lse * lse
+    loss = kept * nll + z_loss_weight * row_weight * lse * lse
     out = tl.load(row_ptr + row_ids, mask=inside, other=0)
     tl.store(loss_out_ptr + out, tl.where(contributes, loss, 0.0), mask=inside)
     tl.store(lse_out_ptr + out, tl.where(contributes, lse, 0.0), mask=inside)
     tl.store(target_logit_out_ptr + out, tl.where(contributes, target_logit, 0.0), mask=inside)
     if GRADIENTS:
         upstream = kept + 2.0 * z_loss_weight * row_weight * lse
-        theta = upstream * tl.exp2((target_logit - lse) * LOG2_E) - kept
+        theta = (upstream - kept) * prob - kept * other_prob
         if HAS_SOFTCAP:
             theta *= slope(target_logit, softcap)
         rho = tl.where(contributes, scale * upstream / total, 0.0)
@@ -211,6 +295,69 @@ def finish_rows_kernel(
                 x = tl.load(x_row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
                 x = tl.where((rho == 0)[:, None], 0.0, x * rho[:, None])
                 tl.store(x_row + columns[None, :], x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
+
+FINISHED_COLUMNS = 512  # of the input that it scales at a time
+
+
+def finish_rows(
+    problem: Problem,
+    n: int,
+    class_blocks: int,
+    *,
+    sums: At,
+    anchor: At,
+    target_logit: At,
+    target: At,
+    row_weight: At,
+    order: At,
+    e: Tensor | None,
+    x: Tensor | None,
+    rho: At,
+    theta: At,
+    loss_out: Tensor,
+    lse_out: Tensor,
+    target_logit_out: Tensor,
+) -> None:
+    """Launches `finish_rows_kernel` for n packed rows."""
+    spec = problem.spec
+    launch(
+        finish_rows_kernel,
+        (cdiv(n, FINISHED_ROWS),),
+        sums,
+        anchor,
+        target_logit,
+        target,
+        row_weight,
+        order,
+        problem.class_weight,
+        e,
+        x,
+        rho,
+        theta,
+        loss_out,
+        lse_out,
+        target_logit_out,
+        n,
+        class_blocks,
+        problem.classes,
+        problem.input.shape[1],
+        0 if e is None else e.stride(0),
+        0 if x is None else x.stride(0),
+        spec.z_loss_weight,
+        spec.logit_scale,
+        spec.softcap or 1.0,
+        HAS_CLASS_WEIGHT=problem.class_weight is not None,
+        HAS_SOFTCAP=spec.softcap is not None,
+        GRADIENTS=e is not None,
+        SCALES=x is not None,
+        BLOCK_N=FINISHED_ROWS,
+        BLOCK_T=BLOCKS_AT_ONCE,
+        BLOCK_D=FINISHED_COLUMNS,
+        num_warps=4,
+    )
 
 
 @triton.jit
@@ -248,6 +395,39 @@ def d_input_kernel(
         tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
 
 
+def finish_d_input(
+    problem: Problem,
+    product: Tensor,
+    *,
+    rho: At,
+    theta: At,
+    target: At,
+    row_weight: At,
+    order: At,
+    d_input: Tensor,
+) -> None:
+    """Launches `d_input_kernel` on product (n, D), of packed rows."""
+    w, (n, hidden) = problem.linear_weight, product.shape
+    block = column_block(hidden)
+    launch(
+        d_input_kernel,
+        (n, cdiv(hidden, block)),
+        product,
+        rho,
+        theta,
+        target,
+        row_weight,
+        order,
+        w,
+        d_input,
+        hidden,
+        problem.classes,
+        *w.stride(),
+        BLOCK_D=block,
+        num_warps=4,
+    )
+
+
 @triton.jit
 def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
     """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_N rows."""
@@ -259,6 +439,13 @@ def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.con
             mask = excluded[:, None] & (columns < hidden)[None, :]
             zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(result_ptr.dtype.element_ty)
             tl.store(result_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
+
+
+def zero_rows(row_weight: Tensor, matrix: Tensor) -> None:
+    """Launches `zero_rows_kernel`: zeroes the rows of matrix (N, D) whose row_weight is 0."""
+    tokens, hidden = matrix.shape
+    sizes = {"BLOCK_N": SMALL_BLOCK, "BLOCK_D": column_block(hidden)}
+    launch(zero_rows_kernel, (cdiv(tokens, SMALL_BLOCK),), row_weight, matrix, tokens, hidden, **sizes, num_warps=4)
 
 
 @triton.jit
@@ -290,6 +477,13 @@ def class_sums_kernel(
     if ADDS:
         total += tl.load(sum_ptr + columns, mask=columns < classes, other=0.0)
     tl.store(sum_ptr + columns, total, mask=columns < classes)
+
+
+def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor | At, *, first: bool) -> None:
+    """Adds the sums over rows of factor (n,) * matrix (n, v) to `total` (v,) float32, or overwrites it if `first`."""
+    n, classes = matrix.shape
+    arrays = matrix, factor, total, n, classes, matrix.stride(0)
+    launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, BLOCK_N=128, BLOCK_V=64, num_warps=4)
 
 
 @triton.jit
@@ -343,6 +537,33 @@ def merge_kernel(
     tl.store(max_ptr + row_ids, top, mask=inside)
 
 
+def merge(
+    tops: Tensor | At,
+    sums: Tensor | None,
+    weighted_sums: Tensor | None,
+    sums_exp_log: Tensor | None,
+    class_blocks: int,
+    n: int,
+) -> None:
+    """Launches `merge_kernel`: merges statistics (class blocks, n) over class blocks into their first row."""
+    launch(
+        merge_kernel,
+        (cdiv(n, SMALL_BLOCK),),
+        tops,
+        sums,
+        weighted_sums,
+        sums_exp_log,
+        n,
+        class_blocks,
+        SUMS=sums is not None,
+        WEIGHTED=weighted_sums is not None,
+        ENTROPY=sums_exp_log is not None,
+        BLOCK_N=SMALL_BLOCK,
+        BLOCK_T=BLOCKS_AT_ONCE,
+        num_warps=4,
+    )
+
+
 @triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
     """Multiplies a gradient by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
@@ -357,3 +578,12 @@ def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
             inside = offsets < numel
             gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
             tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)
+
+
+def scale(gradient: Tensor, factor: Tensor) -> None:
+    """Launches `scale_kernel`: multiplies a contiguous gradient by factor () in place."""
+    block = 4096  # 16 elements a thread: 16-byte accesses
+    if gradient.numel():
+        programs = 16 * device_info(gradient.device)[1]
+        grid = (min(programs, cdiv(gradient.numel(), block)),)
+        launch(scale_kernel, grid, gradient, factor, gradient.numel(), BLOCK=block, num_warps=8)

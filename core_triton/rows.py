@@ -17,6 +17,8 @@ from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 
+LEAST_SUMMAND = 2.0**-64  # of a target, relative to the reference of its row's sum; below it the ratio may overflow
+
 
 class Partial(NamedTuple):
     """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
@@ -29,11 +31,13 @@ class Partial(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute."""
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None where
+    not asked for."""
 
     lse: Tensor
     target_logit: Tensor  # NaN where the target is no class
-    max: Tensor
+    nll: Tensor | None  # lse - target_logit, never below 0; NaN where the target is no class
+    max: Tensor | None
     weighted_sum: Tensor | None
     entropy: Tensor | None
 
@@ -94,15 +98,24 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 def finish(partial: Partial, target: Tensor, row_weight: Tensor, classes: int) -> RowStatistics:
     """Turns statistics of the whole vocabulary into those that a loss is made of: (27)."""
-    contributes = row_weight != 0
+    contributes, is_class = row_weight != 0, _is_class(target, classes)
     log_sum = torch.log(partial.sum_exp)
+    # The target's summand is one of those that were added, so the rest is not negative, and a confident token's
+    # negative log-likelihood is accurate where the difference of two logits would cancel.
+    summand = torch.exp(partial.target_logit - partial.max)
+    usable = is_class & (summand > LEAST_SUMMAND)
+    rest = torch.where(usable, (partial.sum_exp - summand).clamp(min=0.0) / summand, 0.0)
+    target_logit = torch.where(is_class, partial.target_logit, torch.nan)
+    lse = partial.max + log_sum
+    nll = torch.where(usable, torch.log1p(rest), lse - target_logit)
+    lse = torch.where(usable, target_logit + nll, lse)
     entropy = None
     if partial.sum_exp_log is not None:
         entropy = torch.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
-    target_logit = torch.where(_is_class(target, classes), partial.target_logit, torch.nan)
     return RowStatistics(
-        lse=torch.where(contributes, partial.max + log_sum, 0.0),
+        lse=torch.where(contributes, lse, 0.0),
         target_logit=torch.where(contributes, target_logit, 0.0),
+        nll=torch.where(contributes, nll, 0.0),
         max=torch.where(contributes, partial.max, 0.0),
         weighted_sum=partial.weighted_sum,
         entropy=entropy,
@@ -147,7 +160,8 @@ def row_loss(
     classes: int,
 ) -> Tensor:
     """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute: (6), (7), (10)."""
-    loss = statistics.lse - statistics.target_logit
+    assert statistics.nll is not None
+    loss = statistics.nll
     if class_weight is not None:
         loss = _target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:

@@ -3,8 +3,14 @@
 No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from core_triton.launch import cdiv, column_block, launch
+
+STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
 
 
 @triton.jit
@@ -95,6 +101,27 @@ def merge_stretches_kernel(
         tl.store(sorted_theta_ptr + place, tl.load(theta_ptr + position, mask=mask, other=0.0), mask=mask)
 
 
+def sort_by_target(
+    target: Tensor, order: Tensor, theta: Tensor, count: Tensor, classes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns target (N,) int32, row (N,) int64 and theta (N,) of the first `count` packed rows in the order of their
+    targets."""
+
+    def arrays() -> tuple[Tensor, Tensor, Tensor]:
+        return count.new_empty(tokens), torch.empty_like(order), torch.empty_like(theta)
+
+    tokens = len(order)
+    found = arrays()
+    sizes = {"STRETCH": STRETCH, "BLOCK_N": 32, "BLOCK_OTHER": 256}
+    launch(sort_kernel, (cdiv(tokens, 32),), target, order, theta, count, *found, classes, **sizes, num_warps=8)
+    if tokens > STRETCH:
+        merged = arrays()
+        sizes = {"STRETCH": STRETCH, "BISECTIONS": STRETCH.bit_length(), "BLOCK_N": 128}
+        launch(merge_stretches_kernel, (cdiv(tokens, 128),), *found, count, *merged, **sizes, num_warps=4)
+        return merged
+    return found
+
+
 @triton.jit
 def add_target_rows(
     target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target, column, hidden,
@@ -175,3 +202,40 @@ def target_rows_kernel(
                     target_ptr, row_ptr, theta_ptr, input_ptr, d_weight_ptr, d_bias_ptr, first, count, target,
                     column, hidden, input_stride, input_stride_d, HAS_WEIGHT, HAS_BIAS, FEW, BLOCK_D,
                 )  # fmt: skip
+
+
+def add_targets(
+    x: Tensor,
+    target: Tensor,
+    row: Tensor,
+    theta: Tensor,
+    count: Tensor,
+    classes: int,
+    *,
+    d_weight: Tensor | None,
+    d_bias: Tensor | None,
+) -> None:
+    """Launches `target_rows_kernel` on rows that `sort_by_target` sorted."""
+    tokens, hidden = x.shape
+    block = column_block(hidden)
+    launch(
+        target_rows_kernel,
+        (tokens, cdiv(hidden, block) if d_weight is not None else 1),
+        target,
+        row,
+        theta,
+        count,
+        x,
+        d_weight,
+        d_bias,
+        hidden,
+        classes,
+        *x.stride(),
+        HAS_WEIGHT=d_weight is not None,
+        HAS_BIAS=d_bias is not None,
+        FEW=2,
+        MANY=32,
+        SPLIT=8,
+        BLOCK_D=block,
+        num_warps=4,
+    )

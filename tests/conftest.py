@@ -13,6 +13,11 @@ from programs import LONG, Command, Printed, Programs
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
 
+# Programs that tests start import the checkout, which has packages that the wheel has not: parity and benchmarks.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
+)
+
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and other processes share a GPU with JAX
 
 # A test run repeats: hypothesis draws the same examples every time, and a slow machine fails none of them.

@@ -24,18 +24,17 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import anchored, chunked, fused, rows
+from core_triton import chunked, ops, recompute, rows, target_kernels
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
-from linear_ce.spec import LossSpec
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
@@ -175,7 +174,7 @@ class Guards(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "linear_ce":
             with self:
-                return OPDEFS[func._schema.name]._init_fn(*args, **(kwargs or {}))
+                return ops.IMPLEMENTATIONS[func._schema.name](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in FACTORIES and isinstance(out, Tensor) and out.numel():
             return self.guarded(out)
@@ -285,7 +284,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     shards = list(shards_of(case, t, row_weight, class_weight))
 
     def statistics(shard: Problem) -> rows.Partial:
-        return chunked.chunk_statistics(shard, everything, 128, tiles=fused.KERNEL_TILES)
+        return chunked.chunk_statistics(shard, everything, 128, tiles=recompute.KERNEL_TILES)
 
     merged = statistics(shards[0])
     for shard in shards[1:]:
@@ -296,7 +295,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, slab=128, float32_sum=True)
     parts = [
-        chunked.gradients_by(fused.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
+        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
     ]
     gradients = {
         "d_input": torch.stack([part.d_input.float() for part in parts if part.d_input is not None]).sum(0),
@@ -315,9 +314,11 @@ def shards_of(
         w = t["linear_weight"][offset : offset + size]
         b = t["linear_bias"][offset : offset + size] if case.has_bias else None
         w = w.T.contiguous().T if case.vocab_axis == 1 else w
-        yield Problem(
+        shard = Problem(
             t["input"], w, b, t["target"], row_weight, class_weight, case.spec, case.classes, vocab_offset=offset
         )
+        plan = ops.plan_for(shard, "gradients", DEFAULT_MEMORY_BUDGET, "triton", NeedsGrad(True, True, case.has_bias))
+        yield replace(shard, plan=plan)
         offset += size
 
 
@@ -365,9 +366,9 @@ def run_stretches(generator: torch.Generator) -> None:
     target = torch.randint(0, 50, (700,), generator=generator)
     target[target >= 40] = -100
     gradients = []
-    for stretch in (anchored.STRETCH, 256):
+    for stretch in (target_kernels.STRETCH, 256):
         head = w.clone().requires_grad_()
-        with mock.patch.object(anchored, "STRETCH", stretch):
+        with mock.patch.object(target_kernels, "STRETCH", stretch):
             core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
         gradients.append(head.grad)
     same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from core_triton import anchored, chunked, launch, problem
+from core_triton import chunked, launch, problem, scaled_exp
 
 SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes a block may have on A100, H200 and B200
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
@@ -79,18 +79,19 @@ def fake_card(arch: int) -> Iterator[list[Launch]]:
     with (
         FakeTensorMode(),
         mock.patch.object(JITFunction, "run", record),
+        mock.patch.object(launch, "_direct_version", False),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(anchored, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
+        mock.patch.object(scaled_exp, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
         mock.patch.object(chunked, "add_product", no_product),
         mock.patch.object(problem, "add_product", no_product),
         mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
     ):
-        launch.card.cache_clear()
+        launch.device_info.cache_clear()
         try:
             yield launches
         finally:
-            launch.card.cache_clear()
+            launch.device_info.cache_clear()
 
 
 def no_product(*_: Any, first: bool) -> None:

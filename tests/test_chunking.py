@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import core_triton.chunked
-import core_triton.fused_tiles
+import core_triton.chunk_config
+import core_triton.tile_config
 import jax_pallas.chunked
 from linear_ce import chunking
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
-FRAMEWORKS = (core_triton.chunked, jax_pallas.chunked)
+FRAMEWORKS = (core_triton.chunk_config, jax_pallas.chunked)
 MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 2B": (2304, 256000)}  # D, V
 
 
 def workspace_model(chunked: ModuleType, **options: Any) -> Any:
-    if chunked is not core_triton.chunked:
+    if chunked is not core_triton.chunk_config:
         del options["upcasts"]  # JAX has products of 16-bit operands on every device
     return chunked.workspace_model(**options)
 
@@ -164,8 +164,8 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 
 @st.composite
 def anchored(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws the arguments of `choose_anchored` but for the budget."""
-    options = {flag: draw(st.booleans()) for flag in flags(core_triton.fused_tiles.choose_anchored)}
+    """Draws the arguments of `choose_scaled_exp` but for the budget."""
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_scaled_exp)}
     options["d_input"] &= options["stores"]
     return options | {
         "tokens": draw(st.integers(0, 70000)),
@@ -181,7 +181,7 @@ def anchored(draw: st.DrawFn) -> dict[str, Any]:
 @st.composite
 def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_recomputed` but for the budget."""
-    options = {flag: draw(st.booleans()) for flag in flags(core_triton.fused_tiles.choose_recomputed)}
+    options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_recomputed)}
     itemsize = draw(st.sampled_from((2, 4)))
     return options | {
         "tokens": draw(st.integers(0, 70000)),
@@ -200,8 +200,8 @@ MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budge
 @settings(max_examples=200)
 @given(anchored(), *MORE)
 def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
-    budget = refusal(core_triton.fused_tiles.choose_anchored, options) + times * more
-    config = core_triton.fused_tiles.choose_anchored(**options, budget=budget)
+    budget = refusal(core_triton.tile_config.choose_scaled_exp, options) + times * more
+    config = core_triton.tile_config.choose_scaled_exp(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert config.product_rows >= 1
@@ -212,15 +212,15 @@ def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more
     assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
     held = 0 if options["holds"] else options["itemsize"] * hidden * config.rows
     converted = options["itemsize"] * hidden * config.head_rows if options["converts"] else 0
-    exponentials = 2 * config.rows * core_triton.fused_tiles.padded(classes) if options["stores"] else 0
+    exponentials = 2 * config.rows * core_triton.tile_config.padded(classes) if options["stores"] else 0
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
 
 @settings(max_examples=200)
 @given(recomputed(), *MORE)
 def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
-    budget = refusal(core_triton.fused_tiles.choose_recomputed, options) + times * more
-    config = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
+    budget = refusal(core_triton.tile_config.choose_recomputed, options) + times * more
+    config = core_triton.tile_config.choose_recomputed(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert 1 <= config.slab <= classes
@@ -234,10 +234,10 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 
 
 @settings(max_examples=200)
-@given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")))
+@given(st.data(), st.sampled_from(("choose_scaled_exp", "choose_recomputed")))
 def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
-    choose = getattr(core_triton.fused_tiles, name)
-    options = data.draw(anchored() if name == "choose_anchored" else recomputed())
+    choose = getattr(core_triton.tile_config, name)
+    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
     least = refusal(choose, options)
     choose(**options, budget=least)
     with pytest.raises(ValueError, match=f"memory_budget must be at least {least} bytes .* got {least - 1}"):
@@ -245,13 +245,13 @@ def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name
 
 
 @settings(max_examples=200)
-@given(st.data(), st.sampled_from(("choose_anchored", "choose_recomputed")), *MORE, st.integers(0, 2**30))
+@given(st.data(), st.sampled_from(("choose_scaled_exp", "choose_recomputed")), *MORE, st.integers(0, 2**30))
 def test_more_budget_gives_the_kernels_no_more_chunks(
     data: st.DataObject, name: str, times: int, more: int, yet_more: int
 ) -> None:
-    choose = getattr(core_triton.fused_tiles, name)
-    options = data.draw(anchored() if name == "choose_anchored" else recomputed())
-    if name == "choose_anchored":
+    choose = getattr(core_triton.tile_config, name)
+    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
+    if name == "choose_scaled_exp":
         options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
     else:
         options |= dict.fromkeys(flags(choose), False)  # wide slabs too
@@ -263,7 +263,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
 
 @given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
 def test_shares_divide_all_tiles(tiles: int, steps: int, programs: int, cut: bool) -> None:
-    shares = core_triton.fused_tiles.choose_shares(tiles, steps, programs, cut=cut)
+    shares = core_triton.tile_config.choose_shares(tiles, steps, programs, cut=cut)
     assert shares.rounds * programs + shares.rest == tiles
     assert shares.cuts * shares.rest + shares.spare <= programs
     assert shares.rest == 0 or 1 <= shares.cuts <= shares.head <= steps
@@ -288,16 +288,16 @@ def test_models_fit_the_budgets_of_the_kernels(
             "block_v": 256,
         }
         # Products of fewer rows would leave a GPU idle.
-        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_anchored), False)
+        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
         anchored_options |= common | {"statistics": statistics, "programs": programs}
         anchored_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
-        plan_a = core_triton.fused_tiles.choose_anchored(**anchored_options, budget=budget)
+        plan_a = core_triton.tile_config.choose_scaled_exp(**anchored_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
-            options: dict[str, Any] = dict.fromkeys(flags(core_triton.fused_tiles.choose_recomputed), False)
+            options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_recomputed), False)
             options |= common | {"statistics": 2 + statistics}
             options |= {"d_input": gradients, "d_weight": gradients}
-            plan_c = core_triton.fused_tiles.choose_recomputed(**options, budget=budget)
+            plan_c = core_triton.tile_config.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
             assert plan_c.slab >= 1024

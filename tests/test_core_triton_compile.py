@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
-from core_triton import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,23 +52,26 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False)):
         for statistics in (True, False):
-            torch.library.opcheck(ops.loss_and_gradients, (*arguments, statistics, True, *wanted), **close)
-    torch.library.opcheck(ops.loss_and_gradients, (*arguments, True, False, True, False, False), **close)
-    torch.library.opcheck(ops.row_losses, (*arguments, True, True, bias), **close)
-    torch.library.opcheck(ops.log_probs, (*arguments, bias, True), **close)
+            torch.library.opcheck(
+                torch.ops.linear_ce.loss_and_gradients.default, (*arguments, statistics, True, *wanted), **close
+            )
+    torch.library.opcheck(
+        torch.ops.linear_ce.loss_and_gradients.default, (*arguments, True, False, True, False, False), **close
+    )
+    torch.library.opcheck(torch.ops.linear_ce.losses.default, (*arguments, True, True, True, bias), **close)
+    torch.library.opcheck(torch.ops.linear_ce.log_probs.default, (*arguments, True, True, bias), **close)
     rows = torch.linspace(-1.0, 1.0, 12)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
     sigma = rows if options["smoothing"] else None
-    recomputed = (*plain[:6], rows + 5.0, rows, rows, None, sigma, *plain[6:], True, True, bias)
-    torch.library.opcheck(ops.recomputed_gradients, recomputed, **close)
+    recomputed = (*plain, rows + 5.0, rows, rows, None, sigma, True, True, bias)
+    torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [torch.tensor(2.0), torch.linspace(0.0, 3.0, 12)[:, None]])
 def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
     gradient = torch.linspace(-1.0, 1.0, 96).reshape(12, 8).to(dtype)
-    torch.library.opcheck(ops.scaled, (gradient, factor, 100))
-    torch.library.opcheck(ops.scale_, (gradient.clone(), factor, 100))
+    torch.library.opcheck(torch.ops.linear_ce.scaled.default, (gradient, factor, 100))
 
 
 def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:

@@ -20,8 +20,6 @@ from torch import Tensor
 from torch_gpu import DEVICE, DTYPES, assert_close, assert_same, gpu_problem, model_and_tokens, model_results, results
 from torch_problem import FUNCTIONS
 
-from core_triton import ops
-
 pytestmark = pytest.mark.gpu
 
 
@@ -60,16 +58,26 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
         for statistics in (True, False):
-            torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, statistics, True, *wanted), **close)
-    torch.library.opcheck(ops.loss_and_gradients, (*arguments, *settings, True, False, True, False, False), **close)
+            torch.library.opcheck(
+                torch.ops.linear_ce.loss_and_gradients.default,
+                (*arguments, *settings, statistics, True, *wanted),
+                **close,
+            )
+    torch.library.opcheck(
+        torch.ops.linear_ce.loss_and_gradients.default,
+        (*arguments, *settings, True, False, True, False, False),
+        **close,
+    )
     for statistics in (True, False):
-        torch.library.opcheck(ops.row_losses, (*arguments, *settings, statistics, True, bias), **close)
-    torch.library.opcheck(ops.log_probs, (*arguments, *settings, bias, True), **close)
+        torch.library.opcheck(
+            torch.ops.linear_ce.losses.default, (*arguments, *settings, statistics, True, True, bias), **close
+        )
+    torch.library.opcheck(torch.ops.linear_ce.log_probs.default, (*arguments, *settings, True, True, bias), **close)
     rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
     sigma = rows if smoothing else None
-    recomputed = (*plain, rows + 5.0, rows, rows, None, sigma, *settings, True, True, bias)
-    torch.library.opcheck(ops.recomputed_gradients, recomputed, **close)
+    recomputed = (*plain, *settings, rows + 5.0, rows, rows, None, sigma, True, True, bias)
+    torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
 
 
 # Each is run in a process with others of its kind.
@@ -106,8 +114,7 @@ def test_check(name: str, printed: Printed) -> None:
 def test_opcheck_of_the_scaling(dtype: torch.dtype, rows: bool) -> None:
     gradient = torch.linspace(-1.0, 1.0, 96, device=DEVICE).reshape(12, 8).to(dtype)
     factor = torch.linspace(0.0, 3.0, 12, device=DEVICE)[:, None] if rows else torch.tensor(2.0, device=DEVICE)
-    torch.library.opcheck(ops.scaled, (gradient, factor, 100))
-    torch.library.opcheck(ops.scale_, (gradient.clone(), factor, 100))
+    torch.library.opcheck(torch.ops.linear_ce.scaled.default, (gradient, factor, 100))
 
 
 if __name__ == "__main__":

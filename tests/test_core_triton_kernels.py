@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,12 @@ from triton.runtime.jit import JITFunction
 
 import core_triton
 from benchmarks.shapes import SHAPES
-from core_triton import fused, ops, row_kernels
+from core_triton import chunked, ops, row_kernels
+from core_triton.plan import Stage
 from core_triton.problem import NeedsGrad, Problem
+from core_triton.recompute import KERNEL_TILES
 from core_triton.rows import Coefficients
+from core_triton.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
 
 HERE = Path(__file__).parent
@@ -75,20 +79,38 @@ class Call(NamedTuple):
         """Makes the call; returns the gradients."""
         problem = self.problem()
         wanted = NeedsGrad(*self.wanted, self.bias and self.wanted[1])
-        if self.plan in ("train", "stats"):
-            scales = (array(), array())
-            found = fused.loss_and_gradients(problem, budget, wanted, scales, statistics=self.plan == "stats")[2]
-        elif self.plan in ("eval", "eval-stats"):
-            fused.losses(problem, budget, statistics=self.plan == "eval-stats")
+        stage, entropy, statistics = STAGES[self.plan]
+        needed = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else wanted
+        plan = ops.plan_for(problem, stage, budget, "triton", needed, statistics=statistics, entropy=entropy)
+        problem = replace(problem, plan=plan)
+        if plan.path == "scaled_exp":
+            return tuple(scaled_exp(problem, needed, statistics=statistics)[2])
+        if stage == "loss_and_gradients":
+            found = chunked.loss_and_gradients(KERNEL_TILES, problem, plan.chunk_config, wanted, (array(), array()))[2]
+        elif stage == "losses":
+            chunked.losses(KERNEL_TILES, problem, plan.chunk_config)
             return ()
-        elif self.plan == "entropy":
-            fused.statistics(problem, budget, entropy=True)
+        elif stage == "statistics":
+            chunked.statistics(KERNEL_TILES, problem, plan.chunk_config, entropy)
             return ()
         else:
             row = problem.row_weight
-            beta, sigma = row if self.plan == "log_probs" else None, row if self.smoothing else None
-            found = fused.gradients(problem, budget, row, Coefficients(row, row, beta, sigma), wanted)
+            beta, sigma = row if entropy else None, row if self.smoothing else None
+            coefficients = Coefficients(row, row, beta, sigma)
+            found = chunked.gradients(KERNEL_TILES, problem, plan.chunk_config, row, coefficients, wanted)
         return tuple(found)
+
+
+# Of a call's plan: the stage, whether it takes the entropy, whether the largest logits.
+STAGES: dict[str, tuple[Stage, bool, bool]] = {
+    "train": ("loss_and_gradients", False, False),
+    "stats": ("loss_and_gradients", False, True),
+    "eval": ("losses", False, False),
+    "eval-stats": ("losses", False, True),
+    "entropy": ("statistics", True, False),
+    "none": ("gradients", False, False),
+    "log_probs": ("gradients", True, False),
+}
 
 
 def array(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,7 +137,7 @@ CALLS = {
 
 
 def scale(dtype: torch.dtype) -> Callable[[], None]:
-    return lambda: ops._launch_scale(array(128256, 4096, dtype=dtype), array())
+    return lambda: row_kernels.scale(array(128256, 4096, dtype=dtype), array())
 
 
 SCALES = {f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}

@@ -145,12 +145,12 @@ def test_shards_of_the_vocabulary_make_the_whole(
     coefficients = rows.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts = [
-        chunked.gradients_by(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted)
-        for shard in shards
+        chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted) for shard in shards
     ]
     d_input = sum(part.d_input.numpy() for part in parts if part.d_input is not None)
     d_weight = np.concatenate([part.d_weight.numpy() for part in parts if part.d_weight is not None])
     d_bias = np.concatenate([part.d_bias.numpy() for part in parts if part.d_bias is not None])
     assert want.d_bias is not None
     for got, exact in ((d_input, want.d_input), (d_weight, want.d_weight), (d_bias, want.d_bias)):
-        assert error(np.asarray(got), exact) < 1e-5 or np.abs(exact).max() < 1e-6
+        # A confident token's own term is a probability near 1 less 1, which float32 rounds by up to 2**-24.
+        assert error(np.asarray(got), exact) < 1e-5 or np.abs(got - exact).max() < 2.0**-24

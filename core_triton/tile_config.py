@@ -103,7 +103,7 @@ CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix i
 
 
 @dataclass(frozen=True)
-class AnchoredConfig:
+class ScaledExpConfig:
     """How plans A and B with anchored exponentials cut a call.
 
     Args:
@@ -139,7 +139,7 @@ CONVERTED_BYTES = 2**25
 PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
 
 
-def choose_anchored(
+def choose_scaled_exp(
     *,
     tokens: int,
     hidden: int,
@@ -152,8 +152,9 @@ def choose_anchored(
     converts: bool,
     statistics: bool,
     programs: int,
+    copied: int,
     budget: int,
-) -> AnchoredConfig:
+) -> ScaledExpConfig:
     """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
 
     Args:
@@ -168,6 +169,7 @@ def choose_anchored(
         converts: the head is converted slab by slab.
         statistics: the largest logits are wanted.
         programs: of the kernel that makes d_input; 0 where the library does.
+        copied: bytes of vectors that were not contiguous.
         budget: bytes.
 
     Raises:
@@ -180,7 +182,7 @@ def choose_anchored(
         limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
 
-    fixed = 72 * tokens + 4 * classes + 4096  # rows' numbers, d_bias
+    fixed = 72 * tokens + 4 * classes + 4096 + copied  # rows' numbers, d_bias
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
     def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
@@ -192,7 +194,7 @@ def choose_anchored(
             slots = max(slots, choose_shares(d_tiles, steps, programs, cut=cut).slots)
         return slots * tile_rows * D_BLOCK
 
-    def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> AnchoredConfig:
+    def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> ScaledExpConfig:
         product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
         product = product_elements(rows, tile_rows, cut) if d_input else 0
         slabs, tail = divmod(classes, head_rows)
@@ -200,9 +202,9 @@ def choose_anchored(
         scratch = max((1 + statistics) * blocks * rows, product)
         size = fixed + itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
-        return AnchoredConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
+        return ScaledExpConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
 
-    def largest(*choice: Any) -> AnchoredConfig | None:
+    def largest(*choice: Any) -> ScaledExpConfig | None:
         """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
         the exponentials leave room, then ever fewer of them: the memory of cut tiles does not grow with rows."""
         chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
@@ -234,6 +236,11 @@ def choose_anchored(
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
 
+def padded_hidden(hidden: int, itemsize: int) -> int:
+    """Returns the least length of a row of the input or the head that is a multiple of 16 bytes."""
+    return -(-hidden * itemsize // 16) * 16 // itemsize
+
+
 def padded(classes: int) -> int:
     """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
     return -(-classes // 64) * 64
@@ -256,6 +263,7 @@ def choose_recomputed(
     d_weight: bool,
     converts: bool,
     converts_rows: bool,
+    copied: int,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
@@ -272,6 +280,7 @@ def choose_recomputed(
         d_weight: d_weight is wanted.
         converts: the head is converted slab by slab.
         converts_rows: so is the input, chunk by chunk.
+        copied: bytes of vectors that were not contiguous.
         budget: bytes.
 
     Raises:
@@ -283,7 +292,7 @@ def choose_recomputed(
     copies = second + (second and float16 and d_weight) + converts_rows
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
     per_tile = itemsize * second
-    fixed = 64 * tokens + 8 * classes + 4096
+    fixed = 64 * tokens + 8 * classes + 4096 + copied
 
     def model(slab: int) -> WorkspaceModel:
         blocks = -(-(slab if converts else classes) // block_v)

@@ -1,0 +1,110 @@
+"""How a call of the `chunked` implementation is cut: a pure function of shapes, dtypes and the memory budget. Nothing
+here changes a result beyond rounding.
+"""
+
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+
+
+def workspace_model(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    keeps_logits: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+    upcasts: bool,
+) -> WorkspaceModel:
+    """Counts what `chunked` allocates above inputs and gradients.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K, rows of linear_weight that are classes.
+        itemsize: bytes of input's dtype.
+        weight_itemsize: bytes of linear_weight's dtype.
+        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        float16: input is float16, whose rows are scaled by powers of two for d_weight.
+        softcap: the logits are capped.
+        entropy: the entropy is computed, or differentiated.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        upcasts: products run on float32 copies (16-bit input on a device without float32-output products).
+    """
+    half = itemsize == 2
+    copy = 4 * upcasts  # float32 copy of an operand
+    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    per_row = hidden * (itemsize + copy) + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    if keeps_logits:
+        per_row += 4 * classes
+    if d_input:
+        per_row += 8 * hidden  # float32 sum and one slab's product
+    if d_weight and float16:
+        per_row += hidden * (4 + itemsize + copy)  # those rows
+    per_slab = hidden * (cast + copy + (4 if d_weight else 0)) + 32
+    first_pass = 4 + 4 * entropy  # exponentials; shifted logits
+    rounded = itemsize + copy if half else 0
+    second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
+    per_tile = 4 * (not keeps_logits) + max(first_pass, second_pass)
+    needs_sum = d_weight and weight_itemsize < 4
+    return WorkspaceModel(
+        fixed=64 * tokens + 8 * classes + 4096,
+        per_row=per_row,
+        per_slab=per_slab,
+        per_tile=per_tile,
+        float32_sum=4 * classes * hidden if needs_sum else 0,
+    )
+
+
+def choose_chunked(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    gradients_in_forward: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+    upcasts: bool,
+    budget: int,
+) -> ChunkConfig:
+    """Returns the chunks of a call.
+
+    Args:
+        gradients_in_forward: plan A: the gradients are made beside the loss, from kept logits where they fit.
+        budget: bytes.
+        tokens, ...: of `workspace_model`.
+
+    Raises:
+        ValueError: as `choose_chunks`.
+    """
+
+    def model(*, keeps_logits: bool) -> WorkspaceModel:
+        return workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=classes,
+            itemsize=itemsize,
+            weight_itemsize=weight_itemsize,
+            keeps_logits=keeps_logits,
+            float16=float16,
+            softcap=softcap,
+            entropy=entropy,
+            d_input=d_input,
+            d_weight=d_weight,
+            upcasts=upcasts,
+        )
+
+    recomputing = model(keeps_logits=False)
+    if gradients_in_forward:
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget)
+    return choose_chunks(recomputing, tokens, classes, budget)

@@ -1,0 +1,190 @@
+"""The one decision of a call: which path runs, with which kernels, in which pieces.
+
+`make_plan` is a pure function of shapes, dtypes, strides, device and options. Nothing below it asks again. The plan
+determines speed and memory, and never changes a result beyond rounding.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from core_triton import tile_config
+from core_triton.chunk_config import choose_chunked
+from core_triton.tile_config import ScaledExpConfig, TileConfig
+from linear_ce.chunking import ChunkConfig
+
+Path = Literal["scaled_exp", "recompute", "chunked"]
+
+Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
+
+
+class MatrixLayout(NamedTuple):
+    """What a plan needs to know of a matrix."""
+
+    shape: tuple[int, int]
+    strides: tuple[int, int]  # in elements
+    itemsize: int
+    dtype: str  # "bfloat16", ...
+    aligned: bool  # its address is a multiple of 16 bytes
+
+    def tma_compatible(self, *, by_row: bool = False) -> bool:
+        """Whether a tensor descriptor can describe it: one stride is 1, with `by_row` that of columns, the other a
+        positive multiple of 16 bytes, and the address is one too."""
+        row, column = self.strides
+        if not self.aligned:
+            return False
+        by_rows = column == 1 and row > 0 and row * self.itemsize % 16 == 0
+        return by_rows or (not by_row and row == 1 and column > 0 and column * self.itemsize % 16 == 0)
+
+
+class DeviceInfo(NamedTuple):
+    """What a plan needs to know of a device."""
+
+    type: str  # "cuda", "cpu", ...
+    capability: int  # 80, 90, ...; 0 where there are no kernels
+    multiprocessors: int
+
+
+class PlanKey(NamedTuple):
+    """All that a plan depends on."""
+
+    stage: Stage
+    input: MatrixLayout  # (N, D)
+    linear_weight: MatrixLayout  # (V, D), or a shard of it
+    classes: int  # K of the whole vocabulary
+    copied_bytes: int  # of vectors that were strided, counted in the workspace
+    label_smoothing: bool
+    softcap: bool
+    entropy: bool  # computed, or differentiated
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+    statistics: bool  # the largest logits are needed
+    memory_budget: int
+    implementation: str
+    device: DeviceInfo
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a call runs.
+
+    Args:
+        implementation: "triton" or "chunked".
+        path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
+            logits again for the gradients, 4 matmuls; "chunked" is PyTorch's own operators.
+        hopper: the matmul kernels are those of sm_90, in Gluon; otherwise those of any GPU.
+        tile: of logits; None where no kernel runs.
+        chunks: rows at a time, and what depends on them.
+        casts_head: the head is copied a piece at a time: to the input's dtype, or to rows that TMA can read.
+        casts_input: so are the rows of the input.
+        d_input_kernel: d_input comes from our kernel; otherwise from cuBLAS's GEMM and a pass over its result.
+        d_weight_kernel: d_weight comes from our kernel; otherwise from cuBLAS's GEMM.
+        holds_rows: d_input's own memory holds the input's packed rows until their gradients replace them.
+    """
+
+    implementation: str
+    path: Path
+    hopper: bool
+    tile: TileConfig | None
+    chunks: ChunkConfig | ScaledExpConfig
+    casts_head: bool
+    casts_input: bool
+    d_input_kernel: bool
+    d_weight_kernel: bool
+    holds_rows: bool
+    programs: int  # of a kernel that stays on the GPU and walks over tiles: one a multiprocessor
+
+    @property
+    def chunk_config(self) -> ChunkConfig:
+        """The chunks of every path but "scaled_exp"."""
+        assert isinstance(self.chunks, ChunkConfig)
+        return self.chunks
+
+    @property
+    def scaled_exp_config(self) -> ScaledExpConfig:
+        assert isinstance(self.chunks, ScaledExpConfig)
+        return self.chunks
+
+    @property
+    def uses_library(self) -> bool:
+        """Whether a matmul of PyTorch's runs."""
+        return self.path != "scaled_exp" or not (self.d_input_kernel and self.d_weight_kernel)
+
+
+@lru_cache(maxsize=4096)
+def make_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call.
+
+    Raises:
+        ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
+    """
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    if key.implementation == "chunked":
+        chunks = choose_chunked(
+            tokens=tokens,
+            hidden=hidden,
+            classes=key.classes,
+            itemsize=x.itemsize,
+            weight_itemsize=w.itemsize,
+            gradients_in_forward=key.stage == "loss_and_gradients",
+            float16=x.dtype == "float16",
+            softcap=key.softcap,
+            entropy=key.entropy,
+            d_input=key.d_input,
+            d_weight=key.d_weight,
+            upcasts=x.dtype != "float32" and key.device.type != "cuda",
+            budget=key.memory_budget,
+        )
+        return ExecutionPlan("chunked", "chunked", False, None, chunks, *[False] * 5, programs=0)
+    hopper = key.device.capability == 90 and key.device.type == "cuda" and x.itemsize == 2
+    tile = tile_config.choose_tile(x.itemsize, key.device.capability)
+    casts_head = w.dtype != x.dtype or not w.tma_compatible()
+    casts_input = not x.tma_compatible(by_row=True)
+    needs_grad = key.d_input or key.d_weight or key.d_bias
+    padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
+    scaled_exp = not key.label_smoothing and (
+        key.stage == "losses" or (key.stage == "loss_and_gradients" and x.dtype == "bfloat16")
+    )
+    if scaled_exp:
+        d_input_kernel = hopper and not casts_head
+        d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
+        holds_rows = key.d_input and padded_hidden == hidden
+        chunks = tile_config.choose_scaled_exp(
+            tokens=tokens,
+            hidden=padded_hidden,
+            classes=key.classes,
+            itemsize=x.itemsize,
+            block_v=tile.block_v,
+            stores=needs_grad,
+            d_input=key.d_input,
+            holds=holds_rows,
+            converts=casts_head,
+            statistics=key.statistics,
+            programs=key.device.multiprocessors if d_input_kernel else 0,
+            copied=key.copied_bytes,
+            budget=key.memory_budget,
+        )
+        return ExecutionPlan(
+            "triton", "scaled_exp", hopper, tile, chunks, casts_head, casts_input, d_input_kernel, d_weight_kernel,
+            holds_rows, key.device.multiprocessors,
+        )  # fmt: skip
+    chunks = tile_config.choose_recomputed(
+        tokens=tokens,
+        hidden=padded_hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        block_v=tile.block_v,
+        statistics=2 + key.label_smoothing + key.entropy,
+        float16=x.dtype == "float16",
+        d_input=key.d_input,
+        d_weight=key.d_weight,
+        converts=casts_head,
+        converts_rows=casts_input,
+        copied=key.copied_bytes,
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan(
+        "triton", "recompute", hopper, tile, chunks, casts_head, casts_input, False, False, False,
+        key.device.multiprocessors,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+
+Plan A takes them with float16, float32 or label smoothing, and plan C always. Rows go in chunks and the vocabulary in
+slabs as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are written once in the second.
+The gradients are cuBLAS's GEMMs of those.
+"""
+
+import torch
+from torch import Tensor
+
+from core_triton import hopper_logits, kernels, row_kernels, tile_config
+from core_triton.chunked import RowGradient, Tiles
+from core_triton.kernels import plan_of
+from core_triton.launch import At, cdiv
+from core_triton.problem import Problem, layout_of, operand
+from core_triton.rows import Partial
+
+
+def _partial(
+    problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: None, *, entropy: bool
+) -> Partial:
+    plan = plan_of(problem)
+    assert plan.tile is not None
+    n, blocks = x.shape[0], cdiv(slab.stop - slab.start, plan.tile.block_v)
+    weighted = problem.spec.label_smoothing != 0
+    part = x.new_empty((2 + weighted + entropy, blocks, n), dtype=torch.float32)
+    top, sum_exp = part[0], part[1]
+    weighted_sum = part[2] if weighted else None
+    sum_exp_log = part[2 + weighted] if entropy else None
+    target_logit = top.new_zeros(n)
+    launcher = hopper_logits if plan.hopper else kernels
+    launcher.statistics(
+        problem,
+        tma_compatible(x, by_row=True),
+        tma_compatible(w),
+        slab,
+        class_weight=_class_weight(problem, slab) if weighted else None,
+        target=target,
+        tops=top,
+        sums=sum_exp,
+        weighted_sums=weighted_sum,
+        sums_exp_log=sum_exp_log,
+        target_logit=target_logit,
+    )
+    row_kernels.merge(top, sum_exp, weighted_sum, sum_exp_log, blocks, n)
+    return Partial(
+        top[0],
+        sum_exp[0],
+        target_logit,
+        None if weighted_sum is None else weighted_sum[0].clone(),  # or all of `part` would live as long
+        None if sum_exp_log is None else sum_exp_log[0],
+    )
+
+
+def _d_logits(
+    problem: Problem, x: Tensor, w: Tensor, chunk: slice, slab: slice, row: RowGradient, kept: None
+) -> tuple[Tensor, Tensor | None]:
+    n, classes, coefficients = x.shape[0], slab.stop - slab.start, row.coefficients
+    d_logits = x.new_empty((n, tile_config.padded(classes)), dtype=problem.input.dtype)[:, :classes]
+    launcher = hopper_logits if plan_of(problem).hopper else kernels
+    launcher.d_logits(
+        problem,
+        tma_compatible(x, by_row=True),
+        tma_compatible(w),
+        slab,
+        result=d_logits,
+        class_weight=None if coefficients.sigma is None else _class_weight(problem, slab),
+        target=At(problem.target, chunk.start),
+        row_weight=At(problem.row_weight, chunk.start),
+        lse=row.lse,
+        alpha=coefficients.alpha,
+        tau=coefficients.tau,
+        beta=coefficients.beta,
+        sigma=coefficients.sigma,
+    )
+    summed = None
+    if row.bias:
+        summed = row.lse.new_empty(classes)
+        factor = torch.ones_like(row.lse) if row.bias_scale is None else row.bias_scale
+        row_kernels.add_class_sums(summed, d_logits, factor, first=True)
+    return operand(d_logits, d_logits.dtype), summed
+
+
+KERNEL_TILES = Tiles(_partial, _d_logits)
+
+
+def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
+    """Returns a matrix that a tensor descriptor can describe: itself, or a copy with rows of zero-padded length."""
+    if layout_of(matrix).tma_compatible(by_row=by_row):
+        return matrix
+    n, columns = matrix.shape
+    copy = matrix.new_zeros((n, tile_config.padded_hidden(columns, matrix.itemsize)))
+    copy[:, :columns] = matrix
+    return copy
+
+
+def _class_weight(problem: Problem, slab: slice) -> Tensor:
+    """Returns the class weights of a slab, (v,) float32, ones where there are none."""
+    found = problem.slab_class_weight(slab)
+    return problem.row_weight.new_ones(slab.stop - slab.start) if found is None else found

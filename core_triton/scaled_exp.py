@@ -1,0 +1,295 @@
+"""Plans A and B with scaled exponentials: each row's exponentials relative to a reference of its own, its anchor
+(MATH.md section 8).
+
+Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
+of those. It serves bfloat16 without label smoothing. A chunk of rows takes these steps, in this order:
+
+    rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
+    exponentials and their sums                       `_store_exponentials`
+    loss, and the factors of rows; x becomes rho x    `row_kernels.finish_rows`
+    d_weight += E^T (rho x)                           `_add_d_weight`
+    d_input = rho (E W) + theta w_target              `_store_d_input`
+
+The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B is the first three, with nothing stored
+but the sums, in any dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_kernels, tile_config
+from core_triton.kernels import Active, plan_of
+from core_triton.launch import At, cdiv, on_device
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand
+from core_triton.rows import RowStatistics
+from core_triton.tile_config import ScaledExpConfig
+
+
+class PackedRows(NamedTuple):
+    """The rows of a call, those that contribute before the others, and what the exponentials tell of them: (N,) float32
+    where nothing else is said. Those that end in _out are in the call's order."""
+
+    order: Tensor  # int64, the row of the call that a packed row is
+    target: Tensor  # int64
+    row_weight: Tensor
+    count: Tensor  # () int32, how many contribute
+    flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
+    target_logit: Tensor
+    anchor: Tensor
+    rho: Tensor
+    theta: Tensor
+    loss_out: Tensor
+    lse_out: Tensor
+    target_logit_out: Tensor
+    top_out: Tensor | None  # the largest logit
+
+
+def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
+    """Packs the rows of a call that is cut in chunks of `rows`; their numbers are yet to be found."""
+    plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
+    assert plan.tile is not None
+    count = torch.empty((), dtype=torch.int32, device=row_weight.device)
+    found = PackedRows(
+        torch.empty_like(target),
+        torch.empty_like(target),
+        torch.empty_like(row_weight),
+        count,
+        count.new_empty((cdiv(len(target), rows), cdiv(rows, plan.tile.block_n))),
+        *(torch.empty_like(row_weight) for _ in range(7)),
+        top_out=torch.empty_like(row_weight) if statistics else None,
+    )
+    row_kernels.pack(
+        target,
+        row_weight,
+        order=found.order,
+        packed_target=found.target,
+        packed_weight=found.row_weight,
+        count=count,
+        flag=found.flag,
+    )
+    return found
+
+
+def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Tensor, RowStatistics, Gradients]:
+    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
+    of their sum; (29)-(33). The largest logits are found with `statistics` only.
+
+    Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
+    packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
+    d_input's own memory can hold the input's packed rows until each chunk's gradient replaces them.
+    """
+    with on_device(problem.input):
+        return _scaled_exp(problem, needs_grad, statistics=statistics)
+
+
+def _scaled_exp(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    plan = plan_of(problem)
+    config = plan.scaled_exp_config
+    x, w, b = problem.input, problem.linear_weight, problem.linear_bias
+    (tokens, hidden), classes = x.shape, problem.classes
+    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
+    d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
+    d_bias = problem.row_weight.new_zeros(classes) if needs_grad.d_bias else None
+    rows = pack_rows(problem, config.rows, statistics=statistics)
+    stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
+    scratch = problem.row_weight.new_empty(config.scratch)
+    # The input's packed rows, zeros in those that do not contribute, and later times rho: in d_input's own memory, or
+    # in one chunk's.
+    if plan.holds_rows:
+        assert d_input is not None
+        held = d_input
+        _pick(problem, rows, 0, tokens, held)
+    else:
+        held = x.new_zeros((config.rows, tile_config.padded_hidden(hidden, x.itemsize)))
+    chunks = list(problem.chunks(config.rows))
+    for chunk in reversed(chunks):
+        n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
+        chunk_x = held[chunk] if plan.holds_rows else held[:n]
+        if not plan.holds_rows:
+            _pick(problem, rows, start, n, chunk_x[:, :hidden])
+        e = None if stored is None else stored[:n, :classes]
+        # cuBLAS's GEMM adds all rows of the chunk to d_weight, so all of them must be numbers.
+        least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
+        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
+        if rows.top_out is not None:
+            tops = At(scratch, config.blocks * n)
+            row_kernels.merge(tops, None, None, None, config.blocks, n)
+            rows.top_out.index_copy_(0, rows.order[chunk], scratch[tops.start : tops.start + n])
+        row_kernels.finish_rows(
+            problem,
+            n,
+            config.blocks,
+            sums=At(scratch, 0),
+            anchor=At(rows.anchor, start),
+            target_logit=At(rows.target_logit, start),
+            target=At(rows.target, start),
+            row_weight=At(rows.row_weight, start),
+            order=At(rows.order, start),
+            e=e,
+            x=None if d_weight is None else chunk_x,
+            rho=At(rows.rho, start),
+            theta=At(rows.theta, start),
+            loss_out=rows.loss_out,
+            lse_out=rows.lse_out,
+            target_logit_out=rows.target_logit_out,
+        )
+        if e is None:
+            continue
+        if d_weight is not None:
+            _add_d_weight(problem, e, chunk_x, Active(rows.count, start, int(first)), d_weight, first=first)
+        if d_bias is not None:
+            row_kernels.add_class_sums(d_bias, e, At(rows.rho, start), first=first)
+        if d_input is not None:
+            _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
+        del e
+    del stored, held, scratch
+    if tokens and d_input is not None:
+        row_kernels.zero_rows(problem.row_weight, d_input)
+    if tokens and (d_weight is not None or d_bias is not None):
+        _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
+    if d_bias is not None:
+        assert b is not None
+        d_bias = d_bias.to(b.dtype)
+        d_bias = d_bias if classes == len(b) else torch.cat([d_bias, b.new_zeros(len(b) - classes)])
+    gradients = Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
+    found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
+    return rows.loss_out, found, gradients
+
+
+def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
+    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and anchors."""
+    row_kernels.pick(
+        problem,
+        n,
+        target=At(rows.target, start),
+        row_weight=At(rows.row_weight, start),
+        order=At(rows.order, start),
+        rows=result,
+        target_logit=At(rows.target_logit, start),
+        anchor=At(rows.anchor, start),
+    )
+
+
+def _store_exponentials(
+    problem: Problem,
+    config: ScaledExpConfig,
+    rows: PackedRows,
+    chunk: slice,
+    x: Tensor,
+    e: Tensor | None,
+    scratch: Tensor,
+    active: Active,
+) -> None:
+    """Writes a chunk's exponentials e (n, K), if there, their sums over class blocks, which `scratch` holds first,
+    (blocks, n), and the targets' logits. If the rows' largest logits are needed, those of class blocks come next.
+
+    Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
+    host does not know which: the launches that see to it find nothing to do where none is. Rows past the active ones
+    may be left as they are.
+    """
+    plan, n, start = plan_of(problem), len(x), chunk.start
+    assert plan.tile is not None
+    tile, anchor = plan.tile, At(rows.anchor, start)
+    flag = At(rows.flag, start // config.rows)
+    pieces, first_block = [], 0
+    for slab in problem.slabs(config.head_rows):
+        pieces.append((slab, first_block * n))
+        first_block += cdiv(slab.stop - slab.start, tile.block_v)
+
+    def store(*, repair: bool) -> None:
+        for slab, place in pieces:
+            w = _head_slab(problem, slab)
+            options = {
+                "target": At(rows.target, start),
+                "anchor": anchor,
+                "flag": flag,
+                "sums": At(scratch, place),
+                "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
+                "target_logit": At(rows.target_logit, start),
+                "e": None if e is None else e[:, slab],
+            }
+            if plan.hopper and not repair:
+                hopper_logits.exponentials(problem, x, w, slab, active, **options)
+            else:
+                kernels.exponentials(problem, x, w, slab, active, **options, repair=repair)
+
+    store(repair=False)
+    for slab, place in pieces:
+        kernels.largest_logits(problem, x, _head_slab(problem, slab), slab, flag=flag, tops=At(scratch, place))
+    tops = At(scratch, 0)  # in place of the sums, which the flagged rows get anew
+    row_kernels.repair_anchors(n, config.blocks, tile.block_n, tops=tops, anchor=anchor, flag=flag)
+    store(repair=True)
+
+
+def _head_slab(problem: Problem, slab: slice) -> Tensor:
+    """Returns the slab of the head in the input's dtype, with rows of a length that TMA can read."""
+    plan, w, x = plan_of(problem), problem.linear_weight, problem.input
+    if not plan.casts_head:
+        return w if slab.stop - slab.start == len(w) else w[slab]
+    copy = x.new_zeros((slab.stop - slab.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
+    copy[:, : w.shape[1]] = w[slab]
+    return copy
+
+
+def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
+    """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
+    if plan_of(problem).d_weight_kernel:
+        hopper_gradients.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
+        return
+    rows_of_x = operand(x[:, : problem.input.shape[1]], x.dtype)
+    d_weight.put_product(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
+
+
+def _store_d_input(
+    problem: Problem,
+    config: ScaledExpConfig,
+    rows: PackedRows,
+    chunk: slice,
+    e: Tensor,
+    scratch: Tensor,
+    d_input: Tensor,
+) -> None:
+    """Writes the rows of d_input of a chunk: (32)."""
+    if plan_of(problem).d_input_kernel:
+        hopper_gradients.store_d_input(
+            problem,
+            config,
+            e,
+            Active(rows.count, chunk.start, 0),
+            partial_sums=scratch,
+            rho=At(rows.rho, chunk.start),
+            theta=At(rows.theta, chunk.start),
+            target=At(rows.target, chunk.start),
+            order=At(rows.order, chunk.start),
+            d_input=d_input,
+        )
+        return
+    hidden = d_input.shape[1]
+    for start in range(chunk.start, chunk.stop, config.product_rows):
+        piece = slice(start, min(start + config.product_rows, chunk.stop))
+        rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
+        product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
+        for slab in problem.slabs(config.head_rows):
+            # No name for the converted slab: it would live until the next one is there.
+            slab_e = operand(rows_of_e[:, slab], e.dtype)
+            add_product(product, slab_e, operand(problem.linear_weight[slab], e.dtype), first=slab.start == 0)
+        row_kernels.finish_d_input(
+            problem,
+            product,
+            rho=At(rows.rho, start),
+            theta=At(rows.theta, start),
+            target=At(rows.target, start),
+            row_weight=At(rows.row_weight, start),
+            order=At(rows.order, start),
+            d_input=d_input,
+        )
+
+
+def _add_targets(problem: Problem, rows: PackedRows, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+    """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
+    found = target_kernels.sort_by_target(rows.target, rows.order, rows.theta, rows.count, problem.classes)
+    target_kernels.add_targets(problem.input, *found, rows.count, problem.classes, d_weight=d_weight, d_bias=d_bias)
