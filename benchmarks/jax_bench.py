@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +14,7 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.methods import Method, Prepared, Problem
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, host_pairs
+from benchmarks.timing import Pairs, Sensor, Timing, host_pairs
 
 FLOOR_ROWS = 16384  # as in PyTorch's floor
 REFERENCE_ROWS = 2048
@@ -46,9 +46,8 @@ class JaxBench:
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return JaxProblem(shape, dtype, targets)
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
-        block_seconds = BLOCK_SECONDS if self.gpu else 0.0
-        return host_pairs(floor, run, jax.block_until_ready, seconds, sensor, block_seconds)
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
+        return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)
 
     def release(self) -> None:
         gc.collect()

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import results
 from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors, describe
 from benchmarks.shapes import MODES, SHAPES, TARGETS, Mode, Shape, plan
-from benchmarks.timing import Sensor, median_ms
+from benchmarks.timing import Sensor, Timing
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -29,10 +29,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="all by default; an unknown one lists them")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--seconds", type=float, default=0.5, help="for the pairs of one row (default %(default)s)")
+    usual = Timing()
+    parser.add_argument(
+        "--seconds", type=float, default=usual.seconds, help="for the pairs of one row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=usual.min_pairs, help="least number of them, however long it takes (%(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=float, help=f"seconds before the first pair of a row ({usual.warmup:g}; 0 on a CPU)"
+    )
+    parser.add_argument(
+        "--energy-seconds",
+        type=float,
+        default=usual.energy_seconds,
+        help="of the block of calls whose energy is measured; 0: none (%(default)s)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    warmup = options.warmup if options.warmup is not None else usual.warmup if options.device == "cuda" else 0.0
+    options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
+    return options
 
 
 def open_bench(framework: str, device: str) -> Bench:
@@ -55,16 +73,12 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
     except UnavailableError as error:
         return {"status": "skipped", "note": str(error)}
     figures = {"version": method.version(), **prepared.figures}
-    forward = figures.pop("forward", None)
     errors = {key: figures[key] for key in ("err_loss", "err_d_input", "err_d_weight") if key in figures}
     wrong = check_errors(errors, options.dtype)
     if wrong is not None:
         return {**figures, "status": "failed", "note": wrong}
-    pairs = bench.time_pairs(problem.floor(mode), prepared.run, options.seconds, options.sensor)
-    figures |= pairs.figures()
-    if forward is not None:
-        only = bench.time_pairs(problem.floor(mode), forward, options.seconds / 4, options.sensor)
-        figures["forward_ms"] = median_ms(only)
+    calls = [problem.floor(mode), prepared.run, *([prepared.forward] if prepared.forward else [])]
+    figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     return {**figures, "status": "ok"}
 
 
@@ -100,8 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
     if options.device == "cpu":
         print("On a CPU: this tries the harness out, its times say nothing about the methods.")
-    elif options.sensor.why_not is not None:
-        print(f"no SM clock and power: {options.sensor.why_not}")
+    else:
+        for what, why in (("SM clock and power", options.sensor.why_not), ("energy", options.sensor.why_no_energy)):
+            if why is not None:
+                print(f"no {what}: {why}")
 
     failed = 0
     problem, made_for = None, None
@@ -139,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 MEASURED = (
     *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
-    *("sm_mhz", "power_w", "version", "status", "note"),
+    *("joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )
 
 

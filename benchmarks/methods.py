@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor
+from benchmarks.timing import Pairs, Sensor, Timing
 
 Kind = Literal["floor", "ours", "own-baseline", "peer"]
 
@@ -59,10 +59,12 @@ class Prepared:
     Args:
         run: enqueues one call.
         figures: keys of its row: errors, bytes.
+        forward: enqueues the forward pass alone of a call whose gradients are wanted; None where it cannot be timed.
     """
 
     run: Callable[[], Any]
     figures: dict[str, Any] = field(default_factory=dict)
+    forward: Callable[[], Any] | None = None
 
 
 class Problem(Protocol):
@@ -90,7 +92,9 @@ class Bench(Protocol):
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs: ...
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
+        """Times floor, method and, if there is a third call, the forward pass alone, in that order of `calls`."""
+        ...
 
     def release(self) -> None:
         """Gives memory back between methods; raises if the device no longer answers."""

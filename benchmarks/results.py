@@ -126,8 +126,11 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
     return merged.rows
 
 
-HEADINGS = ("method", "ms", "p20-p80", "x floor", "p20-p80", "peak MiB", "work MiB", "loss", "d_input", "d_weight", "")
-WIDTHS = (31, 9, 17, 8, 13, 9, 9, 9, 9, 9, 0)
+HEADINGS = (
+    *("method", "ms", "p20-p80", "floor ms", "x floor", "p20-p80", "forward", "J"),
+    *("peak MiB", "work MiB", "loss", "d_input", "d_weight", ""),
+)
+WIDTHS = (31, 9, 17, 9, 8, 13, 9, 7, 9, 9, 9, 9, 9, 0)
 
 
 def heading() -> str:
@@ -148,8 +151,11 @@ def line(row: Mapping[str, Any]) -> str:
             row["method"],
             number("ms", ".3f"),
             f"{number('ms_p20', '.3f')}-{number('ms_p80', '.3f')}",
+            number("floor_ms", ".3f"),
             number("ratio", ".3f"),
             f"{number('ratio_p20', '.3f')}-{number('ratio_p80', '.3f')}",
+            number("forward_ms", ".3f"),
+            number("joules", ".2f"),
             number("peak_bytes", ",.0f", 2**20),
             number("workspace_bytes", ",.0f", 2**20),
             number("err_loss", ".1e"),

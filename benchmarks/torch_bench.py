@@ -1,7 +1,8 @@
 """PyTorch's side of the benchmark: arrays, the float32 reference, the floor, memory and CUDA-event times."""
 
 import gc
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +14,10 @@ from torch import Tensor
 from benchmarks import data, torch_methods
 from benchmarks.methods import Method, Prepared, Problem
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, host_pairs, pair_count
+from benchmarks.timing import Pairs, Sensor, Timing, host_pairs, keep_busy, measure_energy, pair_count, pair_order
 
 FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
+INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
 REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
 
 
@@ -56,10 +58,10 @@ class TorchBench:
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return TorchProblem(shape, dtype, targets, self._device)
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:
-            return host_pairs(floor, run, lambda _: None, seconds, sensor, block_seconds=0.0)
-        return _event_pairs(floor, run, seconds, sensor)
+            return host_pairs(calls, lambda _: None, timing, sensor, block_seconds=0.0)
+        return _event_pairs(calls, timing, sensor)
 
     def release(self) -> None:
         gc.collect()
@@ -68,32 +70,43 @@ class TorchBench:
             torch.cuda.empty_cache()
 
 
-def _event_pairs(floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+def _event_pairs(calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
     """Enqueues all pairs with events between them; the host waits only at the end."""
+    repeats = [1] * len(calls)  # so many calls between two events
 
-    def enqueue(count: int) -> list[list[torch.cuda.Event]]:
-        events = []
-        for _ in range(count):
-            triple = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            triple[0].record()
-            floor()
-            triple[1].record()
-            run()
-            triple[2].record()
-            events.append(triple)
-        return events
+    def pair(number: int) -> dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]:
+        intervals, before = {}, _event()
+        for index in pair_order(len(calls), number):
+            for _ in range(repeats[index]):
+                calls[index]()
+            intervals[index] = before, _event()
+            before = intervals[index][1]
+        return intervals
 
-    trial = enqueue(2)[-1]
+    def times(intervals: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        return [intervals[index][0].elapsed_time(intervals[index][1]) / repeats[index] for index in range(len(calls))]
+
+    pair(0)
+    trial = pair(0)
     torch.cuda.synchronize()
-    count = pair_count(seconds, trial[0].elapsed_time(trial[2]) / 1000)
-    events = enqueue(count)
-    readings = sensor.watch(events[-1][-1].query)
+    repeats = [max(1, math.ceil(INTERVAL_MS / each)) for each in times(trial)]
+    keep_busy([lambda: pair(0)], timing.warmup, lambda _: _event(), torch.cuda.Event.synchronize)
+    trial = pair(0)
     torch.cuda.synchronize()
-    return Pairs(
-        [first.elapsed_time(second) for first, second, _ in events],
-        [second.elapsed_time(third) for _, second, third in events],
-        readings,
-    )
+    pair_seconds = sum(count * each for count, each in zip(repeats, times(trial), strict=True)) / 1000
+    pairs = [pair(number) for number in range(pair_count(timing.seconds, pair_seconds, timing.min_pairs))]
+    readings = sensor.watch(_event().query)
+    torch.cuda.synchronize()
+    floor, method, *forward = zip(*(times(intervals) for intervals in pairs), strict=True)
+    energy = measure_energy(calls[1], timing.energy_seconds, lambda _: _event(), torch.cuda.Event.synchronize, sensor)
+    return Pairs(floor, method, readings, forward[0] if forward else (), energy)
+
+
+def _event() -> torch.cuda.Event:
+    """Returns an event that is enqueued now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class TorchProblem:
@@ -227,9 +240,7 @@ class TorchProblem:
             figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
         figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
         figures |= self._errors(results, mode)
-        if mode.backward:
-            figures["forward"] = forward
-        return Prepared(run, figures)
+        return Prepared(run, figures, forward if mode.backward else None)
 
     def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
         reference = self.reference(mode)
