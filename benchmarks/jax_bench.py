@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.methods import Method, Prepared, Problem
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, Timing, host_pairs
+from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 
 FLOOR_ROWS = 16384  # as in PyTorch's floor
 REFERENCE_ROWS = 2048
@@ -49,6 +50,25 @@ class JaxBench:
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)
 
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        lead = run()
+        if self.gpu:
+            last, rest = run(), calls - 1  # the device works on this one while the host enqueues the others
+        else:
+            last, rest = lead, calls  # on a CPU it might be done before the clock starts
+        jax.block_until_ready(lead)
+        start = time.perf_counter()
+        for _ in range(rest):
+            last = run()
+        jax.block_until_ready(last)
+        return 1000 * (time.perf_counter() - start) / calls
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy:
+        return measure_energy(run, seconds, same, jax.block_until_ready, sensor)
+
+    def digest(self, results: Sequence[Array]) -> str:
+        return " ".join(f"{int(_digest(result)):08x}" for result in results)
+
     def release(self) -> None:
         gc.collect()
         jax.block_until_ready(jnp.zeros(()) + 1)
@@ -59,11 +79,16 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
     keys = jax.random.split(key, 6)
     n, d, v = shape.n, shape.d, shape.v
     uniform = jax.random.uniform(keys[0], (n,))
-    target = jnp.searchsorted(cdf, uniform) if targets == "peaked" else (uniform * v).astype(jnp.int32)
+    target = (uniform * v).astype(jnp.int32) if targets == "random" else jnp.searchsorted(cdf, uniform)
     target = jnp.minimum(target, v - 1).astype(jnp.int32)
     weight = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
-    lean = data.lean_max(d, v, targets) * jax.random.uniform(keys[2], (n, 1))
+    lean = jax.random.uniform(keys[2], (n, 1))
+    lean = data.lean_max(d, v, targets) * ((1 + lean) / 2 if targets == "sharp" else lean)
     x = jax.random.normal(keys[3], (n, d)) + lean * weight[target]
+    if targets == "sharp":
+        more = jax.random.split(jax.random.key(1))
+        other = jnp.minimum(jnp.searchsorted(cdf, jax.random.uniform(more[0], (n,))), v - 1)
+        x += jax.random.uniform(more[1], (n, 1)) * lean * weight[other]
     return {
         "input": x.astype(dtype),
         "weight": weight,
@@ -123,6 +148,16 @@ def _products(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: b
 
 
 @jax.jit
+def _digest(result: Array) -> Array:
+    """A number that differs, with near certainty, between arrays whose bits differ."""
+    bits = lax.bitcast_convert_type(result, jnp.uint16 if result.dtype.itemsize == 2 else jnp.uint32).ravel()
+    at = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    mixed = (bits.astype(jnp.uint32) ^ at) * jnp.uint32(0x85EBCA6B)  # each bit must reach the others before the sum
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+@jax.jit
 def _error(result: Array, expected: Array) -> Array:
     """The relative error in the Frobenius norm."""
     return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel())
@@ -150,6 +185,12 @@ class JaxProblem:
             self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample), backward=False
         )
         data.check_loss(float(losses.mean()), sample, shape.d, shape.v, targets)
+
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
+        self._references.clear()
+        self._floors.clear()
+        self._floor_d_logits = None
 
     def targets(self, mode: Mode) -> Array:
         """Returns the targets (N,) int32, the mode's share of them ignored."""

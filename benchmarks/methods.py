@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, Timing
+from benchmarks.timing import Energy, Pairs, Sensor, Timing
 
 Kind = Literal["floor", "ours", "own-baseline", "peer"]
 
@@ -78,6 +78,10 @@ class Problem(Protocol):
         """Compiles a method, runs it, and measures its errors and bytes, not its time."""
         ...
 
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
+        ...
+
 
 class Bench(Protocol):
     """A framework."""
@@ -94,6 +98,16 @@ class Bench(Protocol):
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         """Times floor, method and, if there is a third call, the forward pass alone, in that order of `calls`."""
+        ...
+
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        """Returns the ms of one of `calls` calls back to back, after one that is not counted."""
+        ...
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy: ...
+
+    def digest(self, results: Any) -> str:
+        """Returns a text that two sequences of arrays share only if their bits are equal, with near certainty."""
         ...
 
     def release(self) -> None:

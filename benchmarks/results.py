@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "parity")  # what a result depends on
+CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
 KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
 
 
-def commit(*more: str) -> str:
+def commit(*more: str, root: Path = ROOT) -> str:
     """Returns the checkout's commit, with "-dirty" if measured code differs from it; "unknown" if git cannot tell.
 
     Args:
         more: paths of measured code besides CODE.
+        root: of the checkout.
     """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", *CODE, *more)

@@ -1,10 +1,11 @@
 """What is measured: the named shapes, the modes, and the plan that orders them by importance."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-TARGETS = ("peaked", "random")
+TARGETS = ("peaked", "random", "sharp")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,20 @@ MODES = {
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
 SWEEPS = ("n2048", "n4096", "n32768", "v16384", "v32000", "v64000", "v256000")
 
+
+def shape_named(name: str) -> Shape | None:
+    """Returns a shape by its name in `SHAPES` or by its sizes N-D-V; None for any other name.
+
+    Example:
+        >>> shape_named("512-1024-32000").v
+        32000
+    """
+    if re.fullmatch(r"[1-9]\d*-[1-9]\d*-[1-9]\d*", name):
+        n, d, v = (int(size) for size in name.split("-"))
+        return Shape(name, n, d, v)
+    return SHAPES.get(name)
+
+
 Item = tuple[Shape, Mode, str]  # the last one is the kind of targets
 
 PLAN: tuple[tuple[str, str, str], ...] = (
@@ -108,8 +123,8 @@ def plan(
     """Returns what to measure, in order.
 
     Args:
-        shapes: names of `SHAPES`. With all three None it is `PLAN`; otherwise the product of what is given, where
-            shapes default to `NAMED`, modes to train and targets to peaked.
+        shapes: names that `shape_named` takes. With all three None it is `PLAN`; otherwise the product of what is
+            given, where shapes default to `NAMED`, modes to train and targets to peaked.
         modes: names of `MODES`.
         targets: names of `TARGETS`.
 
@@ -121,7 +136,9 @@ def plan(
         [('seed', 'roomy', 'peaked')]
     """
     for name, given, known in (("shapes", shapes, SHAPES), ("modes", modes, MODES), ("targets", targets, TARGETS)):
-        unknown = [value for value in given or () if value not in known]
+        unknown = [
+            value for value in given or () if value not in known and not (known is SHAPES and shape_named(value))
+        ]
         if unknown:
             raise ValueError(f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}")
     if shapes is modes is targets is None:
@@ -129,4 +146,5 @@ def plan(
     else:
         names = list(product(shapes or NAMED, modes or ("train",), targets or ("peaked",)))
         names.sort(key=lambda item: PLAN.index(item) if item in PLAN else len(PLAN))
-    return [(SHAPES[shape], MODES[mode], kind) for shape, mode, kind in names]
+    found = [(shape_named(shape), MODES[mode], kind) for shape, mode, kind in names]
+    return [(shape, mode, kind) for shape, mode, kind in found if shape is not None]

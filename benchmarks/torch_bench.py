@@ -2,6 +2,7 @@
 
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,18 @@ from torch import Tensor
 from benchmarks import data, torch_methods
 from benchmarks.methods import Method, Prepared, Problem
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, Timing, host_pairs, keep_busy, measure_energy, pair_count, pair_order
+from benchmarks.timing import (
+    Energy,
+    Pairs,
+    Sensor,
+    Timing,
+    host_pairs,
+    keep_busy,
+    measure_energy,
+    pair_count,
+    pair_order,
+    same,
+)
 
 FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
 INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
@@ -61,7 +73,29 @@ class TorchBench:
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:
             return host_pairs(calls, lambda _: None, timing, sensor, block_seconds=0.0)
-        return _event_pairs(calls, timing, sensor)
+        return _event_pairs(self, calls, timing, sensor)
+
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        run()  # the device works on this one while the host enqueues the next
+        if not self.gpu:
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return 1000 * (time.perf_counter() - start) / calls
+        began = _event()
+        for _ in range(calls):
+            run()
+        ended = _event()
+        ended.synchronize()
+        return began.elapsed_time(ended) / calls
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy:
+        if not self.gpu:
+            return measure_energy(run, seconds, same, same, sensor)
+        return measure_energy(run, seconds, lambda _: _event(), torch.cuda.Event.synchronize, sensor)
+
+    def digest(self, results: Sequence[Tensor]) -> str:
+        return f"{sum(31**index * _digest(result) for index, result in enumerate(results)) % 2**64:016x}"
 
     def release(self) -> None:
         gc.collect()
@@ -70,7 +104,7 @@ class TorchBench:
             torch.cuda.empty_cache()
 
 
-def _event_pairs(calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
+def _event_pairs(bench: TorchBench, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
     """Enqueues all pairs with events between them; the host waits only at the end."""
     repeats = [1] * len(calls)  # so many calls between two events
 
@@ -98,8 +132,21 @@ def _event_pairs(calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sen
     readings = sensor.watch(_event().query)
     torch.cuda.synchronize()
     floor, method, *forward = zip(*(times(intervals) for intervals in pairs), strict=True)
-    energy = measure_energy(calls[1], timing.energy_seconds, lambda _: _event(), torch.cuda.Event.synchronize, sensor)
+    energy = bench.energy(calls[1], timing.energy_seconds, sensor)
     return Pairs(floor, method, readings, forward[0] if forward else (), energy)
+
+
+DIGEST_PIECE = 2**24  # elements whose digest is computed at a time: 128 MiB of int64
+
+
+def _digest(result: Tensor) -> int:
+    """Returns a number that differs, with near certainty, between tensors whose bits differ."""
+    bits = result.detach().contiguous().view(torch.int16 if result.element_size() == 2 else torch.int32).flatten()
+    factors = 2 * torch.arange(min(len(bits), DIGEST_PIECE), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(DIGEST_PIECE):
+        total = 31 * total + (piece.long() * factors[: len(piece)]).sum()  # wraps around 2**64
+    return int(total)
 
 
 def _event() -> torch.cuda.Event:
@@ -122,15 +169,21 @@ class TorchProblem:
         generator = torch.Generator(device).manual_seed(0)
         normal = partial(torch.randn, generator=generator, device=device)
         uniform = torch.rand(shape.n, generator=generator, device=device, dtype=torch.float64)
-        if targets == "random":
-            target = (uniform * shape.v).long()
-        else:
-            cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
-            target = torch.searchsorted(cdf, uniform)
+        cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
+        target = (uniform * shape.v).long() if targets == "random" else torch.searchsorted(cdf, uniform)
         self.target = target.clamp_(max=shape.v - 1)
         self.weight = (normal(shape.v, shape.d) * shape.d**-0.5).to(self.dtype)
-        lean = data.lean_max(shape.d, shape.v, targets) * torch.rand(shape.n, 1, generator=generator, device=device)
-        self.input = (normal(shape.n, shape.d) + lean * self.weight[self.target]).to(self.dtype)
+        largest = data.lean_max(shape.d, shape.v, targets)
+        lean = torch.rand(shape.n, 1, generator=generator, device=device)
+        lean = largest * ((1 + lean) / 2 if targets == "sharp" else lean)
+        x = normal(shape.n, shape.d) + lean * self.weight[self.target]
+        if targets == "sharp":
+            more = torch.Generator(device).manual_seed(1)
+            other = torch.searchsorted(cdf, torch.rand(shape.n, generator=more, device=device, dtype=torch.float64))
+            share = torch.rand(shape.n, 1, generator=more, device=device)
+            x += share * lean * self.weight[other.clamp_(max=shape.v - 1)]
+        self.input = x.to(self.dtype)
+        del x
         self.upstream = normal(shape.n)
         self.ignored = torch.rand(shape.n, generator=generator, device=device)
         self._references: dict[Any, Reference] = {}
@@ -139,6 +192,11 @@ class TorchProblem:
         logits = self.input[sample].float() @ self.weight.float().T
         loss = torch.nn.functional.cross_entropy(logits, self.target[sample])
         data.check_loss(float(loss), len(logits), shape.d, shape.v, targets)
+
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
+        self._references.clear()
+        self._floors.clear()
 
     def targets(self, mode: Mode) -> Tensor:
         """Returns the targets (N,) int64, the mode's share of them ignored."""
