@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from benchmarks import data, jax_methods
-from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.jax_host import host_figures
+from benchmarks.methods import Method, Prepared, Problem, UnavailableError
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 
@@ -68,6 +69,14 @@ class JaxBench:
 
     def digest(self, results: Sequence[Array]) -> str:
         return " ".join(f"{int(_digest(result)):08x}" for result in results)
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        raise UnavailableError("XLA makes CUDA graphs of a program by itself")
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> dict[str, Any]:
+        return host_figures(prepared, mode, timing, gpu=self.gpu, trace=trace)
 
     def release(self) -> None:
         gc.collect()
@@ -253,7 +262,9 @@ class JaxProblem:
             return loss, *vjp(d_loss)
 
         arguments = (self.input, weight, self.targets(mode), self.upstream if none else None)
-        compiled = jax.jit(call).lower(*arguments).compile()
+        jitted, start = jax.jit(call), time.perf_counter()
+        lowered, lowered_at = jitted.lower(*arguments), time.perf_counter()
+        compiled, compiled_at = lowered.compile(), time.perf_counter()
         analysis = compiled.memory_analysis()
         assert analysis is not None
         outputs, temporaries = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
@@ -266,9 +277,12 @@ class JaxProblem:
             "peak_bytes": outputs + temporaries if measured is None else measured,
             "peak_source": "memory_analysis" if measured is None else "measured",
             "workspace_bytes": temporaries,
+            "lower_s": lowered_at - start,
+            "compile_s": compiled_at - lowered_at,
+            "compile_note": None if jax.config.jax_compilation_cache_dir is None else "with a cache on disk",
             "repeats": all(bool(jnp.array_equal(a, b)) for a, b in zip(results, run(), strict=True)),
         }
-        return Prepared(run, figures | self._errors(results, method, mode))
+        return Prepared(run, figures | self._errors(results, method, mode), program=jitted, arguments=arguments)
 
     def _errors(self, results: tuple[Array, ...], method: Method, mode: Mode) -> dict[str, float | None]:
         losses, *expected = self.reference(mode)

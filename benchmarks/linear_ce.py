@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import host as host_modes
 from benchmarks import results
 from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors, describe
-from benchmarks.shapes import MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.shapes import CALL_MODES, MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -24,8 +25,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the harness out")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V")
+    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="all by default; an unknown one lists them")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
@@ -45,6 +46,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=usual.energy_seconds,
         help="of the block of calls whose energy is measured; 0: none (%(default)s)",
     )
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: count no kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
     options = parser.parse_args(arguments)
@@ -77,6 +79,18 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
     wrong = check_errors(errors, options.dtype)
     if wrong is not None:
         return {**figures, "status": "failed", "note": wrong}
+    if mode.measures.startswith("host"):
+        problem.forget()
+        bench.release()
+        figures |= bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
+        return {**figures, "status": "ok"}
+    if mode.measures == "graph":
+        try:
+            calls = [bench.captured(problem.floor(mode)), bench.captured(prepared.run)]
+        except UnavailableError as error:
+            return {**figures, "status": "skipped", "note": str(error)}
+        figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
+        return {**figures, "status": "ok"}
     calls = [problem.floor(mode), prepared.run, *([prepared.forward] if prepared.forward else [])]
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     return {**figures, "status": "ok"}
@@ -122,14 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     problem, made_for = None, None
     for shape, mode, targets in items:
-        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading()}", flush=True)
+        host = mode.measures.startswith("host")
+        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
         if made_for != (shape, targets):
             problem = None  # the old arrays go before the new ones come
             bench.release()
             problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
         assert problem is not None
         for method in methods:
-            if not method.applies(mode):
+            if not method.applies(mode, named=options.methods is not None):
                 continue
             row = {
                 "shape": shape.name,
@@ -141,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "mode": mode.name,
                 "method": method.name,
                 "kind": method.kind,
-                **dict.fromkeys(MEASURED),
+                "framework": options.framework,
+                **dict.fromkeys(host_modes.MEASURED if host else MEASURED),
                 **measure_safely(bench, problem, method, mode, options),
             }
             file.add(row)
@@ -155,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 MEASURED = (
     *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
-    *("joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
+    *("lower_s", "compile_s", "joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )
 
 

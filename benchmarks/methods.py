@@ -33,6 +33,7 @@ class Method:
         package: the distribution whose version goes into the row.
         takes_budget: it has a memory_budget.
         vocab_axis: 1 where it wants linear_weight as (D, V).
+        host: measured in the modes of host time and of CUDA graphs even if it is not named.
     """
 
     name: str
@@ -41,8 +42,21 @@ class Method:
     package: str | None = None
     takes_budget: bool = False
     vocab_axis: int = 0
+    host: bool = False
 
-    def applies(self, mode: Mode) -> bool:
+    def applies(self, mode: Mode, *, named: bool = True) -> bool:
+        """Returns whether the method is measured in a mode.
+
+        Args:
+            mode: the mode.
+            named: the method was asked for by name.
+        """
+        if mode.measures.startswith("host") and self.kind == "floor":
+            return False
+        if mode.measures in ("host-chunks", "host-compile"):
+            return self.takes_budget and (named or self.host)
+        if mode.measures != "pairs" and not (named or self.host):
+            return False
         return self.takes_budget or mode.memory_budget is None
 
     def version(self) -> str | None:
@@ -60,11 +74,15 @@ class Prepared:
         run: enqueues one call.
         figures: keys of its row: errors, bytes.
         forward: enqueues the forward pass alone of a call whose gradients are wanted; None where it cannot be timed.
+        program: PyTorch: the loss (input, linear_weight, target) -> loss. JAX: the jitted call. None for the floor.
+        arguments: of `program`.
     """
 
     run: Callable[[], Any]
     figures: dict[str, Any] = field(default_factory=dict)
     forward: Callable[[], Any] | None = None
+    program: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
 
 
 class Problem(Protocol):
@@ -108,6 +126,16 @@ class Bench(Protocol):
 
     def digest(self, results: Any) -> str:
         """Returns a text that two sequences of arrays share only if their bits are equal, with near certainty."""
+        ...
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a function that replays one call from a CUDA graph; raises `UnavailableError` where none is made."""
+        ...
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> dict[str, Any]:
+        """Returns what a call costs the host, in a mode that measures that."""
         ...
 
     def release(self) -> None:

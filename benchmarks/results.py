@@ -134,8 +134,16 @@ HEADINGS = (
 WIDTHS = (31, 9, 17, 9, 8, 13, 9, 7, 9, 9, 9, 9, 9, 0)
 
 
-def heading() -> str:
-    return _line(HEADINGS)
+HOST_HEADINGS = (
+    *("method", "host ms", "p20-p80", "total ms", "grad: host", "total", "graph ms", "device ms", "gap ms", "kernels"),
+    *("ms/chunk", "above id.", "compile s", ""),
+)
+HOST_WIDTHS = (31, 9, 17, 9, 10, 9, 9, 9, 9, 8, 9, 9, 9, 0)
+
+
+def heading(*, host: bool = False) -> str:
+    """Returns the heading of the printed table; of host times or of times beside the floor."""
+    return _line(HOST_HEADINGS, HOST_WIDTHS) if host else _line(HEADINGS, WIDTHS)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -147,6 +155,24 @@ def line(row: Mapping[str, Any]) -> str:
 
     if row["status"] != "ok":
         return f"{row['method']:{WIDTHS[0]}} {row['status']}: {row['note']}"
+    notable = "not repeatable" if row.get("repeats") is False else ""
+    if "host_ms" in row:
+        keys = ("total_ms", "grad_host_ms", "grad_total_ms", "graph_ms", "device_ms", "gap_ms")
+        compiled = [row[key] for key in ("lower_s", "compile_s") if row.get(key) is not None]
+        return _line(
+            (
+                row["method"],
+                number("host_ms", ".3f"),
+                f"{number('host_ms_p20', '.3f')}-{number('host_ms_p80', '.3f')}",
+                *(number(key, ".3f") for key in keys),
+                number("kernels", ".0f"),
+                number("chunk_ms", ".3f"),
+                number("above_identity_ms", ".3f"),
+                f"{sum(compiled):.1f}" if compiled else "-",
+                "; ".join(note for note in (notable, row.get("graph_note"), row.get("trace_note")) if note),
+            ),
+            HOST_WIDTHS,
+        )
     return _line(
         (
             row["method"],
@@ -162,14 +188,15 @@ def line(row: Mapping[str, Any]) -> str:
             number("err_loss", ".1e"),
             number("err_d_input", ".1e"),
             number("err_d_weight", ".1e"),
-            "not repeatable" if row.get("repeats") is False else "",
-        )
+            notable,
+        ),
+        WIDTHS,
     )
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = (
         cell.ljust(width) if at == 0 else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return " ".join([first, *rest]).rstrip()

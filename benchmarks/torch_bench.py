@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import data, torch_methods
-from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.methods import Method, Prepared, Problem, UnavailableError
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import (
     Energy,
@@ -27,6 +27,7 @@ from benchmarks.timing import (
     pair_order,
     same,
 )
+from benchmarks.torch_host import HostBench, capture
 
 FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
 INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
@@ -96,6 +97,16 @@ class TorchBench:
 
     def digest(self, results: Sequence[Tensor]) -> str:
         return f"{sum(31**index * _digest(result) for index, result in enumerate(results)) % 2**64:016x}"
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.gpu:
+            raise UnavailableError("CUDA graphs need a GPU")
+        return capture(run)
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> dict[str, Any]:
+        return HostBench(self.gpu, self.time_block, timing, trace=trace).figures(prepared, method, mode)
 
     def release(self) -> None:
         gc.collect()
@@ -298,7 +309,7 @@ class TorchProblem:
             figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
         figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
         figures |= self._errors(results, mode)
-        return Prepared(run, figures, forward if mode.backward else None)
+        return Prepared(run, figures, forward if mode.backward else None, loss_fn, (self.input, self.weight, target))
 
     def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
         reference = self.reference(mode)
