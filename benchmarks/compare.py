@@ -177,15 +177,26 @@ def label(folder: Path) -> str:
     return f"code-{digest.hexdigest()[:12]}"
 
 
-def both(pair: Sequence[Child], do: str, **arguments: Any) -> list[dict[str, Any]]:
-    """Asks both at the same time; only for what is not timed."""
-    for child in pair:
-        child.send(do, **arguments)
+def both(pair: Sequence[Child], do: str, *, together: bool = True, **arguments: Any) -> list[dict[str, Any]]:
+    """Asks both; only for what is not timed.
+
+    Args:
+        pair: the processes.
+        do: what they are asked.
+        together: at the same time, not one after the other.
+        arguments: of the question.
+
+    Raises:
+        ChildError: one of them could not do it.
+    """
+    if together:
+        for child in pair:
+            child.send(do, **arguments)
     answers: list[dict[str, Any]] = []
     failures = []
     for name, child in zip(NAMES, pair, strict=True):
         try:
-            answers.append(child.answer())
+            answers.append(child.answer() if together else child.ask(do, **arguments))
         except ChildError as error:  # the other one's answer must be read too, or it would answer the next question
             failures.append(f"{name}: {error}")
     if failures:
@@ -202,7 +213,10 @@ def check(pair: Sequence[Child], shape: Shape, mode: Mode, options: argparse.Nam
     figures: dict[str, Any] = {"same_bits": {}, "errors": {}}
     for targets in options.checks:
         problem = {"shape": [shape.name, shape.n, shape.d, shape.v], "dtype": options.dtype, "targets": targets}
-        found = both(pair, "prepare", **problem, mode=mode.name, implementation=options.implementation)
+        together = options.framework == "torch"  # XLA chooses matmuls by timing them, which needs the device alone
+        found = both(
+            pair, "prepare", together=together, **problem, mode=mode.name, implementation=options.implementation
+        )
         for name, answer in zip(NAMES, found, strict=True):
             errors = {key: answer["figures"].get(key) for key in ("err_loss", "err_d_input", "err_d_weight")}
             wrong = check_errors(errors, options.dtype)

@@ -3,6 +3,8 @@
 A GPU works while the host goes on, so a call has two times. `host_ms` is the time until it returns when the device has
 nothing to do: the host waits for the device, then one call is timed and not waited for. `total_ms` is the time of one
 call among many back to back, with one wait at the end. Where both are equal, the device waits for Python.
+
+Traces come after the times of all rows, because a profiler that was once active makes later launches slower.
 """
 
 import time
@@ -10,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+Later = Callable[[], dict[str, Any]]  # traces, and returns more figures of the row
 
 MIN_SAMPLES, MAX_SAMPLES = 10, 1000
 BLOCKS = 5

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from benchmarks import data, jax_methods
+from benchmarks.host import Later
 from benchmarks.jax_host import host_figures
 from benchmarks.methods import Method, Prepared, Problem, UnavailableError
 from benchmarks.shapes import Mode, Shape
@@ -75,11 +76,12 @@ class JaxBench:
 
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], Later | None]:
         return host_figures(prepared, mode, timing, gpu=self.gpu, trace=trace)
 
     def release(self) -> None:
-        gc.collect()
+        if self.gpu:  # as in PyTorch
+            gc.collect()
         jax.block_until_ready(jnp.zeros(()) + 1)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.host import host_times, total_time
+from benchmarks.host import Later, host_times, total_time
 from benchmarks.methods import Prepared, UnavailableError, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
@@ -13,8 +13,10 @@ from benchmarks.trace import trace_jax
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}  # a CUDA graph hides its kernels from the trace
 
 
-def host_figures(prepared: Prepared, mode: Mode, timing: Timing, *, gpu: bool, trace: bool) -> dict[str, Any]:
-    """Returns the figures of one row of a host mode.
+def host_figures(
+    prepared: Prepared, mode: Mode, timing: Timing, *, gpu: bool, trace: bool
+) -> tuple[dict[str, Any], Later | None]:
+    """Returns the figures of one row of a host mode, and what traces the call afterwards.
 
     Args:
         prepared: the method, which has been checked; its program is jitted.
@@ -48,12 +50,12 @@ def host_figures(prepared: Prepared, mode: Mode, timing: Timing, *, gpu: bool, t
         "graph_note": "XLA makes CUDA graphs of a program by itself",
     }
     last[0] = None
-    return figures | _traced(function, arguments, gpu=gpu, trace=trace)
-
-
-def _traced(function: Any, arguments: tuple[Any, ...], *, gpu: bool, trace: bool) -> dict[str, Any]:
     if not (gpu and trace):
-        return {"trace_note": "not asked for" if gpu else "no GPU is measured"}
+        return figures | {"trace_note": "not asked for" if gpu else "no GPU is measured"}, None
+    return figures, lambda: _traced(function, arguments)
+
+
+def _traced(function: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
     try:
         compiled = function.lower(*arguments).compile(WITHOUT_GRAPHS)
         return trace_jax(lambda: compiled(*arguments))

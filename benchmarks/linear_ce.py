@@ -69,7 +69,10 @@ def open_bench(framework: str, device: str) -> Bench:
 
 
 def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one method: errors and bytes, then, if they are sane, times."""
+    """Returns the figures of one method: errors and bytes, then, if they are sane, times.
+
+    A host mode adds "later", which gives the figures of a trace, or None.
+    """
     try:
         prepared = problem.prepare(method, mode)
     except UnavailableError as error:
@@ -82,8 +85,8 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
     if mode.measures.startswith("host"):
         problem.forget()
         bench.release()
-        figures |= bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
-        return {**figures, "status": "ok"}
+        times, later = bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
+        return {**figures, **times, "later": later, "status": "ok"}
     if mode.measures == "graph":
         try:
             calls = [bench.captured(problem.floor(mode)), bench.captured(prepared.run)]
@@ -134,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"no {what}: {why}")
 
     failed = 0
+    traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     problem, made_for = None, None
     for shape, mode, targets in items:
         host = mode.measures.startswith("host")
@@ -160,10 +164,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **dict.fromkeys(host_modes.MEASURED if host else MEASURED),
                 **measure_safely(bench, problem, method, mode, options),
             }
+            later = row.pop("later", None)
+            if later is not None:
+                traces.append((row, later))
             file.add(row)
             print(results.line(row), flush=True)
             failed += row["status"] == "failed" and method.kind != "peer"
             bench.release()
+    if traces:
+        print(f"\ntraced after all times\n{results.heading(host=True)}", flush=True)
+    for row, later in traces:
+        row |= later()
+        file.add(row)
+        print(f"{row['shape']}, {row['mode']}:\n{results.line(row)}", flush=True)
     return 1 if failed else 0
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+from benchmarks.host import Later
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing
 
@@ -134,8 +135,8 @@ class Bench(Protocol):
 
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
-    ) -> dict[str, Any]:
-        """Returns what a call costs the host, in a mode that measures that."""
+    ) -> tuple[dict[str, Any], Later | None]:
+        """Returns what a call costs the host, and what gives the figures of a trace when all times are measured."""
         ...
 
     def release(self) -> None:

@@ -1,13 +1,13 @@
 """Host time in PyTorch: calls as a user writes them, CUDA graphs, further chunks, and calls inside torch.compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.host import host_times, total_time
+from benchmarks.host import Later, host_times, total_time
 from benchmarks.methods import Method, Prepared, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
@@ -81,25 +81,32 @@ class HostBench:
     def __init__(
         self, gpu: bool, time_block: Callable[[Callable[[], Any], int], float], timing: Timing, *, trace: bool
     ) -> None:
-        self._gpu, self._time_block, self._timing, self._trace = gpu, time_block, timing, trace
+        self._gpu, self._time_block, self._timing = gpu, time_block, timing
+        self._trace = trace
+        self._why_no_trace = "not asked for" if gpu else "no GPU is measured"
 
-    def figures(self, prepared: Prepared, method: Method, mode: Mode) -> dict[str, Any]:
-        """Returns the figures of one row of a host mode."""
+    def figures(self, prepared: Prepared, method: Method, mode: Mode) -> tuple[dict[str, Any], Later | None]:
+        """Returns the figures of one row of a host mode, and what traces its calls afterwards."""
         x, w, target = prepared.arguments
         arrays, loss_fn = (x, w, target), prepared.program
         assert loss_fn is not None
         if mode.measures == "host-chunks":
             return self._chunks(arrays, method, mode)
         if mode.measures == "host-compile":
-            return self._compiled(loss_fn, arrays, mode)
+            return self._compiled(loss_fn, arrays, mode), None
         steps = Steps(loss_fn, arrays, mode)
         figures = self._times(steps.step)
         if mode.backward:
             raw = self._times(steps.grad)
             figures |= {"grad_host_ms": raw["host_ms"], "grad_total_ms": raw["total_ms"]}
-        figures |= self._traced(steps.step)
-        del steps
-        return figures | self._graph(Steps(loss_fn, arrays, mode))
+        figures |= self._graph(Steps(loss_fn, arrays, mode))
+        if not self._traces:
+            return figures | {"trace_note": self._why_no_trace}, None
+        return figures, lambda: self._traced(steps.step)
+
+    @property
+    def _traces(self) -> bool:
+        return self._gpu and self._trace
 
     def _wait(self) -> None:
         if self._gpu:
@@ -113,8 +120,6 @@ class HostBench:
         return {**host_times(step, self._wait, seconds), "total_ms": total_time(step, self._wait, seconds)}
 
     def _traced(self, step: Callable[[], Any]) -> dict[str, Any]:
-        if not (self._gpu and self._trace):
-            return {"trace_note": "not asked for" if self._gpu else "no GPU is measured"}
         try:
             return trace_torch(step)
         except Exception as error:  # a profiler may fail in any way, and the times are there already
@@ -133,31 +138,42 @@ class HostBench:
         times = sorted(self._time_block(replay, calls) for _ in range(9))
         return {"graph_ms": times[len(times) // 2]}
 
-    def _chunks(self, arrays: tuple[Tensor, Tensor, Tensor], method: Method, mode: Mode) -> dict[str, Any]:
+    def _chunks(
+        self, arrays: tuple[Tensor, Tensor, Tensor], method: Method, mode: Mode
+    ) -> tuple[dict[str, Any], Later | None]:
         """Host time at budgets that allow fewer rows at a time, and what each further chunk adds to it.
 
         The number of chunks is how often the kernel that takes the most time is launched, for which a trace is needed.
         """
         n, v = len(arrays[0]), len(arrays[1])
         rows = 2 * arrays[0].numel() + CHUNK_SLACK
-        runs: list[dict[str, Any]] = []
+        runs: list[tuple[dict[str, Any], Steps]] = []
         for budget in (None, *(2 * n * v // share + rows for share in CHUNK_SHARES)):
             steps = Steps(method.build(replace(mode, memory_budget=budget)), arrays, mode)
             try:
-                times = self._times(steps.step)
+                runs.append(({"memory_budget": budget, **self._times(steps.step)}, steps))
             except ValueError as error:
-                runs.append({"memory_budget": budget, "note": describe(error)})
-                continue
-            traced = self._traced(steps.step)
-            runs.append({"memory_budget": budget, "chunks": traced.get("main_launches"), **times, **traced})
-        first, known = runs[0], [run for run in runs if run.get("chunks")]
-        if "host_ms" not in first:
-            raise ValueError(first["note"])
-        figures = {**first, "chunk_runs": runs}
-        last = max(known, key=lambda run: run["chunks"], default=None)
-        if last is not None and first.get("chunks") and last["chunks"] > first["chunks"]:
-            figures["chunk_ms"] = (last["host_ms"] - first["host_ms"]) / (last["chunks"] - first["chunks"])
-        return {key: value for key, value in figures.items() if key not in ("memory_budget", "chunks")}
+                if budget is None:
+                    raise
+                runs.append(({"memory_budget": budget, "note": describe(error)}, steps))
+        figures = {key: value for key, value in runs[0][0].items() if key != "memory_budget"}
+        figures["chunk_runs"] = [run for run, _ in runs]
+        if not self._traces:
+            return figures | {"trace_note": self._why_no_trace}, None
+        return figures, lambda: self._traced_chunks(runs)
+
+    def _traced_chunks(self, runs: Sequence[tuple[dict[str, Any], Steps]]) -> dict[str, Any]:
+        """Returns the figures of the first run's trace and, from all traces, `chunk_ms`."""
+        traces = [self._traced(steps.step) if "host_ms" in run else {} for run, steps in runs]
+        for (run, _), traced in zip(runs, traces, strict=True):
+            run |= {"chunks": traced.get("main_launches"), "kernels": traced.get("kernels")}
+        timed = [run for run, _ in runs if run["chunks"]]
+        figures = {**traces[0], "chunk_runs": [run for run, _ in runs]}
+        if runs[0][0]["chunks"]:
+            first, last = runs[0][0], max(timed, key=lambda run: run["chunks"])
+            if last["chunks"] > first["chunks"]:
+                figures["chunk_ms"] = (last["host_ms"] - first["host_ms"]) / (last["chunks"] - first["chunks"])
+        return figures
 
     def _compiled(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> dict[str, Any]:
         """Host time inside torch.compile, and how far it is above that of an operator which computes nothing."""

@@ -132,10 +132,12 @@ def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
             # The reader's first use makes a type that Python warns of; made an error, that ends the process.
             warnings.simplefilter("ignore", DeprecationWarning)
             planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
-            return _checked(jax_work(planes), calls)
+            planes = list(planes)
+            seen = [f"{plane.name}: {', '.join(line.name for line in plane.lines)}" for plane in planes]
+            return _checked(jax_work(planes), calls, "; ".join(seen))
 
 
-def _checked(work: Sequence[Work], calls: int) -> dict[str, Any]:
+def _checked(work: Sequence[Work], calls: int, seen: str = "") -> dict[str, Any]:
     if not any(each.kernel for each in work):
-        raise RuntimeError("the trace holds no kernel")
+        raise RuntimeError(f"the trace holds no kernel {seen}".strip())
     return summary(work, calls)

@@ -1,7 +1,9 @@
 """The comparison of two checkouts on a CPU, with stub packages of a few lines in their place."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import compare, data
+from benchmarks.compare_child import check_origin
 from benchmarks.jax_bench import JaxBench
 from benchmarks.torch_bench import TorchBench
 
@@ -49,13 +52,20 @@ def test_two_folders_are_checked_and_timed_alternately(tmp_path: Path, capsys: p
     assert "sharp yes, peaked yes" in printed
 
 
-def test_a_folder_without_the_package_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"core_triton must come from|No module named 'core_triton'"):
-        compare.main([str(tmp_path), str(tmp_path), "--framework", "torch", "--device", "cpu", "--shapes", "8-8-8"])
+def test_a_folder_that_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = ["--framework", "torch", "--device", "cpu", "--shapes", "8-8-8"]
+    (tmp_path / "core_triton").mkdir()
+    (tmp_path / "core_triton" / "__init__.py").write_text("raise ImportError('half a package')")
+    with pytest.raises(SystemExit, match="ImportError: half a package"):
+        compare.main([str(tmp_path), str(tmp_path), *common])
     with pytest.raises(SystemExit, match="which is no folder"):
-        compare.main([str(tmp_path), str(tmp_path / "absent"), "--framework", "torch", "--device", "cpu"])
+        compare.main([str(tmp_path), str(tmp_path / "absent"), *common])
     with pytest.raises(SystemExit, match=r"--checks must be among .* got blunt"):
-        compare.main([str(tmp_path), str(tmp_path), "--framework", "torch", "--checks", "blunt"])
+        compare.main([str(tmp_path), str(tmp_path), *common, "--checks", "blunt"])
+    elsewhere = SimpleNamespace(__file__=str(tmp_path.parent / "core_triton" / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "core_triton", elsewhere)
+    with pytest.raises(ImportError, match="core_triton must come from"):
+        check_origin(tmp_path)
 
 
 def test_digests_tell_bits_apart() -> None:

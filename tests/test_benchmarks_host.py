@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import host, jax_methods, linear_ce, results, torch_host, torch_methods
+from benchmarks import host, jax_methods, linear_ce, results, tables, torch_host, torch_methods
 from benchmarks.methods import Method
 from benchmarks.shapes import CALL_MODES, DEFAULT_SHAPES, SHAPES, plan
 from benchmarks.torch_bench import TorchBench
@@ -21,7 +21,7 @@ from benchmarks.trace import Work, jax_work, summary, torch_work
 
 def run(framework: str, folder: Path, modes: list[str]) -> list[dict[str, Any]]:
     file = folder / f"{framework}.json"
-    common = ["--framework", framework, "--device", "cpu", "--shapes", "32-64-500", "--seconds", "0", "--pairs", "2"]
+    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
     assert linear_ce.main([*common, "--modes", *modes, "--json", str(file)]) == 0
     return json.loads(file.read_text())["rows"]
 
@@ -45,12 +45,15 @@ def test_every_call_mode_of_torch(
     budgets = iter([1.0, 2.0, 4.0, 9.0])
 
     def traced(self: HostBench, step: Any) -> dict[str, Any]:
-        return {"main_launches": next(budgets), "kernels": 7.0} if traced_chunks else {"trace_note": "no GPU"}
+        return {"main_launches": next(budgets), "kernels": 7.0}
 
-    monkeypatch.setattr(HostBench, "_traced", traced)
-    traced_chunks = False
     rows = run("torch", tmp_path, ["host", "host-eval", "host-compile", "graph", "graph-eval"])
-    traced_chunks = True
+    printed = capsys.readouterr().out
+    assert "host ms" in printed
+    assert "floor ms" in printed
+    assert "traced after all times" not in printed
+    monkeypatch.setattr(HostBench, "_traced", traced)
+    monkeypatch.setattr(HostBench, "_traces", True)
     rows += run("torch", tmp_path, ["host-chunks"])[-1:]
     of = {(row["mode"], row["method"]): row for row in rows}
     names = {mode: {method for other, method in of if other == mode} for mode in CALL_MODES}
@@ -76,23 +79,19 @@ def test_every_call_mode_of_torch(
     chunks = of["host-chunks", "mine"]
     assert [run["chunks"] for run in chunks["chunk_runs"]] == [1, 2, 4, 9]
     assert chunks["chunk_ms"] == pytest.approx((chunks["chunk_runs"][-1]["host_ms"] - chunks["host_ms"]) / 8)
-    printed = capsys.readouterr().out
-    assert "host ms" in printed
-    assert "floor ms" in printed
+    assert "traced after all times" in capsys.readouterr().out
 
 
 def test_host_time_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_methods, "METHODS", {"bf16-logits": jax_methods.METHODS["bf16-logits"]})
-    rows = run("jax", tmp_path, ["host", "host-eval", "host-compile", "graph"])
+    rows = run("jax", tmp_path, ["host", "graph"])
     of = {row["mode"]: row for row in rows}
-    for mode in ("host", "host-eval"):
-        row = of[mode]
-        assert row["status"] == "ok", row["note"]
-        assert min(row[key] for key in ("host_ms", "total_ms", "lower_s", "compile_s")) > 0
-        assert row["trace_note"] == "no GPU is measured"
-        assert row["framework"] == "jax"
+    row = of["host"]
+    assert row["status"] == "ok", row["note"]
+    assert min(row[key] for key in ("host_ms", "total_ms", "lower_s", "compile_s")) > 0
+    assert row["trace_note"] == "no GPU is measured"
+    assert row["framework"] == "jax"
     assert of["graph"]["note"] == "XLA makes CUDA graphs of a program by itself"
-    assert "host-compile" not in of  # a peer has no budget
     compiled = jax.jit(lambda x: x + 1)
     assert compiled.lower(1.0).compile({"xla_gpu_enable_command_buffer": ""})(1.0) == 2
 
@@ -118,8 +117,9 @@ def test_a_budget_that_is_too_small_is_a_note(monkeypatch: pytest.MonkeyPatch) -
 
     x, w, y = torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
     bench = HostBench(False, lambda run, calls: 1.0, linear_ce.Timing(0, 0, 0), trace=False)
-    figures = bench._chunks((x, w, y), Method("mine", "ours", build), CALL_MODES["host-chunks"])
-    assert "chunk_ms" not in figures
+    figures, later = bench._chunks((x, w, y), Method("mine", "ours", build), CALL_MODES["host-chunks"])
+    assert later is None
+    assert figures["trace_note"] == "no GPU is measured"
     assert len(figures["chunk_runs"]) == 1 + len(torch_host.CHUNK_SHARES)
     assert "at least 5 bytes" in figures["chunk_runs"][-1]["note"]
 
@@ -180,3 +180,21 @@ def test_host_rows_are_printed() -> None:
     row = dict.fromkeys(host.MEASURED) | {"method": "mine", "status": "ok", "host_ms": 0.25, "lower_s": 1.0}
     assert "0.250" in results.line(row)
     assert len(results.heading(host=True).split()) > 10
+
+
+def test_tables_have_milliseconds_beside_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = {"shape": "seed", "n": 16384, "d": 4096, "v": 128256, "dtype": "bfloat16", "targets": "peaked"}
+    timed = {"mode": "train", "method": "mine", "status": "ok", "ms": 75.0, "floor_ms": 74.0, "ratio": 1.0135}
+    hosted = {"mode": "host", "method": "mine", "status": "ok", "host_ms": 0.3, "kernels": 19.0}
+    failed = {"mode": "train", "method": "theirs", "status": "failed", "ms": None}
+    path = tmp_path / "torch.json"
+    rows = [{**common, **row} for row in (timed, failed, hosted)]
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "2.11"}, "rows": rows}))
+    tables.main(["--json", str(path)])
+    printed = capsys.readouterr().out
+    assert "| method | ms | floor, ms | x floor |" in printed
+    assert "| mine | 75.00 | 74.00 | 1.014 |" in printed
+    assert "| mine | 0.300 | 19 |" in printed
+    assert "theirs" not in printed
+    tables.main(["--json", str(path), "--modes", "host"])
+    assert "75.00" not in capsys.readouterr().out
