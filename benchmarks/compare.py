@@ -70,6 +70,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.warmup is None:
         options.warmup = 5.0 if options.device == "cuda" else 0.0
+    unknown = [name for name in options.modes or () if name not in MODES]
+    if unknown:
+        raise SystemExit(f"--modes must be among {', '.join(MODES)}, got {', '.join(unknown)}")
     unknown = [kind for kind in options.checks if kind not in TARGETS]
     if unknown:
         raise SystemExit(f"--checks must be among {', '.join(TARGETS)}, got {', '.join(unknown)}")

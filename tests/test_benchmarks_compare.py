@@ -62,6 +62,8 @@ def test_a_folder_that_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch
         compare.main([str(tmp_path), str(tmp_path / "absent"), *common])
     with pytest.raises(SystemExit, match=r"--checks must be among .* got blunt"):
         compare.main([str(tmp_path), str(tmp_path), *common, "--checks", "blunt"])
+    with pytest.raises(SystemExit, match=r"--modes must be among train, .* got host"):
+        compare.main([str(tmp_path), str(tmp_path), *common, "--modes", "host"])
     elsewhere = SimpleNamespace(__file__=str(tmp_path.parent / "core_triton" / "__init__.py"))
     monkeypatch.setitem(sys.modules, "core_triton", elsewhere)
     with pytest.raises(ImportError, match="core_triton must come from"):

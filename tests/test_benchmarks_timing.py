@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import timing
 from benchmarks.timing import Energy, EnergyLog, Pairs, Sensor, Timing, host_pairs, keep_busy, measure_energy
+from benchmarks.torch_bench import TorchBench
 
 
 class Meter(Sensor):
@@ -89,3 +91,50 @@ def test_without_a_driver_the_sensor_gives_its_reason(monkeypatch: pytest.Monkey
     assert sensor.read() == []
     assert "libnvidia-ml.so.1: no such file; there is no nvidia-smi" in str(sensor.why_not)
     assert "libnvidia-ml" in str(sensor.why_no_energy)
+
+
+class FakeEvent:
+    """A CUDA event by a clock that only the calls move."""
+
+    now = 0.0  # ms
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return other.at - self.at
+
+
+def test_events_lie_between_the_calls_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    bench = TorchBench("cpu")
+    bench.gpu = True
+    log: list[str] = []
+
+    def call(name: str) -> None:
+        log.append(name)
+        FakeEvent.now += {"floor": 0.25, "method": 1.5, "forward": 0.5}[name]
+        time.sleep(0.001)
+
+    calls = [lambda name=name: call(name) for name in ("floor", "method", "forward")]
+    pairs = bench.time_pairs(calls, Timing(0, 0.02, 0.3, min_pairs=4), Meter(500, 0.02))
+    figures = pairs.figures()
+    assert len(pairs.forward) == figures["pairs"] == 4
+    assert (figures["floor_ms"], figures["ms"], figures["forward_ms"]) == pytest.approx((0.25, 1.5, 0.5))
+    assert figures["joules"] > 0
+    assert log[:3] == ["floor", "method", "forward"]  # once each, to find how often a short call must be repeated
+    pair = ["floor"] * 4 + ["method"] + ["forward"] * 2  # until 1 ms is full
+    timed = pair + pair[::-1] + pair + pair[::-1]
+    assert timed in [log[at : at + len(timed)] for at in range(len(log))]
+    assert log[-1] == "method"  # the energy block
+    assert bench.time_block(calls[1], 3) == pytest.approx(1.5)
