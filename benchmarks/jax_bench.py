@@ -2,7 +2,8 @@
 
 import gc
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -12,14 +13,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from benchmarks import data, jax_methods
-from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.host import Later
+from benchmarks.jax_host import host_figures
+from benchmarks.methods import Method, Prepared, Problem, UnavailableError
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, host_pairs
+from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 
 FLOOR_ROWS = 16384  # as in PyTorch's floor
 REFERENCE_ROWS = 2048
 BLOCK_SECONDS = 0.04  # what the host adds to a block, some 0.1 ms, is below half a percent of it
 BALLAST_SLACK = 64 * 2**20
+
+
+# A jitted call and its compiled program; all kinds of targets share them.
+Programs = dict[tuple[Method, Mode, Shape, str], tuple[Any, Any]]
 
 
 class JaxBench:
@@ -35,6 +42,7 @@ class JaxBench:
         except (AssertionError, RuntimeError) as error:  # which of the two depends on whether the plugin is installed
             raise RuntimeError(f"JAX finds no such device: {error}") from error
         self.device = found if self.gpu else "CPU (times are no results)"
+        self._programs: Programs = {}
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -44,14 +52,41 @@ class JaxBench:
         return {name: version(name) for name in ("jax", "jaxlib", "numpy")}
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
-        return JaxProblem(shape, dtype, targets)
+        return JaxProblem(shape, dtype, targets, self._programs)
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
-        block_seconds = BLOCK_SECONDS if self.gpu else 0.0
-        return host_pairs(floor, run, jax.block_until_ready, seconds, sensor, block_seconds)
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
+        return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)
+
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        lead = run()
+        if self.gpu:
+            last, rest = run(), calls - 1  # the device works on this one while the host enqueues the others
+        else:
+            last, rest = lead, calls  # on a CPU it might be done before the clock starts
+        jax.block_until_ready(lead)
+        start = time.perf_counter()
+        for _ in range(rest):
+            last = run()
+        jax.block_until_ready(last)
+        return 1000 * (time.perf_counter() - start) / calls
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy:
+        return measure_energy(run, seconds, same, jax.block_until_ready, sensor)
+
+    def digest(self, results: Sequence[Array]) -> str:
+        return " ".join(f"{int(_digest(result)):08x}" for result in results)
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        raise UnavailableError("XLA makes CUDA graphs of a program by itself")
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> tuple[dict[str, Any], Later | None]:
+        return host_figures(prepared, mode, timing, gpu=self.gpu, trace=trace)
 
     def release(self) -> None:
-        gc.collect()
+        if self.gpu:  # as in PyTorch
+            gc.collect()
         jax.block_until_ready(jnp.zeros(()) + 1)
 
 
@@ -60,11 +95,16 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
     keys = jax.random.split(key, 6)
     n, d, v = shape.n, shape.d, shape.v
     uniform = jax.random.uniform(keys[0], (n,))
-    target = jnp.searchsorted(cdf, uniform) if targets == "peaked" else (uniform * v).astype(jnp.int32)
+    target = (uniform * v).astype(jnp.int32) if targets == "random" else jnp.searchsorted(cdf, uniform)
     target = jnp.minimum(target, v - 1).astype(jnp.int32)
     weight = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
-    lean = data.lean_max(d, v, targets) * jax.random.uniform(keys[2], (n, 1))
+    lean = jax.random.uniform(keys[2], (n, 1))
+    lean = data.lean_max(d, v, targets) * ((1 + lean) / 2 if targets == "sharp" else lean)
     x = jax.random.normal(keys[3], (n, d)) + lean * weight[target]
+    if targets == "sharp":
+        more = jax.random.split(jax.random.key(1))
+        other = jnp.minimum(jnp.searchsorted(cdf, jax.random.uniform(more[0], (n,))), v - 1)
+        x += jax.random.uniform(more[1], (n, 1)) * lean * weight[other]
     return {
         "input": x.astype(dtype),
         "weight": weight,
@@ -124,6 +164,16 @@ def _products(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: b
 
 
 @jax.jit
+def _digest(result: Array) -> Array:
+    """A number that differs, with near certainty, between arrays whose bits differ."""
+    bits = lax.bitcast_convert_type(result, jnp.uint16 if result.dtype.itemsize == 2 else jnp.uint32).ravel()
+    at = jnp.arange(bits.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    mixed = (bits.astype(jnp.uint32) ^ at) * jnp.uint32(0x85EBCA6B)  # each bit must reach the others before the sum
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+@jax.jit
 def _error(result: Array, expected: Array) -> Array:
     """The relative error in the Frobenius norm."""
     return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel())
@@ -132,12 +182,18 @@ def _error(result: Array, expected: Array) -> Array:
 class JaxProblem:
     """Arrays of one shape on the device; references and floors are made when first asked for.
 
+    Args:
+        shape: N, D, V.
+        dtype: of input and weight.
+        targets: the distribution.
+        programs: compiled calls, to take from and to add to.
+
     Raises:
         ValueError: the arrays drawn do not have the loss that their law gives.
     """
 
-    def __init__(self, shape: Shape, dtype: str, targets: str) -> None:
-        self.shape = shape
+    def __init__(self, shape: Shape, dtype: str, targets: str, programs: Programs) -> None:
+        self.shape, self._dtype, self._programs = shape, dtype, programs
         cdf = jnp.asarray(data.zipf_cdf(shape.v), jnp.float32)
         arrays = _draw(jax.random.key(0), cdf, shape=shape, dtype=dtype, targets=targets)
         self.input, self.weight, self.target = arrays["input"], arrays["weight"], arrays["target"]
@@ -151,6 +207,12 @@ class JaxProblem:
             self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample), backward=False
         )
         data.check_loss(float(losses.mean()), sample, shape.d, shape.v, targets)
+
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
+        self._references.clear()
+        self._floors.clear()
+        self._floor_d_logits = None
 
     def targets(self, mode: Mode) -> Array:
         """Returns the targets (N,) int32, the mode's share of them ignored."""
@@ -213,7 +275,18 @@ class JaxProblem:
             return loss, *vjp(d_loss)
 
         arguments = (self.input, weight, self.targets(mode), self.upstream if none else None)
-        compiled = jax.jit(call).lower(*arguments).compile()
+        figures: dict[str, Any] = {"lower_s": None, "compile_s": None, "compile_note": "compiled before"}
+        key = (method, mode, self.shape, self._dtype)
+        if key not in self._programs:
+            jitted, start = jax.jit(call), time.perf_counter()
+            lowered, lowered_at = jitted.lower(*arguments), time.perf_counter()
+            self._programs[key] = jitted, lowered.compile()
+            figures = {
+                "lower_s": lowered_at - start,
+                "compile_s": time.perf_counter() - lowered_at,
+                "compile_note": None if jax.config.jax_compilation_cache_dir is None else "with a cache on disk",
+            }
+        jitted, compiled = self._programs[key]
         analysis = compiled.memory_analysis()
         assert analysis is not None
         outputs, temporaries = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
@@ -222,13 +295,13 @@ class JaxProblem:
             return compiled(*arguments)
 
         results, measured = _measured_peak(run, outputs + temporaries)
-        figures: dict[str, Any] = {
+        figures |= {
             "peak_bytes": outputs + temporaries if measured is None else measured,
             "peak_source": "memory_analysis" if measured is None else "measured",
             "workspace_bytes": temporaries,
             "repeats": all(bool(jnp.array_equal(a, b)) for a, b in zip(results, run(), strict=True)),
         }
-        return Prepared(run, figures | self._errors(results, method, mode))
+        return Prepared(run, figures | self._errors(results, method, mode), program=jitted, arguments=arguments)
 
     def _errors(self, results: tuple[Array, ...], method: Method, mode: Mode) -> dict[str, float | None]:
         losses, *expected = self.reference(mode)

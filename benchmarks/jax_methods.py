@@ -149,10 +149,10 @@ def _tokamax(mode: Mode) -> LossFn:
 METHODS = by_name(
     [
         Method("floor", "floor", _floor, takes_budget=True),
-        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True),
+        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True),
         Method("pallas_triton", "ours", _jax_pallas("pallas_triton"), takes_budget=True),
         Method("chunked", "own-baseline", _jax_pallas("chunked"), takes_budget=True),
-        Method("bf16-logits", "peer", _materialised(_rounded_logits)),
+        Method("bf16-logits", "peer", _materialised(_rounded_logits), host=True),
         Method("float32-logits", "peer", _materialised(_float32_logits)),
         Method("float32-logits-rounded-gradient", "peer", _materialised(_float32_logits_rounded)),
         Method("gradient-scan", "own-baseline", _gradient_scan),

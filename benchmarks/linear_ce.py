@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import host as host_modes
 from benchmarks import results
 from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors, describe
-from benchmarks.shapes import MODES, SHAPES, TARGETS, Mode, Shape, plan
-from benchmarks.timing import Sensor, median_ms
+from benchmarks.shapes import CALL_MODES, MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.timing import Sensor, Timing
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -24,15 +25,34 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the harness out")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES)}")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V")
+    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="all by default; an unknown one lists them")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
-    parser.add_argument("--seconds", type=float, default=0.5, help="for the pairs of one row (default %(default)s)")
+    usual = Timing()
+    parser.add_argument(
+        "--seconds", type=float, default=usual.seconds, help="for the pairs of one row (default %(default)s)"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=usual.min_pairs, help="least number of them, however long it takes (%(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=float, help=f"seconds before the first pair of a row ({usual.warmup:g}; 0 on a CPU)"
+    )
+    parser.add_argument(
+        "--energy-seconds",
+        type=float,
+        default=usual.energy_seconds,
+        help="of the block of calls whose energy is measured; 0: none (%(default)s)",
+    )
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: count no kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="of the code, where git cannot tell")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    warmup = options.warmup if options.warmup is not None else usual.warmup if options.device == "cuda" else 0.0
+    options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
+    return options
 
 
 def open_bench(framework: str, device: str) -> Bench:
@@ -49,22 +69,33 @@ def open_bench(framework: str, device: str) -> Bench:
 
 
 def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the figures of one method: errors and bytes, then, if they are sane, times."""
+    """Returns the figures of one method: errors and bytes, then, if they are sane, times.
+
+    A host mode adds "later", which gives the figures of a trace, or None.
+    """
     try:
         prepared = problem.prepare(method, mode)
     except UnavailableError as error:
         return {"status": "skipped", "note": str(error)}
     figures = {"version": method.version(), **prepared.figures}
-    forward = figures.pop("forward", None)
     errors = {key: figures[key] for key in ("err_loss", "err_d_input", "err_d_weight") if key in figures}
     wrong = check_errors(errors, options.dtype)
     if wrong is not None:
         return {**figures, "status": "failed", "note": wrong}
-    pairs = bench.time_pairs(problem.floor(mode), prepared.run, options.seconds, options.sensor)
-    figures |= pairs.figures()
-    if forward is not None:
-        only = bench.time_pairs(problem.floor(mode), forward, options.seconds / 4, options.sensor)
-        figures["forward_ms"] = median_ms(only)
+    if mode.measures.startswith("host"):
+        problem.forget()
+        bench.release()
+        times, later = bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
+        return {**figures, **times, "later": later, "status": "ok"}
+    if mode.measures == "graph":
+        try:
+            calls = [bench.captured(problem.floor(mode)), bench.captured(prepared.run)]
+        except UnavailableError as error:
+            return {**figures, "status": "skipped", "note": str(error)}
+        figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
+        return {**figures, "status": "ok"}
+    calls = [problem.floor(mode), prepared.run, *([prepared.forward] if prepared.forward else [])]
+    figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     return {**figures, "status": "ok"}
 
 
@@ -100,20 +131,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
     if options.device == "cpu":
         print("On a CPU: this tries the harness out, its times say nothing about the methods.")
-    elif options.sensor.why_not is not None:
-        print(f"no SM clock and power: {options.sensor.why_not}")
+    else:
+        for what, why in (("SM clock and power", options.sensor.why_not), ("energy", options.sensor.why_no_energy)):
+            if why is not None:
+                print(f"no {what}: {why}")
 
     failed = 0
+    traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     problem, made_for = None, None
     for shape, mode, targets in items:
-        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading()}", flush=True)
+        host = mode.measures.startswith("host")
+        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
         if made_for != (shape, targets):
             problem = None  # the old arrays go before the new ones come
             bench.release()
             problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
         assert problem is not None
         for method in methods:
-            if not method.applies(mode):
+            if not method.applies(mode, named=options.methods is not None):
                 continue
             row = {
                 "shape": shape.name,
@@ -125,13 +160,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "mode": mode.name,
                 "method": method.name,
                 "kind": method.kind,
-                **dict.fromkeys(MEASURED),
+                "framework": options.framework,
+                **dict.fromkeys(host_modes.MEASURED if host else MEASURED),
                 **measure_safely(bench, problem, method, mode, options),
             }
+            later = row.pop("later", None)
+            if later is not None:
+                traces.append((row, later))
             file.add(row)
             print(results.line(row), flush=True)
             failed += row["status"] == "failed" and method.kind != "peer"
             bench.release()
+    if traces:
+        print(f"\ntraced after all times\n{results.heading(host=True)}", flush=True)
+    for row, later in traces:
+        row |= later()
+        file.add(row)
+        print(f"{row['shape']}, {row['mode']}:\n{results.line(row)}", flush=True)
     return 1 if failed else 0
 
 
@@ -139,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 MEASURED = (
     *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
-    *("sm_mhz", "power_w", "version", "status", "note"),
+    *("lower_s", "compile_s", "joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )
 
 

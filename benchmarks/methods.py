@@ -8,8 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+from benchmarks.host import Later
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor
+from benchmarks.timing import Energy, Pairs, Sensor, Timing
 
 Kind = Literal["floor", "ours", "own-baseline", "peer"]
 
@@ -33,6 +34,7 @@ class Method:
         package: the distribution whose version goes into the row.
         takes_budget: it has a memory_budget.
         vocab_axis: 1 where it wants linear_weight as (D, V).
+        host: measured in the modes of host time and of CUDA graphs even if it is not named.
     """
 
     name: str
@@ -41,8 +43,21 @@ class Method:
     package: str | None = None
     takes_budget: bool = False
     vocab_axis: int = 0
+    host: bool = False
 
-    def applies(self, mode: Mode) -> bool:
+    def applies(self, mode: Mode, *, named: bool = True) -> bool:
+        """Returns whether the method is measured in a mode.
+
+        Args:
+            mode: the mode.
+            named: the method was asked for by name.
+        """
+        if mode.measures.startswith("host") and self.kind == "floor":
+            return False
+        if mode.measures in ("host-chunks", "host-compile"):
+            return self.takes_budget and (named or self.host)
+        if mode.measures != "pairs" and not (named or self.host):
+            return False
         return self.takes_budget or mode.memory_budget is None
 
     def version(self) -> str | None:
@@ -59,10 +74,16 @@ class Prepared:
     Args:
         run: enqueues one call.
         figures: keys of its row: errors, bytes.
+        forward: enqueues the forward pass alone of a call whose gradients are wanted; None where it cannot be timed.
+        program: PyTorch: the loss (input, linear_weight, target) -> loss. JAX: the jitted call. None for the floor.
+        arguments: of `program`.
     """
 
     run: Callable[[], Any]
     figures: dict[str, Any] = field(default_factory=dict)
+    forward: Callable[[], Any] | None = None
+    program: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
 
 
 class Problem(Protocol):
@@ -74,6 +95,10 @@ class Problem(Protocol):
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         """Compiles a method, runs it, and measures its errors and bytes, not its time."""
+        ...
+
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
         ...
 
 
@@ -90,7 +115,29 @@ class Bench(Protocol):
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs: ...
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
+        """Times floor, method and, if there is a third call, the forward pass alone, in that order of `calls`."""
+        ...
+
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        """Returns the ms of one of `calls` calls back to back, after one that is not counted."""
+        ...
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy: ...
+
+    def digest(self, results: Any) -> str:
+        """Returns a text that two sequences of arrays share only if their bits are equal, with near certainty."""
+        ...
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns a function that replays one call from a CUDA graph; raises `UnavailableError` where none is made."""
+        ...
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> tuple[dict[str, Any], Later | None]:
+        """Returns what a call costs the host, and what gives the figures of a trace when all times are measured."""
+        ...
 
     def release(self) -> None:
         """Gives memory back between methods; raises if the device no longer answers."""

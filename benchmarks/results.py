@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "parity")  # what a result depends on
+CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
 KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
 
 
-def commit(*more: str) -> str:
+def commit(*more: str, root: Path = ROOT) -> str:
     """Returns the checkout's commit, with "-dirty" if measured code differs from it; "unknown" if git cannot tell.
 
     Args:
         more: paths of measured code besides CODE.
+        root: of the checkout.
     """
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--", *CODE, *more)
@@ -126,12 +127,23 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
     return merged.rows
 
 
-HEADINGS = ("method", "ms", "p20-p80", "x floor", "p20-p80", "peak MiB", "work MiB", "loss", "d_input", "d_weight", "")
-WIDTHS = (31, 9, 17, 8, 13, 9, 9, 9, 9, 9, 0)
+HEADINGS = (
+    *("method", "ms", "p20-p80", "floor ms", "x floor", "p20-p80", "forward", "J"),
+    *("peak MiB", "work MiB", "loss", "d_input", "d_weight", ""),
+)
+WIDTHS = (31, 9, 17, 9, 8, 13, 9, 7, 9, 9, 9, 9, 9, 0)
 
 
-def heading() -> str:
-    return _line(HEADINGS)
+HOST_HEADINGS = (
+    *("method", "host ms", "p20-p80", "total ms", "grad: host", "total", "graph ms", "device ms", "gap ms", "kernels"),
+    *("ms/chunk", "above id.", "compile s", ""),
+)
+HOST_WIDTHS = (31, 9, 17, 9, 10, 9, 9, 9, 9, 8, 9, 9, 9, 0)
+
+
+def heading(*, host: bool = False) -> str:
+    """Returns the heading of the printed table; of host times or of times beside the floor."""
+    return _line(HOST_HEADINGS, HOST_WIDTHS) if host else _line(HEADINGS, WIDTHS)
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -143,26 +155,48 @@ def line(row: Mapping[str, Any]) -> str:
 
     if row["status"] != "ok":
         return f"{row['method']:{WIDTHS[0]}} {row['status']}: {row['note']}"
+    notable = "not repeatable" if row.get("repeats") is False else ""
+    if "host_ms" in row:
+        keys = ("total_ms", "grad_host_ms", "grad_total_ms", "graph_ms", "device_ms", "gap_ms")
+        compiled = [row[key] for key in ("lower_s", "compile_s") if row.get(key) is not None]
+        return _line(
+            (
+                row["method"],
+                number("host_ms", ".3f"),
+                f"{number('host_ms_p20', '.3f')}-{number('host_ms_p80', '.3f')}",
+                *(number(key, ".3f") for key in keys),
+                number("kernels", ".0f"),
+                number("chunk_ms", ".3f"),
+                number("above_identity_ms", ".3f"),
+                f"{sum(compiled):.1f}" if compiled else "-",
+                "; ".join(note for note in (notable, row.get("graph_note"), row.get("trace_note")) if note),
+            ),
+            HOST_WIDTHS,
+        )
     return _line(
         (
             row["method"],
             number("ms", ".3f"),
             f"{number('ms_p20', '.3f')}-{number('ms_p80', '.3f')}",
+            number("floor_ms", ".3f"),
             number("ratio", ".3f"),
             f"{number('ratio_p20', '.3f')}-{number('ratio_p80', '.3f')}",
+            number("forward_ms", ".3f"),
+            number("joules", ".2f"),
             number("peak_bytes", ",.0f", 2**20),
             number("workspace_bytes", ",.0f", 2**20),
             number("err_loss", ".1e"),
             number("err_d_input", ".1e"),
             number("err_d_weight", ".1e"),
-            "not repeatable" if row.get("repeats") is False else "",
-        )
+            notable,
+        ),
+        WIDTHS,
     )
 
 
-def _line(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = (
         cell.ljust(width) if at == 0 else cell.rjust(width)
-        for at, (cell, width) in enumerate(zip(cells, WIDTHS, strict=True))
+        for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return " ".join([first, *rest]).rstrip()

@@ -1,10 +1,12 @@
 """What is measured: the named shapes, the modes, and the plan that orders them by importance."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
-TARGETS = ("peaked", "random")
+TARGETS = ("peaked", "random", "sharp")
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Mode:
         d_weight: the gradient of the weight is wanted. Without both it is evaluation: the forward pass alone.
         memory_budget: bytes, for the methods that take one; only those are measured where it is given.
         ignored: share of the targets that are ignore_index.
+        measures: "pairs": time beside the floor. "graph": the same, both captured in CUDA graphs. "host": what a call
+            costs the host. "host-chunks": how much each further chunk adds to that. "host-compile": the same inside
+            torch.compile.
     """
 
     name: str
@@ -36,6 +41,7 @@ class Mode:
     d_weight: bool = True
     memory_budget: int | None = None
     ignored: float = 0.0
+    measures: Literal["pairs", "graph", "host", "host-chunks", "host-compile"] = "pairs"
 
     @property
     def backward(self) -> bool:
@@ -63,6 +69,10 @@ SHAPES = {
         Shape("v32000", 8192, 4096, 32000),
         Shape("v64000", 8192, 4096, 64000),
         Shape("v256000", 8192, 4096, 256000),
+        # Small calls, which may take the host longer than the device.
+        Shape("h-4096-512-8192", 4096, 512, 8192),
+        Shape("h-1024-768-50257", 1024, 768, 50257),
+        Shape("h-2048-2048-32000", 2048, 2048, 32000),
         Shape("smoke", 96, 64, 1000),  # for the tests of the harness, on a CPU
     )
 }
@@ -81,8 +91,48 @@ MODES = {
     )
 }
 
+# Not of the whole plan: they are measured only where they are named.
+CALL_MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("host", measures="host"),
+        Mode("host-eval", d_input=False, d_weight=False, measures="host"),
+        Mode("host-chunks", measures="host-chunks"),
+        Mode("host-compile", measures="host-compile"),
+        Mode("graph", measures="graph"),
+        Mode("graph-eval", d_input=False, d_weight=False, measures="graph"),
+    )
+}
+
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
+HOST_SHAPES = ("h-4096-512-8192", "h-1024-768-50257", "h-2048-2048-32000", "qwen2.5-0.5b")
+GRAPH_SHAPES = tuple(
+    f"{n}-{d}-{v}" for d, v in ((4096, 128256), (896, 151936), (1024, 32000)) for n in (128, 256, 512, 1024)
+)
+# Of the modes that do not have NAMED.
+DEFAULT_SHAPES = {
+    "host": HOST_SHAPES,
+    "host-eval": HOST_SHAPES,
+    "host-chunks": ("h-2048-2048-32000",),
+    "host-compile": HOST_SHAPES[:3],
+    "graph": GRAPH_SHAPES,
+    "graph-eval": GRAPH_SHAPES,
+}
 SWEEPS = ("n2048", "n4096", "n32768", "v16384", "v32000", "v64000", "v256000")
+
+
+def shape_named(name: str) -> Shape | None:
+    """Returns a shape by its name in `SHAPES` or by its sizes N-D-V; None for any other name.
+
+    Example:
+        >>> shape_named("512-1024-32000").v
+        32000
+    """
+    if re.fullmatch(r"[1-9]\d*-[1-9]\d*-[1-9]\d*", name):
+        n, d, v = (int(size) for size in name.split("-"))
+        return Shape(name, n, d, v)
+    return SHAPES.get(name)
+
 
 Item = tuple[Shape, Mode, str]  # the last one is the kind of targets
 
@@ -108,9 +158,9 @@ def plan(
     """Returns what to measure, in order.
 
     Args:
-        shapes: names of `SHAPES`. With all three None it is `PLAN`; otherwise the product of what is given, where
-            shapes default to `NAMED`, modes to train and targets to peaked.
-        modes: names of `MODES`.
+        shapes: names that `shape_named` takes. With all three None it is `PLAN`; otherwise the product of what is
+            given, where shapes default to `NAMED` or the mode's own, modes to train and targets to peaked.
+        modes: names of `MODES` and `CALL_MODES`.
         targets: names of `TARGETS`.
 
     Raises:
@@ -120,13 +170,24 @@ def plan(
         >>> [(shape.name, mode.name, targets) for shape, mode, targets in plan(["seed"], ["roomy"])]
         [('seed', 'roomy', 'peaked')]
     """
-    for name, given, known in (("shapes", shapes, SHAPES), ("modes", modes, MODES), ("targets", targets, TARGETS)):
-        unknown = [value for value in given or () if value not in known]
+    all_modes = MODES | CALL_MODES
+    for name, given, known in (("shapes", shapes, SHAPES), ("modes", modes, all_modes), ("targets", targets, TARGETS)):
+        unknown = [
+            value for value in given or () if value not in known and not (known is SHAPES and shape_named(value))
+        ]
         if unknown:
             raise ValueError(f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}")
     if shapes is modes is targets is None:
         names = list(PLAN)
     else:
-        names = list(product(shapes or NAMED, modes or ("train",), targets or ("peaked",)))
+        names = [
+            (shape, mode, kind)
+            for mode, kind in product(modes or ("train",), targets or ("peaked",))
+            for shape in shapes or DEFAULT_SHAPES.get(mode, NAMED)
+        ]
+        # All modes of a shape together: its arrays are drawn once.
+        order = {shape: index for index, (shape, _, _) in reversed([*enumerate(names)])}
+        names.sort(key=lambda item: order[item[0]])
         names.sort(key=lambda item: PLAN.index(item) if item in PLAN else len(PLAN))
-    return [(SHAPES[shape], MODES[mode], kind) for shape, mode, kind in names]
+    found = [(shape_named(shape), all_modes[mode], kind) for shape, mode, kind in names]
+    return [(shape, mode, kind) for shape, mode, kind in found if shape is not None]

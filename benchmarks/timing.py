@@ -1,12 +1,21 @@
-"""Time as ratios to the floor: method and floor take turns, and each neighbouring pair gives one ratio.
+"""Time as ratios to the floor: method and floor alternate, and each neighbouring pair gives one ratio.
 
-A GPU's clock drifts with heat and power by more than the differences that matter here; what two neighbours share
-cancels in their ratio.
+The clock of a GPU changes with heat and power by more than the differences that matter here. What two neighbours share
+cancels in their ratio. Three rules make the figures those of a steady state:
+
+- Floor and method run alternately for `Timing.warmup` seconds before the first pair of a row. A cool GPU runs faster
+  for some seconds, so a short burst after a pause shows a time that a training run never sees.
+- Every second pair runs in the opposite order. The second run of a pair meets the heat and the cache that the first one
+  left. In both orders this cancels; in one order it would count for one of the two.
+- The forward pass alone is timed between the pairs, not after them. So it cannot seem longer than the whole call only
+  because the GPU is hotter by then.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,25 +23,63 @@ from typing import Any
 
 import numpy as np
 
-MIN_PAIRS, MAX_PAIRS = 3, 60
-MAX_BLOCKS = 9
+MIN_PAIRS, MAX_PAIRS = 20, 200
+MIN_BLOCKS, MAX_BLOCKS = 3, 9
+LEAST_ENERGY_SECONDS = 0.2  # NVML's counter changes every 20 to 100 ms: a shorter block holds too few changes
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long the parts of one row's measurement take.
+
+    A row takes about `warmup + max(seconds, min_pairs pairs) + energy_seconds`, after its compilation and its
+    correctness check. `min_pairs` wins over `seconds`: 20 pairs of the slowest calls (0.3 s each) take 12 s.
+
+    Args:
+        seconds: for all pairs of the row.
+        warmup: floor and method alternate for so long before the first pair.
+        energy_seconds: the method runs back to back for so long while its energy is measured. Below
+            LEAST_ENERGY_SECONDS no energy is measured.
+        min_pairs: taken even if they last longer than `seconds`.
+    """
+
+    seconds: float = 1.0
+    warmup: float = 5.0
+    energy_seconds: float = 2.0
+    min_pairs: int = MIN_PAIRS
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Joules of one call, or None with the reason."""
+
+    joules: float | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Times of neighbouring runs of floor and method, in ms, with SM clock (MHz) and power (W) read meanwhile."""
+    """Times of neighbouring runs of floor and method, in ms.
+
+    Args:
+        floor: of each pair.
+        method: of each pair.
+        readings: SM clock (MHz) and power (W) meanwhile.
+        forward: of the forward pass alone, one beside each pair; empty where there is none.
+        energy: of one call of the method.
+    """
 
     floor: Sequence[float]
     method: Sequence[float]
     readings: Sequence[tuple[float, float]]
+    forward: Sequence[float] = ()
+    energy: Energy = Energy()
 
     def figures(self) -> dict[str, Any]:
         """Returns the medians and percentiles as keys of a row."""
         floor, method = np.asarray(self.floor), np.asarray(self.method)
         ratio = method / floor
-        clock = power = None
-        if self.readings:
-            clock, power = (float(value) for value in np.median(np.asarray(self.readings), axis=0))
+        clock, power = _median_readings(self.readings)
         return {
             "ms": float(np.median(method)),
             "ms_p20": float(np.percentile(method, 20)),
@@ -42,39 +89,92 @@ class Pairs:
             "ratio_p20": float(np.percentile(ratio, 20)),
             "ratio_p80": float(np.percentile(ratio, 80)),
             "pairs": len(ratio),
+            "forward_ms": float(np.median(self.forward)) if len(self.forward) else None,
+            "joules": self.energy.joules,
+            "joules_note": self.energy.note,
             "sm_mhz": clock,
             "power_w": power,
         }
 
 
-def median_ms(pairs: Pairs) -> float:
-    """Returns the median time of the method."""
-    return float(np.median(pairs.method))
+def _median_readings(readings: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
+    if not readings:
+        return None, None
+    clock, power = (float(value) for value in np.median(np.asarray(readings), axis=0))
+    return clock, power
 
 
-def pair_count(seconds: float, pair_seconds: float) -> int:
+def pair_count(seconds: float, pair_seconds: float, min_pairs: int = MIN_PAIRS) -> int:
     """Returns how many pairs fill `seconds`, within bounds."""
-    return int(np.clip(seconds / max(pair_seconds, 1e-9), MIN_PAIRS, MAX_PAIRS))
+    return int(np.clip(seconds / max(pair_seconds, 1e-9), min_pairs, max(min_pairs, MAX_PAIRS)))
+
+
+def keep_busy(
+    calls: Sequence[Callable[[], Any]], seconds: float, mark: Callable[[Any], Any], wait: Callable[[Any], None]
+) -> int:
+    """Runs the calls in turn for `seconds`, one round ahead of the device, and returns the number of rounds.
+
+    Args:
+        calls: each enqueues one call and returns its result.
+        seconds: for all rounds; 0 runs none.
+        mark: from the last result to something that can be waited for.
+        wait: blocks until what `mark` returned is done.
+    """
+    start, rounds, previous = time.perf_counter(), 0, None
+    while time.perf_counter() - start < seconds:
+        result = None
+        for call in calls:
+            result = call()
+        marked = mark(result)
+        if previous is not None:
+            wait(previous)
+        previous = marked
+        rounds += 1
+    if previous is not None:
+        wait(previous)
+    return rounds
 
 
 class Sensor:
-    """Reads SM clock and power of the first visible GPU, through NVML or else nvidia-smi; `why_not` if neither."""
+    """Reads SM clock, power and energy of the first visible GPU.
+
+    NVML is the source. Without it, nvidia-smi gives clock and power but no energy.
+
+    Attributes:
+        why_not: why there is no clock and power, or None.
+        why_no_energy: why there is no energy, or None.
+    """
 
     def __init__(self, *, gpu: bool) -> None:
         self.why_not: str | None = None if gpu else "no GPU is measured"
+        self.why_no_energy = self.why_not
         self._read: Callable[[], tuple[float, float]] | None = None
+        self._energy: Callable[[], float] | None = None
         if not gpu:
             return
         try:
-            self._read = _nvml()
-        except Exception as error:  # a driver without NVML has many ways to say so; the reason is kept
-            self._read, self.why_not = _nvidia_smi(), f"NVML: {error}"
-        if self._read is not None:
-            try:
-                self._read()
-                self.why_not = None
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                self._read, self.why_not = None, f"{self.why_not}; nvidia-smi: {error}"
+            nvml = Nvml()
+            nvml.read()
+            self._read = nvml.read
+        except (OSError, AttributeError) as error:  # no library, one without these functions, or a driver that refuses
+            self.why_no_energy = f"NVML: {error}"
+            self._read_by_smi(self.why_no_energy)
+            return
+        try:
+            nvml.energy()
+            self._energy = nvml.energy
+        except (OSError, AttributeError) as error:
+            self.why_no_energy = f"NVML's energy counter: {error}"
+
+    def _read_by_smi(self, why: str) -> None:
+        self._read = _nvidia_smi()
+        if self._read is None:
+            self.why_not = f"{why}; there is no nvidia-smi"
+            return
+        try:
+            self._read()
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            self._read, self.why_not = None, f"{why}; nvidia-smi: {error}"
 
     def read(self) -> list[tuple[float, float]]:
         """Returns one reading (MHz, W), or none."""
@@ -88,33 +188,59 @@ class Sensor:
             time.sleep(interval)
         return readings
 
-
-def _nvml() -> Callable[[], tuple[float, float]]:
-    import pynvml  # pyright: ignore[reportMissingImports]
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(_first_visible())
-
-    def read() -> tuple[float, float]:
-        clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        return float(clock), pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
-
-    read()
-    return read
+    def energy(self) -> float:
+        """Returns joules since the driver was loaded; only where `why_no_energy` is None."""
+        assert self._energy is not None
+        return self._energy()
 
 
-def _first_visible() -> int:
-    """Returns the number, among all of the machine's GPUs, of the first that CUDA may use."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
-    return int(first) if first.isdigit() else 0
+class Nvml:
+    """The three NVML functions that are needed, for the first visible GPU.
+
+    Raises:
+        OSError: the library is missing, or a function returns an error.
+        AttributeError: the library is too old for a function.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL("libnvidia-ml.so.1")
+        self._library.nvmlErrorString.restype = ctypes.c_char_p
+        self._handle = ctypes.c_void_p()
+        self._call("nvmlInit_v2")
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+        if first.startswith(("GPU-", "MIG-")):
+            self._call("nvmlDeviceGetHandleByUUID", first.encode(), ctypes.byref(self._handle))
+        else:
+            index = int(first) if first.isdigit() else 0
+            self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(self._handle))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise OSError(f"{name}: {self._library.nvmlErrorString(status).decode()}")
+
+    def read(self) -> tuple[float, float]:
+        """Returns the SM clock in MHz and the power in W."""
+        clock, power = ctypes.c_uint(), ctypes.c_uint()
+        sm = ctypes.c_uint(1)  # NVML_CLOCK_SM
+        self._call("nvmlDeviceGetClockInfo", self._handle, sm, ctypes.byref(clock))
+        self._call("nvmlDeviceGetPowerUsage", self._handle, ctypes.byref(power))
+        return float(clock.value), power.value / 1000
+
+    def energy(self) -> float:
+        """Returns joules since the driver was loaded."""
+        total = ctypes.c_ulonglong()
+        self._call("nvmlDeviceGetTotalEnergyConsumption", self._handle, ctypes.byref(total))
+        return total.value / 1000
 
 
 def _nvidia_smi() -> Callable[[], tuple[float, float]] | None:
     if shutil.which("nvidia-smi") is None:
         return None
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     command = [
         "nvidia-smi",
-        f"--id={_first_visible()}",
+        f"--id={first or 0}",
         "--query-gpu=clocks.sm,power.draw",
         "--format=csv,noheader,nounits",
     ]
@@ -127,21 +253,85 @@ def _nvidia_smi() -> Callable[[], tuple[float, float]] | None:
     return read
 
 
+class EnergyLog:
+    """Notes, in a thread, when the energy counter changes and to what.
+
+    The counter changes only every 20 to 100 ms. Power from one change to another is exact however coarse the counter
+    is, and power over whole seconds does not depend on where in a call the changes lie.
+    """
+
+    INTERVAL = 0.004  # seconds between two looks at the counter
+
+    def __init__(self, sensor: Sensor) -> None:
+        self._sensor = sensor
+        self._changes: list[tuple[float, float]] = []  # (time, joules)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "EnergyLog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        last = self._sensor.energy()
+        while not self._stop.wait(self.INTERVAL):
+            joules = self._sensor.energy()
+            if joules != last:
+                self._changes.append((time.perf_counter(), joules))
+                last = joules
+
+    def power(self) -> float | None:
+        """Returns the mean power in W from the first to the last change; None if they are too close together."""
+        if len(self._changes) < 2:
+            return None
+        (began, first), (ended, last) = self._changes[0], self._changes[-1]
+        return (last - first) / (ended - began) if ended - began >= LEAST_ENERGY_SECONDS / 2 else None
+
+
+def measure_energy(
+    run: Callable[[], Any], seconds: float, mark: Callable[[Any], Any], wait: Callable[[Any], None], sensor: Sensor
+) -> Energy:
+    """Returns the energy of one call, from the energy counter over a block of calls back to back.
+
+    Args:
+        run: enqueues one call.
+        seconds: of the block; the counter's resolution does not matter from about 2 s on.
+        mark: as in `keep_busy`.
+        wait: as in `keep_busy`.
+        sensor: has the counter.
+    """
+    if sensor.why_no_energy is not None:
+        return Energy(note=sensor.why_no_energy)
+    if seconds < LEAST_ENERGY_SECONDS:
+        return Energy(note=f"not measured: a block of {seconds:g} s is shorter than {LEAST_ENERGY_SECONDS:g} s")
+    with EnergyLog(sensor) as log:
+        start = time.perf_counter()
+        calls = keep_busy([run], seconds, mark, wait)
+        elapsed = time.perf_counter() - start
+    power = log.power()
+    if power is None:
+        return Energy(note=f"the energy counter hardly changed within {elapsed:.2g} s")
+    return Energy(power * elapsed / calls)
+
+
 def host_pairs(
-    floor: Callable[[], Any],
-    run: Callable[[], Any],
+    calls: Sequence[Callable[[], Any]],
     wait: Callable[[Any], None],
-    seconds: float,
+    timing: Timing,
     sensor: Sensor,
     block_seconds: float,
 ) -> Pairs:
     """Times pairs with the host's clock, several calls enqueued at once so that what the host adds vanishes.
 
     Args:
-        floor: enqueues one call of the floor and returns its result.
-        run: the same of the method.
+        calls: floor, method and, where it is to be timed too, the forward pass. Each enqueues one call and returns its
+            result.
         wait: blocks until a result is there.
-        seconds: time for all pairs.
+        timing: how long everything takes.
         sensor: read while the device works.
         block_seconds: the least time of the calls that are enqueued together.
     """
@@ -155,21 +345,35 @@ def host_pairs(
         wait(result)
         return (time.perf_counter() - start) / count
 
-    calls = []
-    for call in (floor, run):
+    counts = []
+    for call in calls:
         block(call, 1)
-        calls.append((call, max(1, int(np.ceil(block_seconds / block(call, 1))))))
-    once = [block(call, count) for call, count in calls]
-    pair_seconds = sum(count * each for (_, count), each in zip(calls, once, strict=True))
-    times: list[list[float]] = [[], []]
-    for _ in range(pair_count(seconds, pair_seconds)):
-        for measured, (call, count) in zip(times, calls, strict=True):
-            measured.append(1000 * block(call, count))
+        counts.append(max(1, int(np.ceil(block_seconds / block(call, 1)))))
+    keep_busy(calls, timing.warmup, same, wait)
+    pair_seconds = sum(count * block(call, count) for call, count in zip(calls, counts, strict=True))
+    times: list[list[float]] = [[] for _ in calls]
+    for pair in range(pair_count(timing.seconds, pair_seconds, timing.min_pairs)):
+        for index in pair_order(len(calls), pair):
+            times[index].append(1000 * block(calls[index], counts[index]))
     if sensor.why_not is None:  # in a block of its own: a reading takes host time
-        result = [call() for call, count in calls for _ in range(count)][-1]
+        result = None
+        for call, count in zip(calls, counts, strict=True):
+            for _ in range(count):
+                result = call()
         readings += sensor.read()
         wait(result)
-    return Pairs(times[0], times[1], readings)
+    energy = measure_energy(calls[1], timing.energy_seconds, same, wait, sensor)
+    return Pairs(times[0], times[1], readings, times[2] if len(times) > 2 else (), energy)
+
+
+def same(result: Any) -> Any:
+    return result
+
+
+def pair_order(calls: int, pair: int) -> Sequence[int]:
+    """Returns the order of a pair's calls: every second pair is the mirror image of the one before."""
+    order = range(calls)
+    return order[::-1] if pair % 2 else order
 
 
 @dataclass(frozen=True)
@@ -182,9 +386,7 @@ class Blocks:
 
     def figures(self) -> dict[str, Any]:
         """Returns the median and percentiles as keys of a row."""
-        clock = power = None
-        if self.readings:
-            clock, power = (float(value) for value in np.median(np.asarray(self.readings), axis=0))
+        clock, power = _median_readings(self.readings)
         return {
             "step_ms": float(np.median(self.times)),
             "step_ms_p20": float(np.percentile(self.times, 20)),
@@ -218,7 +420,7 @@ def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: floa
     if not seconds:
         return Blocks([1000 * once], 1, [])
     steps = max(1, round(seconds / MAX_BLOCKS / max(once, 1e-9)))
-    blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_PAIRS, MAX_BLOCKS))
+    blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_BLOCKS, MAX_BLOCKS))
     times = [block(steps) for _ in range(blocks)]
     readings: list[tuple[float, float]] = []
     if sensor.why_not is None:  # in a block of its own: a reading takes host time

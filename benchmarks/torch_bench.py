@@ -1,7 +1,9 @@
 """PyTorch's side of the benchmark: arrays, the float32 reference, the floor, memory and CUDA-event times."""
 
 import gc
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +13,25 @@ import torch
 from torch import Tensor
 
 from benchmarks import data, torch_methods
-from benchmarks.methods import Method, Prepared, Problem
+from benchmarks.host import Later
+from benchmarks.methods import Method, Prepared, Problem, UnavailableError
 from benchmarks.shapes import Mode, Shape
-from benchmarks.timing import Pairs, Sensor, host_pairs, pair_count
+from benchmarks.timing import (
+    Energy,
+    Pairs,
+    Sensor,
+    Timing,
+    host_pairs,
+    keep_busy,
+    measure_energy,
+    pair_count,
+    pair_order,
+    same,
+)
+from benchmarks.torch_host import HostBench, capture
 
 FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
+INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
 REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
 
 
@@ -56,44 +72,100 @@ class TorchBench:
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return TorchProblem(shape, dtype, targets, self._device)
 
-    def time_pairs(self, floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+    def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:
-            return host_pairs(floor, run, lambda _: None, seconds, sensor, block_seconds=0.0)
-        return _event_pairs(floor, run, seconds, sensor)
+            return host_pairs(calls, lambda _: None, timing, sensor, block_seconds=0.0)
+        return _event_pairs(self, calls, timing, sensor)
+
+    def time_block(self, run: Callable[[], Any], calls: int) -> float:
+        run()  # the device works on this one while the host enqueues the next
+        if not self.gpu:
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return 1000 * (time.perf_counter() - start) / calls
+        began = _event()
+        for _ in range(calls):
+            run()
+        ended = _event()
+        ended.synchronize()
+        return began.elapsed_time(ended) / calls
+
+    def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy:
+        if not self.gpu:
+            return measure_energy(run, seconds, same, same, sensor)
+        return measure_energy(run, seconds, lambda _: _event(), torch.cuda.Event.synchronize, sensor)
+
+    def digest(self, results: Sequence[Tensor]) -> str:
+        return f"{sum(31**index * _digest(result) for index, result in enumerate(results)) % 2**64:016x}"
+
+    def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        if not self.gpu:
+            raise UnavailableError("CUDA graphs need a GPU")
+        return capture(run)
+
+    def host_figures(
+        self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
+    ) -> tuple[dict[str, Any], Later | None]:
+        return HostBench(self.gpu, self.time_block, timing, trace=trace).figures(prepared, method, mode)
 
     def release(self) -> None:
-        gc.collect()
-        if self.gpu:
+        if self.gpu:  # a collection takes 0.2 s, and a CPU's memory is not what is measured
+            gc.collect()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
-def _event_pairs(floor: Callable[[], Any], run: Callable[[], Any], seconds: float, sensor: Sensor) -> Pairs:
+def _event_pairs(bench: TorchBench, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
     """Enqueues all pairs with events between them; the host waits only at the end."""
+    repeats = [1] * len(calls)  # so many calls between two events
 
-    def enqueue(count: int) -> list[list[torch.cuda.Event]]:
-        events = []
-        for _ in range(count):
-            triple = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            triple[0].record()
-            floor()
-            triple[1].record()
-            run()
-            triple[2].record()
-            events.append(triple)
-        return events
+    def pair(number: int) -> dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]:
+        intervals, before = {}, _event()
+        for index in pair_order(len(calls), number):
+            for _ in range(repeats[index]):
+                calls[index]()
+            intervals[index] = before, _event()
+            before = intervals[index][1]
+        return intervals
 
-    trial = enqueue(2)[-1]
+    def times(intervals: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        return [intervals[index][0].elapsed_time(intervals[index][1]) / repeats[index] for index in range(len(calls))]
+
+    pair(0)
+    trial = pair(0)
     torch.cuda.synchronize()
-    count = pair_count(seconds, trial[0].elapsed_time(trial[2]) / 1000)
-    events = enqueue(count)
-    readings = sensor.watch(events[-1][-1].query)
+    repeats = [max(1, math.ceil(INTERVAL_MS / each)) for each in times(trial)]
+    keep_busy([lambda: pair(0)], timing.warmup, lambda _: _event(), torch.cuda.Event.synchronize)
+    trial = pair(0)
     torch.cuda.synchronize()
-    return Pairs(
-        [first.elapsed_time(second) for first, second, _ in events],
-        [second.elapsed_time(third) for _, second, third in events],
-        readings,
-    )
+    pair_seconds = sum(count * each for count, each in zip(repeats, times(trial), strict=True)) / 1000
+    pairs = [pair(number) for number in range(pair_count(timing.seconds, pair_seconds, timing.min_pairs))]
+    readings = sensor.watch(_event().query)
+    torch.cuda.synchronize()
+    floor, method, *forward = zip(*(times(intervals) for intervals in pairs), strict=True)
+    energy = bench.energy(calls[1], timing.energy_seconds, sensor)
+    return Pairs(floor, method, readings, forward[0] if forward else (), energy)
+
+
+DIGEST_PIECE = 2**24  # elements whose digest is computed at a time: 128 MiB of int64
+
+
+def _digest(result: Tensor) -> int:
+    """Returns a number that differs, with near certainty, between tensors whose bits differ."""
+    bits = result.detach().contiguous().view(torch.int16 if result.element_size() == 2 else torch.int32).flatten()
+    factors = 2 * torch.arange(min(len(bits), DIGEST_PIECE), device=bits.device) + 1
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for piece in bits.split(DIGEST_PIECE):
+        total = 31 * total + (piece.long() * factors[: len(piece)]).sum()  # wraps around 2**64
+    return int(total)
+
+
+def _event() -> torch.cuda.Event:
+    """Returns an event that is enqueued now."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class TorchProblem:
@@ -109,15 +181,21 @@ class TorchProblem:
         generator = torch.Generator(device).manual_seed(0)
         normal = partial(torch.randn, generator=generator, device=device)
         uniform = torch.rand(shape.n, generator=generator, device=device, dtype=torch.float64)
-        if targets == "random":
-            target = (uniform * shape.v).long()
-        else:
-            cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
-            target = torch.searchsorted(cdf, uniform)
+        cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
+        target = (uniform * shape.v).long() if targets == "random" else torch.searchsorted(cdf, uniform)
         self.target = target.clamp_(max=shape.v - 1)
         self.weight = (normal(shape.v, shape.d) * shape.d**-0.5).to(self.dtype)
-        lean = data.lean_max(shape.d, shape.v, targets) * torch.rand(shape.n, 1, generator=generator, device=device)
-        self.input = (normal(shape.n, shape.d) + lean * self.weight[self.target]).to(self.dtype)
+        largest = data.lean_max(shape.d, shape.v, targets)
+        lean = torch.rand(shape.n, 1, generator=generator, device=device)
+        lean = largest * ((1 + lean) / 2 if targets == "sharp" else lean)
+        x = normal(shape.n, shape.d) + lean * self.weight[self.target]
+        if targets == "sharp":
+            more = torch.Generator(device).manual_seed(1)
+            other = torch.searchsorted(cdf, torch.rand(shape.n, generator=more, device=device, dtype=torch.float64))
+            share = torch.rand(shape.n, 1, generator=more, device=device)
+            x += share * lean * self.weight[other.clamp_(max=shape.v - 1)]
+        self.input = x.to(self.dtype)
+        del x
         self.upstream = normal(shape.n)
         self.ignored = torch.rand(shape.n, generator=generator, device=device)
         self._references: dict[Any, Reference] = {}
@@ -126,6 +204,11 @@ class TorchProblem:
         logits = self.input[sample].float() @ self.weight.float().T
         loss = torch.nn.functional.cross_entropy(logits, self.target[sample])
         data.check_loss(float(loss), len(logits), shape.d, shape.v, targets)
+
+    def forget(self) -> None:
+        """Frees what only checks and floors need."""
+        self._references.clear()
+        self._floors.clear()
 
     def targets(self, mode: Mode) -> Tensor:
         """Returns the targets (N,) int64, the mode's share of them ignored."""
@@ -227,9 +310,7 @@ class TorchProblem:
             figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
         figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
         figures |= self._errors(results, mode)
-        if mode.backward:
-            figures["forward"] = forward
-        return Prepared(run, figures)
+        return Prepared(run, figures, forward if mode.backward else None, loss_fn, (self.input, self.weight, target))
 
     def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
         reference = self.reference(mode)

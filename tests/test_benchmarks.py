@@ -21,7 +21,7 @@ KEYS = {
 def run(framework: str, folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
     """Runs the command on the smoke shape; returns its exit status and the rows of its file."""
     file = folder / f"{framework}.json"
-    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0"]
+    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
     status = linear_ce.main([*common, "--json", str(file), *arguments])
     return status, json.loads(file.read_text())["rows"]
 
@@ -39,6 +39,8 @@ def test_every_mode_runs_end_to_end(
         assert row.keys() >= KEYS
         assert row["status"] == "ok", row["note"]
         assert row["ms"] > 0
+        assert row["joules"] is None
+        assert row["joules_note"] == "no GPU is measured"
         mode = MODES[row["mode"]]
         if row["kind"] == "floor":
             assert row["err_loss"] is None
@@ -163,7 +165,8 @@ def test_ratios_are_of_neighbours() -> None:
     assert figures["ratio"] == figures["ratio_p20"] == pytest.approx(1.1)
     assert (figures["ms"], figures["floor_ms"], figures["sm_mhz"], figures["power_w"]) == (22, 20, 1450, 625)
     assert pair_count(0, 1) == MIN_PAIRS
-    assert pair_count(1, 0.1) == 10
+    assert pair_count(3, 0.1) == 30
+    assert pair_count(0, 1, min_pairs=2) == 2
     assert pair_count(100, 0) == MAX_PAIRS
     assert Sensor(gpu=False).read() == []
 

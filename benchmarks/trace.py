@@ -1,0 +1,143 @@
+"""What a trace says about the device: kernels of a call, the time in which they run, and the gaps between them."""
+
+import json
+import tempfile
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CALLS = 5  # traced back to back
+COPIES = ("gpu_memcpy", "gpu_memset")  # categories of PyTorch's trace besides "kernel"
+
+
+class Work(NamedTuple):
+    """One kernel, or one copy or fill of memory, on the device."""
+
+    name: str
+    start: float  # microseconds
+    duration: float
+    kernel: bool
+
+
+def summary(work: Sequence[Work], calls: int) -> dict[str, Any]:
+    """Returns figures of one call.
+
+    Args:
+        work: of all traced calls, in any order.
+        calls: how many were traced.
+
+    Returns:
+        kernels: launches.
+        copies: copies and fills of memory.
+        device_ms: time in which the device works; work that overlaps counts once.
+        gap_ms: time from the first kernel to the end of the last one in which the device does nothing.
+        main_kernel: the kernel that takes the most time.
+        main_launches: how often it is launched.
+    """
+    busy, end, gap = 0.0, None, 0.0
+    for each in sorted(work, key=lambda each: each.start):
+        stop = each.start + each.duration
+        if end is None or each.start >= end:
+            gap += 0.0 if end is None else each.start - end
+            busy += each.duration
+        else:
+            busy += max(stop - end, 0.0)
+        end = stop if end is None else max(end, stop)
+    times: dict[str, float] = defaultdict(float)
+    counts: Counter[str] = Counter()
+    for each in work:
+        if each.kernel:
+            times[each.name] += each.duration
+            counts[each.name] += 1
+    main = max(times, key=lambda name: times[name], default=None)
+    return {
+        "kernels": sum(counts.values()) / calls,
+        "copies": sum(not each.kernel for each in work) / calls,
+        "device_ms": busy / 1000 / calls,
+        "gap_ms": gap / 1000 / calls,
+        "main_kernel": main,
+        "main_launches": None if main is None else counts[main] / calls,
+    }
+
+
+def torch_work(trace: dict[str, Any]) -> list[Work]:
+    """Returns the device's work from the JSON that torch.profiler exports."""
+    return [
+        Work(event["name"], float(event["ts"]), float(event["dur"]), event["cat"] == "kernel")
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", *COPIES)
+    ]
+
+
+def jax_work(planes: Iterable[Any]) -> list[Work]:
+    """Returns the device's work from the planes of `jax.profiler.ProfileData`.
+
+    Only lines of streams count: other lines of a device repeat the same time by operation and by program.
+    """
+    return [
+        Work(
+            event.name, event.start_ns / 1000, event.duration_ns / 1000, not event.name.startswith(("Memcpy", "Memset"))
+        )
+        for plane in planes
+        if plane.name.startswith("/device:GPU")
+        for line in plane.lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    ]
+
+
+def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
+    """Traces calls of PyTorch back to back and returns their `summary`.
+
+    Raises:
+        RuntimeError: the trace holds no kernel.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return _checked(torch_work(json.loads(path.read_text())), calls)
+
+
+def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
+    """The same for JAX; `run` must be compiled without CUDA graphs, which hide kernels from the trace."""
+    import jax
+
+    jax.block_until_ready(run())
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call would be in it, and slow the calls down
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        try:
+            result = None
+            for _ in range(calls):
+                result = run()
+            jax.block_until_ready(result)
+        finally:
+            jax.profiler.stop_trace()
+        files = sorted(Path(folder).rglob("*.xplane.pb"))
+        if not files:
+            raise RuntimeError("the profiler wrote no trace")
+        with warnings.catch_warnings():
+            # The reader's first use makes a type that Python warns of; made an error, that ends the process.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
+            planes = list(planes)
+            seen = [f"{plane.name}: {', '.join(line.name for line in plane.lines)}" for plane in planes]
+            return _checked(jax_work(planes), calls, "; ".join(seen))
+
+
+def _checked(work: Sequence[Work], calls: int, seen: str = "") -> dict[str, Any]:
+    if not any(each.kernel for each in work):
+        raise RuntimeError(f"the trace holds no kernel {seen}".strip())
+    return summary(work, calls)
