@@ -7,6 +7,8 @@ and so does every launch under the interpreter, under a profiler's hooks, and wi
 was not tried (`DIRECT_VERSIONS`).
 """
 
+import inspect
+import threading
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -55,18 +57,36 @@ class Blocks:
         return GluonDescriptor.from_tensor(self.base, list(self.block), layout)
 
 
-class _Direct(NamedTuple):
-    """A compiled kernel as Triton's C launcher takes it."""
+class Direct(NamedTuple):
+    """A compiled kernel as Triton's launcher takes it: `run` with `Blocks`, its C function `raw` without."""
 
     run: Any
+    raw: Any
     function: Any
     metadata: Any
+    options: tuple[Any, ...]  # of `raw`, between the function and the arguments
     tail: tuple[None, ...]  # in place of the constexprs
+    descriptors: tuple[tuple[Any, ...] | None, ...]  # what makes the TMA descriptors, None each where there is no TMA
 
 
-_compiled: dict[tuple[Any, ...], _Direct] = {}
+_compiled: dict[tuple[Any, ...], Direct] = {}
+
+
+class _Current(threading.local):
+    """What records the launches of this thread: a `replay.Recorder`, or None."""
+
+    current: Any = None
+
+
+recorder = _Current()
 
 _direct_version = triton.__version__.startswith(DIRECT_VERSIONS)
+
+
+def is_direct() -> bool:
+    """Whether kernels are launched without Triton's own launcher."""
+    hooked = _knobs.launch_enter_hook.calls or _knobs.launch_exit_hook.calls
+    return _direct_version and not _knobs.interpret and not hooked
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: Any) -> None:
@@ -80,14 +100,18 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
             arguments too.
         constexprs: by name, in order, then num_warps and num_stages.
     """
-    if not _direct_version or _knobs.interpret or _knobs.launch_enter_hook.calls or _knobs.launch_exit_hook.calls:
+    if not is_direct():
         kernel[grid](*map(_for_triton, arguments), **constexprs)
+        if recorder.current is not None:
+            recorder.current.whole = False
         return
     device = torch._C._cuda_getDevice()
     key: list[Any] = [id(kernel), device, *constexprs.values()]
     values: list[Any] = []
+    pointers: list[bool] = []
     for argument in arguments:
         kind = type(argument)
+        pointers.append(False)
         if kind is int:
             values.append(argument)
             # Triton specializes on these: 1 becomes a constant, and multiples of 16 are known to be so.
@@ -106,17 +130,56 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
                 tensor = argument
                 pointer = tensor.data_ptr()
             values.append(pointer)
+            pointers[-1] = True
             key.append((tensor.dtype, pointer & 15 == 0))
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     direct = _compiled.get(tuple(key))
     if direct is None:
         compiled = kernel[grid](*map(_for_triton, arguments), **constexprs)
-        if isinstance(compiled, CompiledKernel):
-            tail = (None,) * (len(kernel.arg_names) - len(arguments))
-            _compiled[tuple(key)] = _Direct(compiled.run, compiled.function, compiled.packed_metadata, tail)
-        return
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-    direct.run(x, y, z, stream, direct.function, direct.metadata, None, None, None, *values, *direct.tail)
+        direct = _compiled[tuple(key)] = _direct(compiled, len(kernel.arg_names) - len(arguments))
+    else:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        direct.run(x, y, z, stream, direct.function, direct.metadata, None, None, None, *values, *direct.tail)
+    if recorder.current is not None:
+        recorder.current.launches.append((direct, (x, y, z), pointers, values))
+
+
+def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:
+    """Returns a compiled kernel in the form of Triton 3.6's launcher."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST  # not in every version of Triton
+
+    launcher: Any = compiled.run
+    metadata: Any = compiled.metadata
+    if launcher.global_scratch_size or launcher.profile_scratch_size:
+        raise RuntimeError(f"{compiled.name} takes scratch memory of Triton's, which direct launches do not give")
+    raw, descriptors = launcher.launch, ()
+    kinds = [kind for kind in compiled.src.signature.values() if str(kind).startswith("tensordesc")]
+    if kinds:  # Triton's C function, without what makes descriptors of its own kind of argument
+        raw = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
+        made = getattr(metadata, "tensordesc_meta", None) or [None] * len(kinds)
+        descriptors = tuple(
+            None
+            if one is None
+            else (one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"])
+            for one in made
+        )
+    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
+    return Direct(
+        launcher,
+        raw,
+        compiled.function,
+        compiled.packed_metadata,
+        (*options, None, None, None),
+        (None,) * constexprs,
+        descriptors,
+    )
+
+
+def make_descriptor() -> Any:
+    """Returns the function that makes a TMA descriptor: (address, swizzle, element size, dtype, block, shape, strides,
+    padding)."""
+    driver: Any = triton.runtime.driver.active
+    return driver.utils.fill_tma_descriptor
 
 
 def _for_triton(argument: Any) -> Any:

@@ -390,14 +390,11 @@ def _prepare(
     classes = spec.classes(linear_weight.shape[0])
     flat_target = target.reshape(-1).long()
     class_weight = None if weight is None else weight[:classes].float()
-    row_weight, n_valid = rows.row_weights(
-        spec,
-        flat_target,
-        class_weight,
-        None if token_weight is None else token_weight.reshape(-1),
-        normalizer,
-        classes,
-    )
+    flat_token_weight = None if token_weight is None else token_weight.reshape(-1)
+    weigh = rows.row_weights
+    if chosen.name == "triton" and not compiling and ops.is_eager(input, linear_weight):
+        weigh = ops.row_weights_by_kernel
+    row_weight, n_valid = weigh(spec, flat_target, class_weight, flat_token_weight, normalizer, classes)
     flat_input = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
     return _Call(
         spec=spec,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core_triton import chunked, rows
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
-from core_triton.problem import Gradients, NeedsGrad, Problem, layout_of
+from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of
 from core_triton.rows import Coefficients, RowStatistics
 from linear_ce.spec import LossSpec
 
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
     def needs_grad(self) -> NeedsGrad:
         """Which gradients a backward pass will ask for."""
         if not torch.is_grad_enabled():
-            return NeedsGrad(False, False, False)
+            return NO_GRADIENTS
         bias = self.linear_bias
         return NeedsGrad(
             self.input.requires_grad, self.linear_weight.requires_grad, bias is not None and bias.requires_grad
@@ -102,7 +102,7 @@ def losses(arrays: Arrays, options: Options, *, statistics: bool) -> Losses:
     if torch.compiler.is_compiling():
         loss, lse, target_logit, top = torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
         return Losses(loss, lse, target_logit, top if statistics else None)
-    if not any(needs_grad) and _is_eager(arrays):
+    if not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
         return _run_losses(arrays, options, statistics, needs_grad)
     results: Any = _RowLosses.apply(*arrays, options, statistics, needs_grad)
     return Losses(*results)
@@ -113,7 +113,7 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         return LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
-    if not any(needs_grad) and _is_eager(arrays):
+    if not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
         return _run_log_probs(arrays, options, needs_grad)
     return LogProbs(*_LogProbs.apply(*arrays, options, needs_grad))
 
@@ -154,7 +154,7 @@ class _LossAndGradients(torch.autograd.Function):
         needs_grad: NeedsGrad,
     ) -> tuple[Tensor | None, ...]:
         arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-        if _is_eager(arrays):
+        if is_eager(arrays.input, arrays.linear_weight):
             found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -202,7 +202,7 @@ class _RowLosses(torch.autograd.Function):
         needs_grad: NeedsGrad,
     ) -> tuple[Tensor | None, ...]:
         arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-        if _is_eager(arrays):
+        if is_eager(arrays.input, arrays.linear_weight):
             found = _run_losses(arrays, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -242,7 +242,7 @@ class _LogProbs(torch.autograd.Function):
         needs_grad: NeedsGrad,
     ) -> tuple[Tensor, ...]:
         arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-        if _is_eager(arrays):
+        if is_eager(arrays.input, arrays.linear_weight):
             found = _run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -267,7 +267,7 @@ def _gradients(
     arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
     """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
-    if _is_eager(arrays):
+    if is_eager(arrays.input, arrays.linear_weight):
         return _run_gradients(arrays, options, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, lse, *coefficients, *needs_grad)
     return Gradients(*(gradient if needed else None for gradient, needed in zip(found, needs_grad, strict=True)))
@@ -314,13 +314,17 @@ def _run_loss_and_gradients(
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
     the third result holds that of d_input, and that of the head's gradients."""
+    replayed, remember = _replayed("loss_and_gradients", arrays, options, needs_grad, statistics)
+    if replayed is not None:
+        loss, lse, target_logit, top, *gradients = replayed
+        return Losses(loss.sum() if reduce else loss, lse, target_logit, top), Gradients(*gradients), None
     problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
     plan, scales = _plan_of(problem), None
     if arrays.input.dtype == torch.float16:
         scales = torch.stack(rows.saved_scales(problem.row_weight))
     with _no_autocast(plan, arrays.input):
         if plan.path == "scaled_exp":
-            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics)
+            loss, found, gradients = remember(problem)
         else:
             pair = None if scales is None else (scales[0], scales[1])
             loss, found, gradients = chunked.loss_and_gradients(
@@ -339,13 +343,18 @@ def _run_loss_and_gradients(
 
 def _run_losses(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
     """Plan B. `needs_grad` says which gradients a backward pass will make: the budget must hold it too."""
-    problem = _problem("losses", arrays, options, NeedsGrad(False, False, False), statistics=statistics)
+    replayed, remember = _replayed("losses", arrays, options, NO_GRADIENTS, statistics)
+    if replayed is not None:
+        if any(needs_grad):
+            plan_for(_problem("losses", arrays, options, NO_GRADIENTS), "gradients", *options[-2:], needs_grad)
+        return Losses(*replayed[:4])
+    problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
     plan = _plan_of(problem)
     if any(needs_grad):
         plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad)
     with _no_autocast(plan, arrays.input):
         if plan.path == "scaled_exp":
-            loss, found, _ = _scaled_exp(problem, NeedsGrad(False, False, False), statistics=statistics)
+            loss, found, _ = remember(problem)
         else:
             loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
     return Losses(loss, found.lse, found.target_logit, found.max if statistics else None)
@@ -353,7 +362,7 @@ def _run_losses(arrays: Arrays, options: Options, statistics: bool, needs_grad: 
 
 def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `_run_losses`."""
-    problem = _problem("statistics", arrays, options, NeedsGrad(False, False, False), entropy=True)
+    problem = _problem("statistics", arrays, options, NO_GRADIENTS, entropy=True)
     plan = _plan_of(problem)
     if any(needs_grad):
         plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad, entropy=True)
@@ -449,10 +458,55 @@ def _plan_of(problem: Problem) -> ExecutionPlan:
     return problem.plan
 
 
-def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> Any:
-    from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
+Found = tuple[Tensor, RowStatistics, Gradients]
 
-    return scaled_exp(problem, needs_grad, statistics=statistics)
+_recordings: dict[tuple[Any, ...], Any] = {}  # a `replay.Recording`, or None for a call that cannot be replayed
+
+MOST_RECORDINGS = 4096
+
+
+def _replayed(
+    stage: Stage, arrays: Arrays, options: Options, needs_grad: NeedsGrad, statistics: bool
+) -> tuple[tuple[Any, ...] | None, Callable[[Problem], Found]]:
+    """Makes the call as it was recorded, if it was: returns loss, lse, target_logit, max and the gradients.
+
+    Otherwise returns None, and the function that makes the call by scaled exponentials and records it.
+    """
+
+    def scaled_exp_of(problem: Problem) -> Found:
+        from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
+
+        return scaled_exp(problem, needs_grad, statistics=statistics)
+
+    device = arrays.input.device
+    if options.implementation == "chunked" or device.type != "cuda" or _modes():
+        return None, scaled_exp_of
+    from core_triton import launch, replay
+
+    if not launch.is_direct():
+        return None, scaled_exp_of
+    layouts = tuple(
+        None if a is None else (a.shape, a.stride(), a.dtype, a.data_ptr() % 16 == 0, a.device) for a in arrays
+    )
+    tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    key = (stage, options, needs_grad, statistics, layouts, tf32)
+    recording = _recordings.get(key, False)
+    if recording:
+        with launch.on_device(arrays.input):
+            return replay.replay(recording, arrays, device), scaled_exp_of
+
+    def recorded(problem: Problem) -> Found:
+        if recording is None:  # seen before: it does more than launch
+            return scaled_exp_of(problem)
+        with replay.Recorder(arrays) as recorder:
+            loss, found, gradients = scaled_exp_of(problem)
+        if len(_recordings) >= MOST_RECORDINGS:
+            _recordings.clear()
+        results = loss, found.lse, found.target_logit, found.max, *gradients
+        _recordings[key] = recorder.recording(results)
+        return loss, found, gradients
+
+    return None, recorded
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
@@ -464,10 +518,33 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     return KERNEL_TILES
 
 
-def _is_eager(arrays: Arrays) -> bool:
+def is_eager(input: Tensor, linear_weight: Tensor) -> bool:
     """Whether the arrays are plain tensors that no dispatch mode looks at."""
     plain = (Tensor, torch.nn.Parameter)
-    return type(arrays.input) in plain and type(arrays.linear_weight) in plain and not _modes()
+    return type(input) in plain and type(linear_weight) in plain and not _modes()
+
+
+def row_weights_by_kernel(
+    spec: LossSpec,
+    target: Tensor,
+    class_weight: Tensor | None,
+    token_weight: Tensor | None,
+    normalizer: Tensor | None,
+    classes: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns what `rows.row_weights` returns, from one launch."""
+    from core_triton import launch, row_kernels  # Triton is not on every machine that has PyTorch
+
+    with launch.on_device(target):
+        return row_kernels.row_weights(
+            target.contiguous(),
+            None if token_weight is None else token_weight.contiguous(),
+            None if class_weight is None else class_weight.contiguous(),
+            normalizer,
+            classes,
+            spec.ignore_index,
+            mean=spec.reduction == "mean",
+        )
 
 
 def _modes() -> int:

@@ -3,6 +3,7 @@
 They read and write each number once or a few times, and sum in one fixed order. Equations: linear_ce/MATH.md.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +19,75 @@ SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough progra
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 
 LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anchor; below it the ratio may overflow
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def row_weights_kernel(
+    target_ptr,
+    token_weight_ptr,
+    class_weight_ptr,
+    normalizer_ptr,
+    row_weight_ptr,
+    n_valid_ptr,
+    tokens,
+    classes,
+    ignore_index,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes row_weight (N,) float32, what each row's loss is multiplied by, and n_valid (), int64: (5), (8), (9).
+
+    Reads target (N,), token_weight (N,), class_weight (K,) float32 and normalizer (), where they are there. One program
+    does it all: two passes over N numbers, sums in one fixed order.
+    """
+    n_valid = tl.zeros((), tl.int64)
+    denominator = tl.zeros((), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        target = tl.load(target_ptr + row, mask=row < tokens, other=ignore_index)
+        valid = target != ignore_index
+        n_valid += tl.sum(valid.to(tl.int64), 0)
+        if class_weight_ptr is not None:
+            is_class = (target >= 0) & (target < classes)
+            weight = tl.load(class_weight_ptr + target, mask=valid & is_class, other=float("nan"))
+            denominator += tl.sum(tl.where(valid, weight, 0.0), 0)
+    tl.store(n_valid_ptr, n_valid)
+    if MEAN:
+        if normalizer_ptr is not None:
+            denominator = tl.load(normalizer_ptr).to(tl.float32)
+        elif class_weight_ptr is None:
+            denominator = n_valid.to(tl.float32)
+    for start in range(0, tokens, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < tokens
+        valid = tl.load(target_ptr + row, mask=inside, other=ignore_index) != ignore_index
+        zeros = tl.zeros((BLOCK,), tl.float32)
+        if token_weight_ptr is not None:
+            weight = tl.load(token_weight_ptr + row, mask=inside & valid, other=0.0).to(tl.float32)
+        else:
+            weight = valid.to(tl.float32)
+        if MEAN:
+            weight = tl.where((weight == 0) | (zeros + denominator == 0), 0.0, tl.div_rn(weight, zeros + denominator))
+        tl.store(row_weight_ptr + row, weight, mask=inside)
+
+
+def row_weights(
+    target: Tensor,
+    token_weight: Tensor | None,
+    class_weight: Tensor | None,
+    normalizer: Tensor | None,
+    classes: int,
+    ignore_index: int,
+    *,
+    mean: bool,
+) -> tuple[Tensor, Tensor]:
+    """Launches `row_weights_kernel` on contiguous vectors; returns row_weight (N,) and n_valid ()."""
+    row_weight = torch.empty(len(target), dtype=torch.float32, device=target.device)
+    n_valid = torch.empty((), dtype=torch.int64, device=target.device)
+    arrays = target, token_weight, class_weight if mean else None, normalizer, row_weight, n_valid
+    sizes = len(target), classes, ignore_index
+    launch(row_weights_kernel, (1,), *arrays, *sizes, MEAN=mean, BLOCK=4096, num_warps=8)
+    return row_weight, n_valid
 
 
 @triton.jit

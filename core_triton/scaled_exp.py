@@ -93,7 +93,9 @@ def _scaled_exp(
     (tokens, hidden), classes = x.shape, problem.classes
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
     d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
-    d_bias = problem.row_weight.new_zeros(classes) if needs_grad.d_bias else None
+    d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
+    if d_bias is not None and not tokens:
+        d_bias.zero_()
     rows = pack_rows(problem, config.rows, statistics=statistics)
     stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
     scratch = problem.row_weight.new_empty(config.scratch)
@@ -104,7 +106,8 @@ def _scaled_exp(
         held = d_input
         _pick(problem, rows, 0, tokens, held)
     else:
-        held = x.new_zeros((config.rows, tile_config.padded_hidden(hidden, x.itemsize)))
+        padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
+        held = (x.new_empty if padded_hidden == hidden else x.new_zeros)((config.rows, padded_hidden))
     chunks = list(problem.chunks(config.rows))
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]

@@ -182,7 +182,7 @@ def choose_scaled_exp(
         limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
 
-    fixed = 72 * tokens + 4 * classes + 4096 + copied  # rows' numbers, d_bias
+    fixed = 88 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
     def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
