@@ -103,25 +103,24 @@ def slope(logits, softcap):
 
 
 @gluon.jit
-def store_target_logits(
-    target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
-    quarter: gl.constexpr, BLOCK_V: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
-):  # fmt: skip
-    """Writes target_logit (rows,) for the rows whose target is among the classes of this tile.
-
-    The very logits that are summed: the loss is the logarithm of a ratio that is never below 1. Few tiles have any, so
-    the comparison of all columns with the targets is behind a branch, and its logits are made once more there.
-    """
+def targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V: gl.constexpr):
+    """Returns each row's target as a column, whether that is among the columns of this tile, and whether any is."""
     target = gl.load(target_ptr + row_ids, mask=row_ids < rows, other=-1) - first_class
     owns = (row_ids < rows) & (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
-    if gl.max(owns.to(gl.int32), 0) != 0:
-        found = gl.zeros_like(row_ids).to(gl.float32)
-        for i in gl.static_range(4):
-            columns = column + i * (BLOCK_V // 4) + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
-            logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
-            here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
-            found += gl.sum(gl.where(here, logits, 0.0), 1)
-        gl.store(target_logit_ptr + row_ids, found, mask=owns)
+    return target.to(gl.int32), owns, gl.max(owns.to(gl.int32), 0) != 0  # 64 bits decide, 32 are compared
+
+
+@gluon.jit
+def store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target):
+    """Writes target_logit (rows,) for the rows whose target is among these columns, which begin at `first`.
+
+    The very logits that are summed: the loss is the logarithm of a ratio that is never below 1. Few tiles have any
+    target, so the comparison of all columns with the targets is behind a branch.
+    """
+    if any_target:
+        here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+        owns_here = owns & (target >= first) & (target < first + logits.shape[1])
+        gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns_here)
 
 
 @gluon.jit
@@ -160,15 +159,13 @@ def exponentials_warpgroup(
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
-        store_target_logits(
-            target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
-            quarter, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+        target, owns, any_target = targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V)
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
             logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
             logits = masked(logits, columns, column, classes, BLOCK_V)
+            store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
             total += gl.sum(exponentials, 1)
             if STATISTICS:
@@ -226,10 +223,7 @@ def statistics_warpgroup(
         weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
-        store_target_logits(
-            target_logit_ptr, target_ptr, first_class, pieces, bias_ptr, row_ids, column, rows, classes, scale, softcap,
-            quarter, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
-        )  # fmt: skip
+        target, owns, any_target = targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V)
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
@@ -238,6 +232,7 @@ def statistics_warpgroup(
                 class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
                 weighted_sum += gl.sum(logits * gl.expand_dims(class_weight, 0), 1)
             logits = masked(logits, columns, column, classes, BLOCK_V)
+            store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target)
             before = top  # quarters are merged as stretches of the vocabulary are: (26)
             top = gl.maximum(top, gl.max(logits, 1))
             shift = gl.where(top == float("-inf"), 0.0, top)

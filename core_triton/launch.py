@@ -80,13 +80,12 @@ class _Current(threading.local):
 
 recorder = _Current()
 
-_direct_version = triton.__version__.startswith(DIRECT_VERSIONS)
+_direct_version = triton.__version__.startswith(DIRECT_VERSIONS) and not _knobs.interpret  # which imports decide
 
 
 def is_direct() -> bool:
     """Whether kernels are launched without Triton's own launcher."""
-    hooked = _knobs.launch_enter_hook.calls or _knobs.launch_exit_hook.calls
-    return _direct_version and not _knobs.interpret and not hooked
+    return _direct_version and not (_knobs.launch_enter_hook.calls or _knobs.launch_exit_hook.calls)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: Any) -> None:

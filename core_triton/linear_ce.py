@@ -265,10 +265,14 @@ def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None 
     Raises:
         ValueError: `implementation` is no implementation, or cannot run on input's device.
     """
-    obstacle = _triton_obstacle(input.device)
+    return _choose(input.device, implementation)
+
+
+def _choose(device: torch.device, implementation: str | None) -> Implementation:
+    obstacle = _triton_obstacle(device)
     if implementation is None:
         if obstacle is None:
-            return Implementation("triton", f"the kernels for {input.device.type} devices")
+            return Implementation("triton", f"the kernels for {device.type} devices")
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation == "triton" and obstacle is not None and not _interpreted():
@@ -316,9 +320,22 @@ def _spec(*options: Any) -> LossSpec:
         return LossSpec(*options)
 
 
-@lru_cache(maxsize=4096)
-def _check_arrays_once(spec: LossSpec, infos: tuple[tuple[str, ArrayInfo], ...]) -> None:
-    check_arrays(spec=spec, **dict(infos))  # pyright: ignore[reportArgumentType]
+def _decide(
+    spec: LossSpec,
+    device: torch.device,
+    infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
+    memory_budget: int | None,
+    implementation: str | None,
+) -> tuple[int, int, str]:
+    """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
+    named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
+    check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
+    budget = check_memory_budget(memory_budget)
+    chosen = _choose(device, implementation)
+    return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
+
+
+_decide_once = lru_cache(maxsize=4096, typed=True)(_decide)
 
 
 @dataclass(frozen=True)
@@ -380,19 +397,14 @@ def _prepare(
             raise ValueError(f"{name} must be on input's device {input.device}, got {tensor.device}")
         if name in ("weight", "token_weight", "normalizer") and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
-        infos.append((name, ArrayInfo(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))))
-    if compiling:
-        check_arrays(spec=spec, **dict(infos))
-    else:
-        _check_arrays_once(spec, tuple(infos))
-    budget = check_memory_budget(memory_budget)
-    chosen = explain(input, linear_weight, implementation=implementation)
-    classes = spec.classes(linear_weight.shape[0])
+        infos.append((name, tensor.shape, tensor.dtype))
+    decide = _decide if compiling else _decide_once
+    classes, budget, chosen = decide(spec, input.device, tuple(infos), memory_budget, implementation)
     flat_target = target.reshape(-1).long()
     class_weight = None if weight is None else weight[:classes].float()
     flat_token_weight = None if token_weight is None else token_weight.reshape(-1)
     weigh = rows.row_weights
-    if chosen.name == "triton" and not compiling and ops.is_eager(input, linear_weight):
+    if chosen == "triton" and not compiling and ops.is_eager(input, linear_weight):
         weigh = ops.row_weights_by_kernel
     row_weight, n_valid = weigh(spec, flat_target, class_weight, flat_token_weight, normalizer, classes)
     flat_input = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
@@ -400,7 +412,7 @@ def _prepare(
         spec=spec,
         arrays=ops.Arrays(flat_input, linear_weight, linear_bias, flat_target, row_weight, class_weight),
         options=ops.Options(
-            spec.label_smoothing, spec.z_loss_weight, spec.softcap, spec.logit_scale, classes, budget, chosen.name
+            spec.label_smoothing, spec.z_loss_weight, spec.softcap, spec.logit_scale, classes, budget, chosen
         ),
         n_valid=n_valid,
     )
@@ -435,5 +447,4 @@ def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     scalar = call.spec.reduction != "none"
     if (d_head and scalar) or (d_input and (scalar or not d_head)):
         return ops.loss_and_gradients(call.arrays, call.options, statistics=statistics, reduce=scalar)
-    found = ops.losses(call.arrays, call.options, statistics=statistics)
-    return found._replace(loss=found.loss.sum()) if scalar else found
+    return ops.losses(call.arrays, call.options, statistics=statistics, reduce=scalar)

@@ -96,16 +96,18 @@ def loss_and_gradients(arrays: Arrays, options: Options, *, statistics: bool, re
     return Losses(*results)
 
 
-def losses(arrays: Arrays, options: Options, *, statistics: bool) -> Losses:
-    """Plan B, and plan C's forward pass. Returns each row's weighted loss."""
+def losses(arrays: Arrays, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+    """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         loss, lse, target_logit, top = torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
-        return Losses(loss, lse, target_logit, top if statistics else None)
-    if not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
-        return _run_losses(arrays, options, statistics, needs_grad)
-    results: Any = _RowLosses.apply(*arrays, options, statistics, needs_grad)
-    return Losses(*results)
+        found = Losses(loss, lse, target_logit, top if statistics else None)
+    elif not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
+        return _run_losses(arrays, options, statistics, needs_grad, reduce=reduce)
+    else:
+        results: Any = _RowLosses.apply(*arrays, options, statistics, needs_grad)
+        found = Losses(*results)
+    return found._replace(loss=found.loss.sum()) if reduce else found
 
 
 def log_probs(arrays: Arrays, options: Options) -> LogProbs:
@@ -314,10 +316,12 @@ def _run_loss_and_gradients(
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
     the third result holds that of d_input, and that of the head's gradients."""
-    replayed, remember = _replayed("loss_and_gradients", arrays, options, needs_grad, statistics)
+    replayed, remember = _replayed(
+        "loss_and_gradients", arrays, options, needs_grad, statistics=statistics, reduce=reduce
+    )
     if replayed is not None:
         loss, lse, target_logit, top, *gradients = replayed
-        return Losses(loss.sum() if reduce else loss, lse, target_logit, top), Gradients(*gradients), None
+        return Losses(loss, lse, target_logit, top), Gradients(*gradients), None
     problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
     plan, scales = _plan_of(problem), None
     if arrays.input.dtype == torch.float16:
@@ -328,25 +332,20 @@ def _run_loss_and_gradients(
         else:
             pair = None if scales is None else (scales[0], scales[1])
             loss, found, gradients = chunked.loss_and_gradients(
-                _tiles(plan),
-                problem,
-                plan.chunk_config,
-                needs_grad,
-                pair,
+                _tiles(plan), problem, plan.chunk_config, needs_grad, pair
             )
-    return (
-        Losses(loss.sum() if reduce else loss, found.lse, found.target_logit, found.max if statistics else None),
-        gradients,
-        scales,
-    )
+            loss = loss.sum() if reduce else loss
+    top = found.max if statistics else None
+    return Losses(loss, found.lse, found.target_logit, top), gradients, scales
 
 
-def _run_losses(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
-    """Plan B. `needs_grad` says which gradients a backward pass will make: the budget must hold it too."""
-    replayed, remember = _replayed("losses", arrays, options, NO_GRADIENTS, statistics)
-    if replayed is not None:
-        if any(needs_grad):
-            plan_for(_problem("losses", arrays, options, NO_GRADIENTS), "gradients", *options[-2:], needs_grad)
+def _run_losses(
+    arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad, *, reduce: bool = False
+) -> Losses:
+    """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, which the budget
+    must hold too."""
+    replayed, remember = _replayed("losses", arrays, options, needs_grad, statistics=statistics, reduce=reduce)
+    if replayed is not None:  # and so the budget held the backward pass
         return Losses(*replayed[:4])
     problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
     plan = _plan_of(problem)
@@ -357,6 +356,7 @@ def _run_losses(arrays: Arrays, options: Options, statistics: bool, needs_grad: 
             loss, found, _ = remember(problem)
         else:
             loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
+            loss = loss.sum() if reduce else loss
     return Losses(loss, found.lse, found.target_logit, found.max if statistics else None)
 
 
@@ -466,7 +466,7 @@ MOST_RECORDINGS = 4096
 
 
 def _replayed(
-    stage: Stage, arrays: Arrays, options: Options, needs_grad: NeedsGrad, statistics: bool
+    stage: Stage, arrays: Arrays, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
 ) -> tuple[tuple[Any, ...] | None, Callable[[Problem], Found]]:
     """Makes the call as it was recorded, if it was: returns loss, lse, target_logit, max and the gradients.
 
@@ -476,7 +476,8 @@ def _replayed(
     def scaled_exp_of(problem: Problem) -> Found:
         from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-        return scaled_exp(problem, needs_grad, statistics=statistics)
+        made = NO_GRADIENTS if stage == "losses" else needs_grad
+        return scaled_exp(problem, made, statistics=statistics, reduce=reduce)
 
     device = arrays.input.device
     if options.implementation == "chunked" or device.type != "cuda" or _modes():
@@ -489,7 +490,7 @@ def _replayed(
         None if a is None else (a.shape, a.stride(), a.dtype, a.data_ptr() % 16 == 0, a.device) for a in arrays
     )
     tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (stage, options, needs_grad, statistics, layouts, tf32)
+    key = (stage, options, needs_grad, statistics, reduce, layouts, tf32)
     recording = _recordings.get(key, False)
     if recording:
         with launch.on_device(arrays.input):

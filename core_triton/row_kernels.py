@@ -635,6 +635,23 @@ def merge(
 
 
 @triton.jit
+def sum_kernel(values_ptr, sum_ptr, count, BLOCK: tl.constexpr):
+    """Writes the sum of values (count,) to sum (), float32, in one fixed order. One program does it all."""
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, count, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        acc += tl.load(values_ptr + place, mask=place < count, other=0.0)
+    tl.store(sum_ptr, tl.sum(acc, 0))
+
+
+def total(values: Tensor) -> Tensor:
+    """Launches `sum_kernel`; returns the sum () of values (N,)."""
+    result = torch.empty((), dtype=torch.float32, device=values.device)
+    launch(sum_kernel, (1,), values, result, len(values), BLOCK=4096, num_warps=8)
+    return result
+
+
+@triton.jit
 def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
     """Multiplies a gradient by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
 

@@ -72,20 +72,22 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     return found
 
 
-def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
-    of their sum; (29)-(33). The largest logits are found with `statistics` only.
+def scaled_exp(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False
+) -> tuple[Tensor, RowStatistics, Gradients]:
+    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), or their sum () with `reduce`, the
+    rows' statistics, and the gradients of the sum; (29)-(33). The largest logits are found with `statistics` only.
 
     Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
     packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
     d_input's own memory can hold the input's packed rows until each chunk's gradient replaces them.
     """
     with on_device(problem.input):
-        return _scaled_exp(problem, needs_grad, statistics=statistics)
+        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     plan = plan_of(problem)
     config = plan.scaled_exp_config
@@ -160,7 +162,7 @@ def _scaled_exp(
         d_bias = d_bias if classes == len(b) else torch.cat([d_bias, b.new_zeros(len(b) - classes)])
     gradients = Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
-    return rows.loss_out, found, gradients
+    return row_kernels.total(rows.loss_out) if reduce else rows.loss_out, found, gradients
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
