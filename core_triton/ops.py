@@ -342,8 +342,8 @@ def _run_loss_and_gradients(
 def _run_losses(
     arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad, *, reduce: bool = False
 ) -> Losses:
-    """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, which the budget
-    must hold too."""
+    """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, because the
+    budget must hold them too."""
     replayed, remember = _replayed("losses", arrays, options, needs_grad, statistics=statistics, reduce=reduce)
     if replayed is not None:  # and so the budget held the backward pass
         return Losses(*replayed[:4])

@@ -1,0 +1,230 @@
+"""Every array argument in every layout gives what its contiguous copy gives; kinds of tensors that look like others are
+refused; the loss of a confident token is never negative, and as accurate as from materialised float32 logits."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import contiguous_copy, layouts_of
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import core_triton
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FUNCTIONS = ("mean", "none", "log_probs", "stats")
+ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
+
+
+def arrays_of(dtype: torch.dtype, device: str, n: int, d: int, v: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    target = torch.randint(0, v, (n,), generator=generator)
+    target[::5] = -100
+    made = {
+        "input": normal(n, d).to(dtype),
+        "linear_weight": (2 * normal(v, d) / d**0.5).to(dtype),
+        "target": target,
+        "linear_bias": normal(v).to(dtype),
+        "weight": torch.rand(v, generator=generator) + 0.5,
+        "token_weight": torch.rand(n, generator=generator) + 0.5,
+    }
+    return {name: array.to(device) for name, array in made.items()}
+
+
+def results(function: str, arrays: dict[str, Tensor], implementation: str, backward: bool = True) -> list[Tensor]:
+    """Returns a function's results and its gradients."""
+    given = dict(arrays)
+    differentiable = ("input", "linear_weight", "linear_bias")
+    if function == "log_probs":
+        given = {name: array for name, array in given.items() if name not in ("weight", "token_weight")}
+    leaves = [given[name].detach().requires_grad_(backward) for name in differentiable]
+    given |= dict(zip(differentiable, leaves, strict=True))
+    call: Any = {
+        "mean": core_triton.linear_cross_entropy,
+        "none": core_triton.linear_cross_entropy,
+        "log_probs": core_triton.linear_log_probs,
+        "stats": core_triton.linear_cross_entropy_with_stats,
+    }[function]
+    options: dict[str, Any] = {"implementation": implementation}
+    if function == "none":
+        options["reduction"] = "none"
+    found = call(given.pop("input"), given.pop("linear_weight"), given.pop("target"), **given, **options)
+    found = [found] if isinstance(found, Tensor) else [found[0], *found[1]] if function == "stats" else list(found)
+    if not backward:
+        return found
+    differentiated = [result for result in found if result.requires_grad]
+    weights = [torch.linspace(0.5, 1.5, result.numel(), device=result.device) for result in differentiated]
+    total = torch.stack([(r.flatten() * w).sum() for r, w in zip(differentiated, weights, strict=True)]).sum()
+    return [*(result.detach() for result in found), *torch.autograd.grad(total, leaves)]
+
+
+def assert_layouts_agree(function: str, dtype: torch.dtype, device: str, implementation: str, *sizes: int) -> None:
+    arrays = arrays_of(dtype, device, *sizes)
+    names = ARGUMENTS if function != "log_probs" else ARGUMENTS[:4]
+    for name in names:
+        for layout, made in layouts_of(arrays[name]):
+            want = results(function, arrays | {name: contiguous_copy(made)}, implementation)
+            got = results(function, arrays | {name: made}, implementation)
+            for index, (a, b) in enumerate(zip(got, want, strict=True)):
+                what = f"{function} {dtype}: {layout} {name} differs in result {index}"
+                if name == "linear_weight" or (name == "input" and implementation == "chunked"):
+                    # Another layout may take another GEMM, which sums in another order.
+                    close = 2e-5 if dtype == torch.float32 else 4e-3 if dtype == torch.float16 else 2e-2
+                    torch.testing.assert_close(a, b, rtol=close, atol=close * float(b.abs().max()), msg=what)
+                else:
+                    assert torch.equal(a, b), what
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_layouts_agree_in_chunked(function: str, dtype: torch.dtype) -> None:
+    assert_layouts_agree(function, dtype, "cpu", "chunked", 33, 16, 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "chunked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementation: str) -> None:
+    assert_layouts_agree(function, dtype, "cuda", implementation, 300, 128, 1000)
+    assert_layouts_agree(function, dtype, "cuda", implementation, 300, 72, 1001)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
+    arrays = arrays_of(dtype, "cuda", 2048, 256, 8192)
+    budget = 24 * 2**20
+    for name in ARGUMENTS:
+        for layout, made in layouts_of(arrays[name]):
+            given = dict(arrays) | {name: made}
+            leaves = {n: given[n].detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
+            given |= leaves
+            for _ in range(2):  # the first call records, the second is replayed
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                loss = core_triton.linear_cross_entropy(
+                    given["input"], given["linear_weight"], given["target"], linear_bias=given["linear_bias"],
+                    weight=given["weight"], token_weight=given["token_weight"], memory_budget=budget,
+                )  # fmt: skip
+                gradients = torch.autograd.grad(loss, list(leaves.values()))
+                torch.cuda.synchronize()
+                taken = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
+                assert taken <= budget, f"{layout} {name}: {taken} bytes of workspace, the budget is {budget}"
+                del loss, gradients
+
+
+# Confident tokens.
+
+
+def confident(dtype: torch.dtype, device: str, n: int, d: int, v: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = (scale * torch.randn(n, d, generator=generator)).to(dtype).to(device)
+    w = (torch.randn(v, d, generator=generator) / d**0.5).to(dtype).to(device)
+    return x, w, (x.double() @ w.double().T).argmax(1)
+
+
+def assert_confident(dtype: torch.dtype, device: str, implementation: str, *sizes: int, scale: float = 40.0) -> None:
+    x, w, target = confident(dtype, device, *sizes, scale)
+    exact = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
+    float32 = F.cross_entropy(x.float() @ w.float().T, target, reduction="none").double()
+    bound = 3 * float((float32 - exact).abs().max())
+    for backward in (False, True):
+        a, b = x.clone().requires_grad_(backward), w.clone().requires_grad_(backward)
+        losses = core_triton.linear_cross_entropy(a, b, target, reduction="none", implementation=implementation)
+        mean, stats = core_triton.linear_cross_entropy_with_stats(a, b, target, implementation=implementation)
+        log_probs = core_triton.linear_log_probs(a, b, target, implementation=implementation)
+        assert losses.min() >= 0
+        assert log_probs.log_prob.max() <= 0
+        for found in (losses, -log_probs.log_prob, stats.lse - stats.target_logit):
+            assert (found.detach().double() - exact).abs().max() <= bound + 1e-6
+        assert mean.detach() >= 0
+        assert abs(float(mean.detach()) - float(exact.mean())) <= bound
+        # What the difference of two logits loses: a loss far below the rounding of the logits.
+        small = exact < 1e-3
+        if small.any():
+            difference = (losses.detach().double() - exact)[small].abs()
+            assert (difference <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("budget", [None, 40_000])
+def test_a_confident_token_has_no_negative_loss(dtype: torch.dtype, budget: int | None) -> None:
+    assert_confident(dtype, "cpu", "chunked", 64, 32, 300)
+    x, w, target = confident(dtype, "cpu", 64, 32, 300, 40.0)
+    assert core_triton.linear_cross_entropy(x, w, target, reduction="none", memory_budget=budget).min() >= 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 40.0, 2000.0])  # logits up to 1e4
+@pytest.mark.parametrize("implementation", ["triton", "chunked"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_confident_token_has_no_negative_loss_on_a_gpu(dtype: torch.dtype, implementation: str, scale: float) -> None:
+    if dtype == torch.float16 and scale > 40.0:
+        scale = 1000.0  # inputs stay within float16
+    assert_confident(dtype, "cuda", implementation, 512, 256, 4096, scale=scale)
+
+
+@pytest.mark.gpu
+def test_repaired_rows_have_no_negative_loss() -> None:
+    """Half of the rows have a target far below the largest logit, so their blocks are repaired."""
+    x, w, target = confident(torch.bfloat16, "cuda", 512, 256, 4096, 200.0)
+    target[::2] = (target[::2] + 1) % 4096
+    exact = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
+    for backward in (False, True):
+        a, b = x.clone().requires_grad_(backward), w.clone().requires_grad_(backward)
+        losses = core_triton.linear_cross_entropy(a, b, target, reduction="none")
+        assert losses.min() >= 0
+        torch.testing.assert_close(losses.detach().double(), exact, rtol=1e-5, atol=1e-3)
+        mean = core_triton.linear_cross_entropy(a, b, target)
+        torch.testing.assert_close(mean.detach().double(), exact.mean(), rtol=1e-5, atol=1e-4)
+
+
+# Kinds of tensors.
+
+
+# PyTorch's first dual level compiles its own decompositions by torch.jit.script.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_forward_mode_tangent_is_refused() -> None:
+    x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="input has a forward-mode tangent"):
+            core_triton.linear_cross_entropy(dual, w, target)
+        with pytest.raises(RuntimeError, match="linear_weight has a forward-mode tangent"):
+            core_triton.linear_log_probs(x, forward_ad.make_dual(w, torch.ones_like(w)), target)
+        assert core_triton.linear_cross_entropy(x, w, target).isfinite()
+
+
+def test_meta_tensors_give_shapes() -> None:
+    x, w = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((3, 4, 8), (10, 8)))
+    target = torch.empty(3, 4, dtype=torch.long, device="meta")
+    loss = core_triton.linear_cross_entropy(x, w, target)
+    assert loss.shape == ()
+    assert loss.is_meta
+    d_input, d_weight = torch.autograd.grad(loss, (x, w))
+    assert d_input.shape == x.shape
+    assert d_weight.shape == w.shape
+    assert core_triton.linear_cross_entropy(x, w, target, reduction="none").shape == (3, 4)
+    assert core_triton.linear_log_probs(x, w, target).entropy.shape == (3, 4)
+
+
+def test_a_distributed_tensor_is_refused_by_name() -> None:
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)
+        shared = DTensor.from_local(w, mesh, [Replicate()])
+        with pytest.raises(TypeError, match="linear_weight must be a plain Tensor, got DTensor"):
+            core_triton.linear_cross_entropy(x, shared, target)
+    finally:
+        torch.distributed.destroy_process_group()
