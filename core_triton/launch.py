@@ -188,9 +188,14 @@ def _for_triton(argument: Any) -> Any:
     return argument.descriptor() if type(argument) is Blocks else argument
 
 
-def on_device(tensor: Tensor) -> Any:
-    """Makes the tensor's device current, where launches go."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+_nothing = nullcontext()
+
+
+def on_device(device: torch.device) -> Any:
+    """Makes a device current, where launches go."""
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return _nothing
+    return torch.cuda.device(device)
 
 
 def cdiv(a: int, b: int) -> int:

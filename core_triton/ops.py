@@ -181,12 +181,8 @@ class _LossAndGradients(torch.autograd.Function):
         head_factor = input_factor = d_loss
         if scales is not None:
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
-        factors = input_factor, head_factor, head_factor
-        d_input, d_weight, d_bias = (
-            _scaled(gradient, factor, ctx.memory_budget) if needed else None
-            for needed, gradient, factor in zip(ctx.needs_grad, saved, factors, strict=True)
-        )
-        return d_input, d_weight, d_bias, *unused
+        needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
+        return *_scaled(needed, (input_factor, head_factor, head_factor), ctx.memory_budget), *unused
 
 
 class _RowLosses(torch.autograd.Function):
@@ -278,24 +274,41 @@ def _gradients(
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
 
-def _scaled(saved: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
-    """Returns saved * factor: in place where no second backward pass can come, otherwise in a new tensor."""
-    traced = type(saved) is not Tensor or torch.compiler.is_compiling()
+def _scaled(saved: Gradients, factors: tuple[Tensor, Tensor, Tensor], memory_budget: int) -> Gradients:
+    """Returns saved * factors: in place where no second backward pass can come, otherwise in new tensors."""
+    pairs = [(one, factor) for one, factor in zip(saved, factors, strict=True) if one is not None]
+    traced = any(type(one) is not Tensor for one, _ in pairs) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-        return torch.ops.linear_ce.scaled(saved, factor, memory_budget)
-    _scale_(saved, factor, memory_budget)
+        made = iter([torch.ops.linear_ce.scaled(one, factor, memory_budget) for one, factor in pairs])
+        return Gradients(*(None if one is None else next(made) for one in saved))
+    if not _modes() and all(factor is factors[0] and _scaled_by_kernel(one, factor) for one, factor in pairs):
+        from core_triton import replay, row_kernels  # Triton is not on every machine that has PyTorch
+
+        def run() -> tuple[None, ...]:
+            for one, factor in pairs:
+                row_kernels.scale(one, factor)
+            return ()
+
+        replay.call(("scale",), (*saved, factors[0]), run)
+        return saved
+    for one, factor in pairs:
+        _scale_(one, factor, memory_budget)
     return saved
+
+
+def _scaled_by_kernel(gradient: Tensor, factor: Tensor) -> bool:
+    return factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous()
 
 
 def _scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
     """Multiplies gradient by factor, () or (N, 1) float32 on the device, rounded once."""
     if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
         return  # a plain loss.backward(); on a GPU the kernel sees it: reading it here would wait for the device
-    if factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous():
+    if _scaled_by_kernel(gradient, factor):
         from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
         from core_triton.launch import on_device
 
-        with on_device(gradient):
+        with on_device(gradient.device):
             row_kernels.scale(gradient, factor)
         return
     if gradient.dtype == torch.float32:
@@ -311,32 +324,31 @@ def _scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
 # The plans.
 
 
+Results = tuple[Any, ...]  # loss, lse, target_logit, max, d_input, d_weight, d_bias
+
+
 def _run_loss_and_gradients(
     arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
     the third result holds that of d_input, and that of the head's gradients."""
-    replayed, remember = _replayed(
-        "loss_and_gradients", arrays, options, needs_grad, statistics=statistics, reduce=reduce
-    )
-    if replayed is not None:
-        loss, lse, target_logit, top, *gradients = replayed
-        return Losses(loss, lse, target_logit, top), Gradients(*gradients), None
-    problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
-    plan, scales = _plan_of(problem), None
-    if arrays.input.dtype == torch.float16:
-        scales = torch.stack(rows.saved_scales(problem.row_weight))
-    with _no_autocast(plan, arrays.input):
-        if plan.path == "scaled_exp":
-            loss, found, gradients = remember(problem)
-        else:
+    scales = torch.stack(rows.saved_scales(arrays.row_weight)) if arrays.input.dtype == torch.float16 else None
+
+    def run() -> Results:
+        problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
+        plan = _plan_of(problem)
+        with _no_autocast(plan, arrays.input):
+            if plan.path == "scaled_exp":
+                return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
             pair = None if scales is None else (scales[0], scales[1])
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair
             )
-            loss = loss.sum() if reduce else loss
-    top = found.max if statistics else None
-    return Losses(loss, found.lse, found.target_logit, top), gradients, scales
+        top = found.max if statistics else None
+        return loss.sum() if reduce else loss, found.lse, found.target_logit, top, *gradients
+
+    results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, options, run)
+    return Losses(*results[:4]), Gradients(*results[4:]), scales
 
 
 def _run_losses(
@@ -344,20 +356,37 @@ def _run_losses(
 ) -> Losses:
     """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, because the
     budget must hold them too."""
-    replayed, remember = _replayed("losses", arrays, options, needs_grad, statistics=statistics, reduce=reduce)
-    if replayed is not None:  # and so the budget held the backward pass
-        return Losses(*replayed[:4])
-    problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
-    plan = _plan_of(problem)
-    if any(needs_grad):
-        plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad)
-    with _no_autocast(plan, arrays.input):
-        if plan.path == "scaled_exp":
-            loss, found, _ = remember(problem)
-        else:
+
+    def run() -> Results:
+        problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
+        plan = _plan_of(problem)
+        if any(needs_grad):
+            plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad)
+        with _no_autocast(plan, arrays.input):
+            if plan.path == "scaled_exp":
+                return _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
             loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
-            loss = loss.sum() if reduce else loss
-    return Losses(loss, found.lse, found.target_logit, found.max if statistics else None)
+        top = found.max if statistics else None
+        return loss.sum() if reduce else loss, found.lse, found.target_logit, top, None, None, None
+
+    return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, options, run)[:4])
+
+
+def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool) -> Results:
+    from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
+
+    loss, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
+    return loss, found.lse, found.target_logit, found.max, *gradients
+
+
+def _recorded(key: tuple[Any, ...], arrays: Arrays, options: Options, run: Callable[[], Results]) -> Results:
+    """Returns the results of `run`; on a GPU, a call that is launches and nothing else is recorded and replayed."""
+    if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
+        return run()
+    from core_triton import replay  # Triton is not on every machine that has PyTorch
+
+    tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return replay.call((*key, options, tf32), arrays, run)
 
 
 def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
@@ -458,58 +487,6 @@ def _plan_of(problem: Problem) -> ExecutionPlan:
     return problem.plan
 
 
-Found = tuple[Tensor, RowStatistics, Gradients]
-
-_recordings: dict[tuple[Any, ...], Any] = {}  # a `replay.Recording`, or None for a call that cannot be replayed
-
-MOST_RECORDINGS = 4096
-
-
-def _replayed(
-    stage: Stage, arrays: Arrays, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
-) -> tuple[tuple[Any, ...] | None, Callable[[Problem], Found]]:
-    """Makes the call as it was recorded, if it was: returns loss, lse, target_logit, max and the gradients.
-
-    Otherwise returns None, and the function that makes the call by scaled exponentials and records it.
-    """
-
-    def scaled_exp_of(problem: Problem) -> Found:
-        from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
-
-        made = NO_GRADIENTS if stage == "losses" else needs_grad
-        return scaled_exp(problem, made, statistics=statistics, reduce=reduce)
-
-    device = arrays.input.device
-    if options.implementation == "chunked" or device.type != "cuda" or _modes():
-        return None, scaled_exp_of
-    from core_triton import launch, replay
-
-    if not launch.is_direct():
-        return None, scaled_exp_of
-    layouts = tuple(
-        None if a is None else (a.shape, a.stride(), a.dtype, a.data_ptr() % 16 == 0, a.device) for a in arrays
-    )
-    tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    key = (stage, options, needs_grad, statistics, reduce, layouts, tf32)
-    recording = _recordings.get(key, False)
-    if recording:
-        with launch.on_device(arrays.input):
-            return replay.replay(recording, arrays, device), scaled_exp_of
-
-    def recorded(problem: Problem) -> Found:
-        if recording is None:  # seen before: it does more than launch
-            return scaled_exp_of(problem)
-        with replay.Recorder(arrays) as recorder:
-            loss, found, gradients = scaled_exp_of(problem)
-        if len(_recordings) >= MOST_RECORDINGS:
-            _recordings.clear()
-        results = loss, found.lse, found.target_logit, found.max, *gradients
-        _recordings[key] = recorder.recording(results)
-        return loss, found, gradients
-
-    return None, recorded
-
-
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns what makes the tiles of the plans in `chunked`."""
     if plan.path == "chunked":
@@ -534,18 +511,25 @@ def row_weights_by_kernel(
     classes: int,
 ) -> tuple[Tensor, Tensor]:
     """Returns what `rows.row_weights` returns, from one launch."""
-    from core_triton import launch, row_kernels  # Triton is not on every machine that has PyTorch
+    from core_triton import replay, row_kernels  # Triton is not on every machine that has PyTorch
 
-    with launch.on_device(target):
-        return row_kernels.row_weights(
-            target.contiguous(),
-            None if token_weight is None else token_weight.contiguous(),
-            None if class_weight is None else class_weight.contiguous(),
-            normalizer,
-            classes,
-            spec.ignore_index,
-            mean=spec.reduction == "mean",
-        )
+    vectors = (
+        target.contiguous(),
+        None if token_weight is None else token_weight.contiguous(),
+        None if class_weight is None else class_weight.contiguous(),
+        normalizer,
+    )
+    mean = spec.reduction == "mean"
+
+    def run() -> tuple[Tensor, Tensor]:
+        return row_kernels.row_weights(*vectors, classes, spec.ignore_index, mean=mean)
+
+    if not target.is_cuda:
+        return run()
+    row_weight, n_valid = replay.call(("row_weights", classes, spec.ignore_index, mean), vectors, run)
+    assert row_weight is not None
+    assert n_valid is not None
+    return row_weight, n_valid
 
 
 def _modes() -> int:

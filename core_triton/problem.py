@@ -62,8 +62,12 @@ class Problem:
         return self.row_weight[chunk] != 0
 
     def rows(self, chunk: slice) -> Tensor:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
-        return torch.where((self.row_weight[chunk] != 0)[:, None], self.input[chunk], 0)
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN.
+
+        Contiguous, whatever the input's strides are, so that the same GEMMs run.
+        """
+        rows = torch.empty_like(self.input[chunk], memory_format=torch.contiguous_format)
+        return rows.copy_(self.input[chunk]).masked_fill_((self.row_weight[chunk] == 0)[:, None], 0.0)
 
 
 def layout_of(matrix: Tensor) -> MatrixLayout:

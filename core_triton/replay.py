@@ -77,10 +77,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in ALLOCATIONS:
+        if self.whole and func.overloadpacket in ALLOCATIONS:
             self.allocations.append(out)
         elif func.overloadpacket not in VIEWS:
             self.whole = False
+            self.allocations.clear()
         return out
 
     def __enter__(self) -> "Recorder":
@@ -169,6 +170,38 @@ def _recorded(place: Callable[[int], Place], direct: launch.Direct, grid: Any, k
             arguments.append(value)
     arguments += direct.tail
     return _Launch(direct.raw, grid, direct.function, direct.options, arguments, tuple(pointers), tuple(descriptors))
+
+
+_recordings: dict[tuple[Any, ...], Recording | None] = {}  # None: the call did more than launch
+
+MOST_RECORDINGS = 4096  # of some kilobytes each
+
+
+def call(
+    key: tuple[Any, ...], inputs: tuple[Tensor | None, ...], make: Callable[[], tuple[Tensor | None, ...]]
+) -> tuple[Tensor | None, ...]:
+    """Returns the results of `make`, which launches kernels on the inputs: recorded the first time, replayed later.
+
+    Args:
+        key: all that the launches depend on besides the inputs' layouts: options, and which function it is.
+        inputs: all arrays that `make` reads or writes, but for those that it allocates; on one CUDA device.
+        make: makes the call.
+    """
+    device = next(tensor.device for tensor in inputs if tensor is not None)
+    with launch.on_device(device):
+        if not launch.is_direct():
+            return make()
+        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in inputs]
+        key = (key, device, *layouts)
+        if key in _recordings:
+            recording = _recordings[key]
+            return make() if recording is None else replay(recording, inputs, device)
+        with Recorder(inputs) as recorder:
+            results = make()
+        if len(_recordings) >= MOST_RECORDINGS:
+            _recordings.clear()
+        _recordings[key] = recorder.recording(results)
+        return results
 
 
 def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torch.device) -> tuple[Tensor | None, ...]:

@@ -329,7 +329,7 @@ def finish_rows_kernel(
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
     summand = tl.exp2(target_logit * LOG2_E - anchor)  # the target's own, one of those that `total` is the sum of
-    usable = summand > LEAST_SUMMAND
+    usable = (summand > LEAST_SUMMAND) & (total == total)  # a maximum would hide NaN
     rest = tl.where(usable, tl.maximum(total - summand, 0.0), 0.0)
     lse = (anchor + tl.log2(total)) * LN_2
     nll = tl.where(usable, log1p(rest / summand), lse - target_logit)

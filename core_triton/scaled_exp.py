@@ -82,7 +82,7 @@ def scaled_exp(
     packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
     d_input's own memory can hold the input's packed rows until each chunk's gradient replaces them.
     """
-    with on_device(problem.input):
+    with on_device(problem.input.device):
         return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
 
 

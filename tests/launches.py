@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def fake_card(arch: int) -> Iterator[list[Launch]]:
         mock.patch.object(scaled_exp, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
         mock.patch.object(chunked, "add_product", no_product),
         mock.patch.object(problem, "add_product", no_product),
-        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
+        mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
     ):
         launch.device_info.cache_clear()
