@@ -183,16 +183,23 @@ def slope(logits, softcap):
 
 @triton.jit
 def store_target_logit(
-    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V: tl.constexpr
-):
+    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes,
+    BLOCK_V: tl.constexpr, BRANCHES: tl.constexpr,
+):  # fmt: skip
     """Writes target_logit (rows,) for the rows whose target is among the classes of this tile.
 
-    Without a branch around it, unlike on Hopper: Triton 3.6 cannot flatten a loop with one.
+    Few tiles have any, so with BRANCHES the comparison of all columns with the targets is behind one. In a loop that
+    is flattened there must be none: Triton 3.6 does not compile it.
     """
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
     owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
-    here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
-    tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+    if BRANCHES:
+        if tl.max(owns.to(tl.int32), 0) != 0:
+            here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+            tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+    else:
+        here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+        tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -263,7 +270,7 @@ def exponentials_kernel(
                 tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
             # The very logit that is summed: the loss is the logarithm of a ratio that is never below 1.
             store_target_logit(
-                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V, REPAIR
             )
             if STORES:
                 if HAS_SOFTCAP:
@@ -374,7 +381,7 @@ def statistics_kernel(
                     shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
                     tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
                 store_target_logit(
-                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V, REPAIR
                 )
 
 

@@ -207,7 +207,6 @@ def _store_exponentials(
 
     def store(*, repair: bool) -> None:
         for slab, place in pieces:
-            w = _head_slab(problem, slab)
             options = {
                 "target": At(rows.target, start),
                 "anchor": anchor,
@@ -217,10 +216,11 @@ def _store_exponentials(
                 "target_logit": At(rows.target_logit, start),
                 "e": None if e is None else e[:, slab],
             }
+            # No name for the slab of the head: a copy would live until the next one is there.
             if plan.hopper and not repair:
-                hopper_logits.exponentials(problem, x, w, slab, active, **options)
+                hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)
             else:
-                kernels.exponentials(problem, x, w, slab, active, **options, repair=repair)
+                kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, repair=repair)
 
     store(repair=False)
     for slab, place in pieces:

@@ -140,7 +140,18 @@ def scale(dtype: torch.dtype) -> Callable[[], None]:
     return lambda: row_kernels.scale(array(128256, 4096, dtype=dtype), array())
 
 
-SCALES = {f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+def row_weights() -> None:
+    target = array(8192, dtype=torch.int64)
+    row_kernels.row_weights(target, array(8192), array(128256), None, 128256, -100, mean=True)
+
+
+def total() -> None:
+    row_kernels.total(array(8192))
+
+
+SCALES = {"row_weights": row_weights, "total": total} | {
+    f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
+}
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
 # Compiled for Hopper alone, to save time: the other cards' kernels differ by a switch from what they compile anyhow.
 FOR_HOPPER = ("train-long", "train-transposed", "train-head32", "entropy", "eval", "eval-stats", "scale-fp32")

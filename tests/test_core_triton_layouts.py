@@ -100,6 +100,7 @@ def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementatio
 def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
     arrays = arrays_of(dtype, "cuda", 2048, 256, 8192)
     budget = 24 * 2**20
+    results("mean", arrays, "triton")  # cuBLAS takes its own workspace at its first GEMM
     for name in ARGUMENTS:
         for layout, made in layouts_of(arrays[name]):
             given = dict(arrays) | {name: made}
