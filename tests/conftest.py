@@ -31,19 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu goes without -n: each worker would start the programs of all tests")
 
 
-QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_hopper_", "test_jax_pallas_numeric")
+QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
+# What a GPU runs has all optimisations, and so has what a test measures.
+WELL_COMPILED = ("_gpu", "_memory")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles with few optimisations what runs a few times only: flax_models' programs, interpreted kernels, and the
-    loss of each case, which `python -m parity` compiles as users do. What a GPU runs has all."""
-    if not request.module.__name__.startswith(QUICKLY_COMPILED) or request.module.__name__.endswith("_gpu"):
+    """Compiles with few optimisations what runs a few times only: `python -m parity` compiles the cases as users do."""
+    name = request.module.__name__
+    if not name.startswith(QUICKLY_COMPILED) or name.endswith(WELL_COMPILED):
         yield
         return
-    from compiling import quick_compilation  # PyTorch's tests have no need of JAX
+    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests have no need of JAX
 
-    with quick_compilation():
+    with quick_compilation(), quick_callbacks():
         yield
 
 
