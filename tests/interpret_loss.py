@@ -1,6 +1,6 @@
 """Runs the loss through its Triton kernels in Triton's interpreter: in its own process, for Triton chooses when it is
-imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`, where PROGRAMS is a JSON list of
-lists, each a program's name and its arguments; prints one JSON line a call, with the index of its program.
+imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`: a JSON list of lists, each a
+program's name and its arguments. Prints one JSON line a call, with the index of its program.
 
 Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which takes gradients to two and a half times
 the error of rounding. Here its casts round to nearest, so interpreted results keep the budgets of real ones.
@@ -107,11 +107,14 @@ def _get_np_dtype(dtype: Any) -> Any:
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtypes(scalar)
 
 
-program = 0  # index of the one that runs
+class Running:
+    """Which of the programs asked for runs."""
+
+    program = 0
 
 
 def say(**fields: Any) -> None:
-    print(json.dumps({"program": program, **fields}), flush=True)
+    print(json.dumps({"program": Running.program, **fields}), flush=True)
 
 
 def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
@@ -422,8 +425,7 @@ def main() -> None:
     # Triton 3.6's interpreter makes scalars.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0 to a scalar", DeprecationWarning)
-    global program
-    for program, (name, *arguments) in enumerate(json.loads(sys.argv[1])):
+    for Running.program, (name, *arguments) in enumerate(json.loads(sys.argv[1])):
         try:
             PROGRAMS[name](*arguments)
         except Exception:  # one program that fails must not hide the others

@@ -15,9 +15,7 @@ from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
 
 def quick_parameters(names: frozenset[str]) -> list[Any]:
     """Returns every case as a parameter of a test, with the mark `slow` unless its name is among `names`."""
-    return [
-        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow) for case in cases()
-    ]
+    return [pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow) for case in cases()]
 
 
 @cache

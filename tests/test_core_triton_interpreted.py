@@ -79,6 +79,13 @@ def assert_within_budget(results: Results) -> None:
     assert not over, "\n".join([f"{len(over)} of {len(results)} calls are over a budget", *over])
 
 
+TABLES = {
+    "pairwise": [name for name in QUICK if not name.startswith("edge")],
+    "edges-bfloat16": [name for name in QUICK if name.startswith("edge") and name.endswith("-bf16")],
+    "edges": [name for name in QUICK if name.startswith("edge") and not name.endswith("-bf16")],
+}
+
+
 def more_cases(dtype: str, share: int) -> tuple[str, ...]:
     return tuple(case.name for case in cases() if case.dtype == dtype and case.name not in QUICK)[share::SHARES]
 
@@ -86,7 +93,7 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "program",
     [
-        *(pytest.param(("table", *sorted(names)), id=name) for name, names in {"quick": QUICK}.items()),
+        *(pytest.param(("table", *sorted(names)), id=name) for name, names in TABLES.items()),
         *(
             slow("table", *more_cases(dtype, share), id=f"{dtype}-{share}")
             for dtype in FLOAT_DTYPES

@@ -143,7 +143,7 @@ def launches(arch: int, name: str) -> list[Launch]:
 
 
 def sample(arch: int, operands: str) -> list[Launch]:
-    """Returns one launch of each kernel that multiplies these operands on a card: of those with the most switches on."""
+    """Returns a launch of each kernel that multiplies these operands on a card, of those with the most switches on."""
     names = [name for name in LAUNCHING if (arch, name) != SPILLS]
     found: dict[tuple[str, str], Launch] = {}
     for launch in (launch for name in names for launch in launches(arch, name) if multiplies(launch) == operands):
@@ -226,9 +226,7 @@ def kernels_of(module: Any) -> set[str]:
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_every_kernel_is_launched(arch: int) -> None:
     launched = {
-        (launch.kernel.__module__, launch.kernel.__name__)
-        for name in LAUNCHING
-        for launch in launches(arch, name)
+        (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_kernels"}
     if arch == 90:
