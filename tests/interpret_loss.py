@@ -24,6 +24,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
+from judged import least_budget
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -382,6 +383,28 @@ def run_stretches(generator: torch.Generator) -> None:
     say(name="stretches of targets", used={"difference": 0.0 if same else 200.0})
 
 
+# Chunks.
+
+
+def run_chunks() -> None:
+    """Rows in as many chunks as the least budget makes, whose gradients of the head add up, against one chunk."""
+    x, w = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((300, 8), (140, 8))
+    )
+    target = torch.arange(300) % 140
+
+    def gradients(budget: int | None) -> list[Tensor]:
+        head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 140).bfloat16().requires_grad_()]
+        loss = core_triton.linear_cross_entropy(
+            x, head[0], target, linear_bias=head[1], reduction="sum", memory_budget=budget, implementation="triton"
+        )
+        return list(torch.autograd.grad(loss, head))
+
+    least = least_budget(gradients)
+    for name, found, want in zip(("d_weight", "d_bias"), gradients(least), gradients(None), strict=True):
+        say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
+
+
 # The scaling kernel.
 
 
@@ -407,6 +430,7 @@ PROGRAMS = {
     "writes": run_writes,
     "shards": run_shards,
     "layouts": run_layouts,
+    "chunks": run_chunks,
     "scale": run_scale,
 }
 

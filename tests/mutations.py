@@ -43,7 +43,6 @@ def tests(file: str, chosen: str) -> tuple[str, ...]:
 
 
 TABLE = tests("core_triton_interpreted", "pairwise")
-EDGES = tests("core_triton_interpreted", "edges-bfloat16")
 TORCH = tests("core_triton_numeric", "test_case")
 COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
@@ -83,7 +82,10 @@ TRITON_KERNELS = (
     Mutation("core_triton/row_kernels.py", "acc += x.to(tl.float32) * w", "acc -= x.to(tl.float32) * w", TABLE),
     Mutation("core_triton/row_kernels.py", "LOG2_E) - kept", "LOG2_E) + kept", TABLE),
     Mutation(
-        "core_triton/row_kernels.py", "total += tl.load(sum_ptr + columns", "total -= tl.load(sum_ptr + columns", EDGES
+        "core_triton/row_kernels.py",
+        "total += tl.load(sum_ptr + columns",
+        "total -= tl.load(sum_ptr + columns",
+        tests("core_triton_interpreted", "chunks"),
     ),
     Mutation("core_triton/target_kernels.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
     Mutation(
@@ -100,8 +102,8 @@ TRITON_KERNELS = (
     Mutation("core_triton/fused_tiles.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
     Mutation(
         "core_triton/fused_tiles.py",
-        "min(programs // rest, steps)",
-        "min(programs // rest + 1, steps)",
+        "divmod(tiles, programs)",
+        "divmod(tiles, programs + 1)",
         tests("chunking", "shares"),
     ),
 )

@@ -137,6 +137,11 @@ def test_the_inputs_layout_changes_nothing(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("chunks")])
+def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("scale")])
 def test_scale_kernel(results: Results) -> None:
     assert len(results) == 12  # three dtypes by four factors
