@@ -22,13 +22,14 @@ for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
 done; echo "no Python 3.12 that runs was found; set PYTHON=/path/to/python3.12" >&2; exit 1
 endef
 
-.PHONY: help train test test-slow test-latest lint format parity clean
+.PHONY: help train test test-slow test-latest test-mutations lint format parity clean
 
 help:
 	@echo "make train        set up, then train the tiny language model on the standard library's sources"
-	@echo "make test         set up, then run the CPU tests (under ten minutes on two cores)"
+	@echo "make test         set up, then run the quick CPU tests (seven minutes of CPU time)"
 	@echo "make test-slow    the cases that make test leaves out and that need no GPU"
-	@echo "make test-latest  the CPU tests with the newest torch, triton, jax and NumPy"
+	@echo "make test-latest  the quick CPU tests with the newest torch, triton, jax and NumPy"
+	@echo "make test-mutations  break the code in forty places, one at a time: the quick tests must notice each"
 	@echo "make parity       run the parity table on this machine"
 	@echo "make lint         ruff and pyright;  make format: let ruff rewrite"
 
@@ -57,14 +58,17 @@ train: .venv/.train
 	@$(BIN)/python -m flax_models.train $(ARGS)
 
 test: .venv/.dev
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 test-slow: .venv/.dev
-	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist load -m "slow and not gpu" $(ARGS)
 
 test-latest: .venv-latest/.dev
 	@$(LATEST)/python -m pip list 2>/dev/null | grep -E '^(torch|triton|jax|jaxlib|numpy|flax|optax) '
-	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(ARGS)
+	@$(TEST_ENV) $(LATEST)/python -m pytest -n $(WORKERS) --dist loadfile -m "not slow and not gpu" $(ARGS)
+
+test-mutations: .venv/.dev
+	@$(BIN)/python tests/mutations.py $(ARGS)
 
 parity: .venv/.dev
 	@$(BIN)/python -m parity $(ARGS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from programs import LONG, Command, Printed, Programs
+from slow_tests import is_slow, unknown
 
 # Mosaic's interpreter waits for itself where XLA has fewer threads than two programs of three and their caller.
 if len(os.sched_getaffinity(0)) < 8:
@@ -36,28 +37,31 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("-m gpu goes without -n: each worker would start the programs of all tests")
 
 
-QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_hopper_", "test_jax_pallas_numeric")
+QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
+# What a GPU runs has all optimisations, and so has what a test measures.
+WELL_COMPILED = ("_gpu", "_memory")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles with few optimisations what runs a few times only: flax_models' programs, interpreted kernels, and the
-    loss of each case, which `python -m parity` compiles as users do. What a GPU runs has all."""
-    if not request.module.__name__.startswith(QUICKLY_COMPILED) or request.module.__name__.endswith("_gpu"):
+    """Compiles with few optimisations what runs a few times only: `python -m parity` compiles the cases as users do."""
+    name = request.module.__name__
+    if not name.startswith(QUICKLY_COMPILED) or name.endswith(WELL_COMPILED):
         yield
         return
-    from compiling import quick_compilation  # PyTorch's tests have no need of JAX
+    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests have no need of JAX
 
-    with quick_compilation():
+    with quick_compilation(), quick_callbacks():
         yield
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of compiled programs, which runs of flax_models' trainer within a module share."""
+    """The folder of compiled programs, which all tests share: of a session, or of a worker of pytest-xdist."""
     from flax_runs import compilation_cache
 
-    folder = tmp_path_factory.mktemp("compiled")
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    folder.mkdir(exist_ok=True)
     with compilation_cache(folder):
         yield folder
 
@@ -119,7 +123,17 @@ def turn(item: pytest.Item) -> tuple[bool, float]:
     return "alone" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names: dict[str, set[str]] = {}
+    for item in items:
+        names.setdefault(item.path.name, set()).add(item.name)
+        if is_slow(item.path.name, item.name):
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args):
+        stale = {file: found for file in names if (found := unknown(file, names[file]))}
+        if stale:
+            raise pytest.UsageError(f"slow_tests.py names tests that are not there: {stale}")
     items.sort(key=turn)
 
 

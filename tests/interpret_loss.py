@@ -1,6 +1,6 @@
 """Runs the loss through its Triton kernels in Triton's interpreter: in its own process, for Triton chooses when it is
-imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAM [ARGUMENTS]`; prints one JSON line
-a call.
+imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`: a JSON list of lists, each a
+program's name and its arguments. Prints one JSON line a call, with the index of its program.
 
 Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which takes gradients to two and a half times
 the error of rounding. Here its casts round to nearest, so interpreted results keep the budgets of real ones.
@@ -12,10 +12,11 @@ import itertools
 import json
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -23,13 +24,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
+from judged import least_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, ops, recompute, rows, target_kernels
+from core_triton import chunked, ops, recompute, row_kernels, rows, target_kernels
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -105,8 +107,14 @@ def _get_np_dtype(dtype: Any) -> Any:
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _np_dtypes(scalar)
 
 
+class Running:
+    """Which of the programs asked for runs."""
+
+    program = 0
+
+
 def say(**fields: Any) -> None:
-    print(json.dumps(fields), flush=True)
+    print(json.dumps({"program": Running.program, **fields}), flush=True)
 
 
 def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
@@ -117,18 +125,19 @@ def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> N
     say(name=case.name, used={name: judgement.percent for name, judgement in judgements.items()}, **fields)
 
 
-def run_table(dtype: str, first: str, step: str) -> None:
-    """Every so many-th case of the contract in one dtype."""
-    for case in [case for case in cases() if case.dtype == dtype][int(first) :: int(step)]:
+def run_table(*names: str) -> None:
+    """Cases of the contract."""
+    known = {case.name: case for case in cases()}
+    for case in map(known.__getitem__, names):
         say_judged(case, make_arrays(case))
 
 
 # Anchors that have to be repaired.
 
 REPAIRED = (
-    Case(name="far", logit_std=60.0),
     Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
     Case(name="far-softcap", logit_std=60.0, spec=LossSpec("sum", softcap=60.0, z_loss_weight=1e-3)),
+    Case(name="far", logit_std=60.0),
     Case(name="far-weight", logit_std=60.0, has_class_weight=True, head_dtype="float32", vocab_axis=1),
     Case(name="far-frozen_weight", logit_std=60.0, frozen=("linear_weight",), vocab=300),
     Case(name="far-frozen_input", logit_std=60.0, frozen=("input",), tight_memory=True, lead=(150,)),
@@ -136,9 +145,9 @@ REPAIRED = (
 LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that an anchor stands
 
 
-def run_repair() -> None:
+def run_repair(which: Literal["quick", "more"]) -> None:
     """Logits far above the target's, in every block of rows or in one alone."""
-    for case in REPAIRED:
+    for case in REPAIRED[:2] if which == "quick" else REPAIRED[2:]:
         case = replace(case, dtype="bfloat16")
         arrays = make_arrays(case)
         say_judged(case, arrays, far=far_rows(case, arrays))
@@ -208,10 +217,10 @@ WRITES: tuple[dict[str, Any], ...] = (
 )
 
 
-def run_writes(dtype: str, *functions: str) -> None:
+def run_writes(dtype: str, functions: Sequence[str], numbers: Sequence[int] = range(len(WRITES))) -> None:
     """Calls between guards, on buffers full of NaN: nothing is written or used outside, and everything inside is."""
     for function in functions:
-        for number, options in enumerate(WRITES):
+        for number, options in ((number, WRITES[number]) for number in numbers):
             if function == "log_probs" and "label_smoothing" in options:
                 continue
             guards = Guards()
@@ -375,12 +384,55 @@ def run_stretches(generator: torch.Generator) -> None:
     say(name="stretches of targets", used={"difference": 0.0 if same else 200.0})
 
 
+# Chunks.
+
+
+def run_chunks() -> None:
+    """Rows in as many chunks as the least budget makes, whose gradients of the head add up, against one chunk."""
+    x, w = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((300, 8), (140, 8))
+    )
+    target = torch.arange(300) % 140
+
+    def gradients(budget: int | None) -> list[Tensor]:
+        head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 140).bfloat16().requires_grad_()]
+        loss = core_triton.linear_cross_entropy(
+            x, head[0], target, linear_bias=head[1], reduction="sum", memory_budget=budget, implementation="triton"
+        )
+        return list(torch.autograd.grad(loss, head))
+
+    least = least_budget(gradients)
+    for name, found, want in zip(("d_weight", "d_bias"), gradients(least), gradients(None), strict=True):
+        say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
+
+
+# The scaling kernel.
+
+
+def run_scale() -> None:
+    """Scales more elements than whole blocks, in place, before a guard."""
+    scale_kernel: Any = row_kernels.scale_kernel
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for value in (1.0, 1 / 3, 65536.0 / 4096, float("nan")):
+            before = torch.randn(1001, generator=generator).to(dtype)
+            buffer = torch.cat([before, torch.full((23,), 7.0, dtype=dtype)])
+            factor = torch.tensor(value)
+            scale_kernel[(4,)](buffer, factor, 1001, BLOCK=256)
+            expected = before if value == 1.0 else (before.float() * factor).to(dtype)
+            torch.testing.assert_close(buffer[:1001], expected, rtol=0, atol=0, equal_nan=True)
+            assert (buffer[1001:] == 7.0).all(), "written past the end"
+            say(name=f"{dtype}-{value}")
+
+
 PROGRAMS = {
     "table": run_table,
     "repair": run_repair,
     "writes": run_writes,
     "shards": run_shards,
     "layouts": run_layouts,
+    "chunks": run_chunks,
+    "scale": run_scale,
 }
 
 
@@ -398,7 +450,11 @@ def main() -> None:
     # Triton 3.6's interpreter makes scalars.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0 to a scalar", DeprecationWarning)
-    PROGRAMS[sys.argv[1]](*sys.argv[2:])
+    for Running.program, (name, *arguments) in enumerate(json.loads(sys.argv[1])):
+        try:
+            PROGRAMS[name](*arguments)
+        except Exception:  # one program that fails must not hide the others
+            say(name=name, failure=traceback.format_exc()[-5000:])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The Triton kernels in Triton's interpreter, against the float64 reference: no GPU is needed."""
+"""The Triton kernels in Triton's interpreter, against the float64 reference: no GPU is needed.
+
+One process runs the programs of all quick tests: to start one costs as much as ten cases.
+"""
 
 import json
 import os
@@ -8,24 +11,65 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quick_cases import quick_names
 
 from linear_ce.spec import FLOAT_DTYPES
 from parity.cases import cases
 
+pytestmark = pytest.mark.timeout(900)
+
 HERE = Path(__file__).parent
-SHARES = 2  # of the table of cases, for the workers of a test run to share
+QUICK = quick_names("torch-triton")
+SHARES = 2  # of the slow cases of a dtype, for the workers of a test run to share
+
+Program = tuple[Any, ...]  # of interpret_loss.py: its name and arguments
+Results = list[dict[str, Any]]  # of each call
 
 
-def interpret(*arguments: str) -> list[dict[str, Any]]:
-    """Runs a program of interpret_loss.py; returns its results, one of each call."""
+def interpret(programs: list[Program]) -> list[Results]:
+    """Runs programs of interpret_loss.py in one process; returns the results of each."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(HERE / "interpret_loss.py"), *arguments]
+    command = [sys.executable, "-W", "error", str(HERE / "interpret_loss.py"), json.dumps(programs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-300:] + done.stderr[-5000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    results: list[Results] = [[] for _ in programs]
+    for result in map(json.loads, done.stdout.splitlines()):
+        results[result["program"]].append(result)
+    return results
 
 
-def assert_within_budget(results: list[dict[str, Any]]) -> None:
+@pytest.fixture(scope="module")
+def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
+    """What the programs of this module's selected quick tests printed."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    programs = [item.callspec.params["program"] for item in items if not item.get_closest_marker("slow")]
+    return dict(zip(programs, interpret(programs), strict=True))
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, program: Program) -> Results:
+    """What the test's program printed: a slow one in a process of its own."""
+    if request.node.get_closest_marker("slow"):
+        results = interpret([program])[0]
+    else:
+        results = request.getfixturevalue("quick_results")[program]
+    failures = [result["failure"] for result in results if "failure" in result]
+    assert not failures, failures[0]
+    assert results
+    return results
+
+
+def quick(*program: Any) -> Any:
+    """Returns a program as the parameter of a test."""
+    return pytest.param(program, id="-".join(map(str, program[:2])))
+
+
+def slow(*program: Any, id: str = "") -> Any:
+    """The same of a test that runs by `make test-slow` only."""
+    return pytest.param(program, id=id or "-".join(map(str, program)), marks=pytest.mark.slow)
+
+
+def assert_within_budget(results: Results) -> None:
     """Fails with the percentage of its budget that each output used, for every call that used more than all of one."""
     over = []
     for result in results:
@@ -35,17 +79,35 @@ def assert_within_budget(results: list[dict[str, Any]]) -> None:
     assert not over, "\n".join([f"{len(over)} of {len(results)} calls are over a budget", *over])
 
 
-@pytest.mark.parametrize("share", range(SHARES))
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-def test_every_case_is_within_its_error_budget(dtype: str, share: int) -> None:
-    results = interpret("table", dtype, str(share), str(SHARES))
-    names = [case.name for case in cases() if case.dtype == dtype]
-    assert [result["name"] for result in results] == names[share::SHARES]
+TABLES = {
+    "pairwise": [name for name in QUICK if not name.startswith("edge")],
+    "edges-bfloat16": [name for name in QUICK if name.startswith("edge") and name.endswith("-bf16")],
+    "edges": [name for name in QUICK if name.startswith("edge") and not name.endswith("-bf16")],
+}
+
+
+def more_cases(dtype: str, share: int) -> tuple[str, ...]:
+    return tuple(case.name for case in cases() if case.dtype == dtype and case.name not in QUICK)[share::SHARES]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(pytest.param(("table", *sorted(names)), id=name) for name, names in TABLES.items()),
+        *(
+            slow("table", *more_cases(dtype, share), id=f"{dtype}-{share}")
+            for dtype in FLOAT_DTYPES
+            for share in range(SHARES)
+        ),
+    ],
+)
+def test_every_case_is_within_its_error_budget(program: Program, results: Results) -> None:
+    assert [result["name"] for result in results] == [*program[1:]]
     assert_within_budget(results)
 
 
-def test_anchors_that_are_too_low_are_repaired() -> None:
-    results = interpret("repair")
+@pytest.mark.parametrize("program", [quick("repair", "quick"), slow("repair", "more")])
+def test_anchors_that_are_too_low_are_repaired(results: Results) -> None:
     assert_within_budget(results)
     *everywhere, in_one_block = (result["far"] for result in results)
     assert all(len(far) > 10 for far in everywhere)
@@ -53,23 +115,33 @@ def test_anchors_that_are_too_low_are_repaired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "functions"),
+    "program",
     [
-        ("bfloat16", ("mean",)),
-        pytest.param("bfloat16", ("none", "log_probs"), marks=pytest.mark.slow),
-        ("float16", ("mean",)),
+        quick("writes", "bfloat16", ("mean",)),
+        quick("writes", "float16", ("mean",), (0, 2, 8)),
+        slow("writes", "float16", ("mean",)),
+        slow("writes", "bfloat16", ("none", "log_probs")),
     ],
-    ids=["bf16", "bf16-more", "fp16"],
 )
-def test_nothing_is_written_outside_and_everything_inside(dtype: str, functions: tuple[str, ...]) -> None:
-    assert all(result["buffers"] > 5 for result in interpret("writes", dtype, *functions))
+def test_nothing_is_written_outside_and_everything_inside(results: Results) -> None:
+    assert all(result["buffers"] > 5 for result in results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_shards_of_the_vocabulary_make_the_whole(dtype: str) -> None:
-    assert_within_budget(interpret("shards", dtype))
+@pytest.mark.parametrize("program", [quick("shards", "float32"), quick("shards", "bfloat16")])
+def test_shards_of_the_vocabulary_make_the_whole(results: Results) -> None:
+    assert_within_budget(results)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_the_inputs_layout_changes_nothing(dtype: str) -> None:
-    assert_within_budget(interpret("layouts", dtype))
+@pytest.mark.parametrize("program", [quick("layouts", "float32"), slow("layouts", "bfloat16")])
+def test_the_inputs_layout_changes_nothing(results: Results) -> None:
+    assert_within_budget(results)
+
+
+@pytest.mark.parametrize("program", [quick("chunks")])
+def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
+    assert_within_budget(results)
+
+
+@pytest.mark.parametrize("program", [quick("scale")])
+def test_scale_kernel(results: Results) -> None:
+    assert len(results) == 12  # three dtypes by four factors

@@ -63,8 +63,10 @@ def results(function: str, arrays: dict[str, Tensor], implementation: str, backw
     return [*(result.detach() for result in found), *torch.autograd.grad(total, leaves)]
 
 
-def assert_layouts_agree(function: str, dtype: torch.dtype, device: str, implementation: str, *sizes: int) -> None:
-    arrays = arrays_of(dtype, device, *sizes)
+def assert_layouts_agree(
+    function: str, dtype: torch.dtype, device: str, implementation: str, n: int, d: int, v: int
+) -> None:
+    arrays = arrays_of(dtype, device, n, d, v)
     names = ARGUMENTS if function != "log_probs" else ARGUMENTS[:4]
     for name in names:
         for layout, made in layouts_of(arrays[name]):
@@ -131,8 +133,10 @@ def confident(dtype: torch.dtype, device: str, n: int, d: int, v: int, scale: fl
     return x, w, (x.double() @ w.double().T).argmax(1)
 
 
-def assert_confident(dtype: torch.dtype, device: str, implementation: str, *sizes: int, scale: float = 40.0) -> None:
-    x, w, target = confident(dtype, device, *sizes, scale)
+def assert_confident(
+    dtype: torch.dtype, device: str, implementation: str, n: int, d: int, v: int, scale: float = 40.0
+) -> None:
+    x, w, target = confident(dtype, device, n, d, v, scale)
     exact = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
     float32 = F.cross_entropy(x.float() @ w.float().T, target, reduction="none").double()
     bound = 3 * float((float32 - exact).abs().max())
@@ -217,7 +221,8 @@ def test_meta_tensors_give_shapes() -> None:
 
 
 def test_a_distributed_tensor_is_refused_by_name() -> None:
-    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -1,5 +1,7 @@
 """What a call of core_triton allocates above its arguments and gradients stays within memory_budget, in every plan."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,14 +37,25 @@ def workspace(
     return meter.peak - bytes_of(*found)
 
 
+def in_turn(every: int, *factors: Sequence[Any]) -> list[Any]:
+    """Returns all combinations as parameters of a test, of which the quick suite runs one in `every`: each value of a
+    factor with those of the others in turn."""
+    combinations = itertools.product(*(enumerate(factor) for factor in factors))
+    return [
+        pytest.param(
+            *(value for _, value in chosen),
+            id="-".join(str(value).removeprefix("torch.") for _, value in chosen),
+            marks=pytest.mark.slow if sum(index for index, _ in chosen) % every else (),
+        )
+        for chosen in combinations
+    ]
+
+
 def assert_within(budget: int, used: int) -> None:
     assert used <= budget, f"{used} bytes of workspace are {used / budget:.0%} of the budget of {budget}"
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("function", "dtype", "shape", "softcap"), in_turn(3, FUNCTIONS, DTYPES, SHAPES, (None, 5.0)))
 def test_workspace_within_budget(function: str, dtype: torch.dtype, shape: Any, softcap: float | None) -> None:
     arrays = problem(*shape, dtype=dtype)
     least = least_budget(lambda budget: workspace(function, arrays, budget, softcap=softcap))
@@ -50,9 +63,10 @@ def test_workspace_within_budget(function: str, dtype: torch.dtype, shape: Any, 
         assert_within(budget, workspace(function, arrays, budget, softcap=softcap, upstream=3.0))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("frozen", [("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",)])
+FROZEN = (("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",))
+
+
+@pytest.mark.parametrize(("function", "dtype", "frozen"), in_turn(3, FUNCTIONS, DTYPES, FROZEN))
 def test_frozen_arguments_within_budget(function: str, dtype: torch.dtype, frozen: tuple[str, ...]) -> None:
     arrays = problem(50, 16, 501, dtype=dtype)
     least = least_budget(lambda budget: workspace(function, arrays, budget, frozen=frozen))

@@ -1,17 +1,21 @@
-"""jax_pallas against the float64 reference: every case of the table, and float16 where it would underflow."""
+"""jax_pallas against the float64 reference: the table's cases (the quick suite runs a part, for each one compiles its
+own program), and float16 where it would underflow."""
 
 import pytest
 from judged import check, check_many_logits
+from quick_cases import quick_names, quick_parameters
 
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import Case, cases
+from parity.cases import Case
 from parity.expected import expected
 from parity.tolerances import error
 
+pytestmark = pytest.mark.usefixtures("compiled")
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+
+@pytest.mark.parametrize("case", quick_parameters(quick_names("jax-chunked")))
 def test_case(case: Case) -> None:
     check("jax-chunked", case)
 

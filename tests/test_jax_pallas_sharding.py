@@ -151,17 +151,34 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 @pytest.fixture(scope="module")
-def failures() -> dict[str, str]:
-    """Returns the failures of CHECKS on several devices."""
+def failures(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Returns the failures of the selected tests' CHECKS on several devices, all by one process."""
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    names = [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as compiling.quick_compilation
+    done = subprocess.run(
+        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", CHECKS)
+SLOW = (
+    "sum, checked",
+    "none, checked",
+    "log_probs, checked",
+    "mean, unchecked",
+    "mean, plain jit",
+    "replicated, kernels",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CHECKS]
+)
 def test_on_several_devices(name: str, failures: dict[str, str]) -> None:
     assert name not in failures, failures[name]
 
@@ -197,12 +214,12 @@ def test_log_probs_refuse_sharded_arrays_too() -> None:
 
 
 def main() -> None:
-    """Runs CHECKS and prints the failures, by name, as JSON."""
+    """Runs the named ones of CHECKS and prints the failures, by name, as JSON."""
     assert jax.device_count() == DEVICES
     found: dict[str, str] = {}
-    for name, check in CHECKS.items():
+    for name in sys.argv[1:]:
         try:
-            check()
+            CHECKS[name]()
         except Exception:  # one failing check must not hide the others
             found[name] = traceback.format_exc(limit=-5)[-3000:]
     print(json.dumps(found))

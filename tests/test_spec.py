@@ -219,3 +219,9 @@ def test_choice() -> None:
     assert check_choice("implementation", "chunked", ("chunked", "triton")) == "chunked"
     with pytest.raises(ValueError, match=r"^implementation must be one of 'chunked', 'triton', got 'fast'$"):
         check_choice("implementation", "fast", ("chunked", "triton"))
+
+
+def test_bounds_are_admitted() -> None:
+    assert LossSpec(vocab_size=5).classes(5) == 5
+    assert [LossSpec(label_smoothing=bound).label_smoothing for bound in (0, 1)] == [0.0, 1.0]
+    assert LossSpec(z_loss_weight=0.0, vocab_size=1).classes(1) == 1

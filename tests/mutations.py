@@ -1,0 +1,277 @@
+"""Breaks the code in one place at a time and says whether the quick tests notice: `make test-mutations`.
+
+Each mutation is one change of one line of kernels, row math or plans. The command copies the tree to a folder of its
+own, makes the change there, runs the tests named beside it (the quick ones of them), and prints "caught" or "SURVIVED".
+It ends with 1 if one survives, or if the text to change is not in its file exactly once: then the code has moved, and
+the table below with it. `python tests/mutations.py TEXT...` runs the mutations whose file or text holds one of these.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = ("core_triton", "jax_pallas", "linear_ce", "parity", "benchmarks", "flax_models", "tests", "pyproject.toml")
+WORKERS = 2
+
+
+class Mutation(NamedTuple):
+    """One change, and the tests that must notice.
+
+    Args:
+        file: relative to the root.
+        old: what is in the file exactly once.
+        new: what takes its place.
+        tests: arguments of pytest.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def tests(file: str, chosen: str) -> tuple[str, ...]:
+    """Returns the arguments for the tests of a file that an expression of -k chooses."""
+    return (f"tests/test_{file}.py", "-k", chosen)
+
+
+TABLE = tests("core_triton_interpreted", "pairwise")
+TORCH = tests("core_triton_numeric", "test_case")
+COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
+PALLAS = tests("jax_pallas_kernels", "test_exponentials")
+
+TRITON_KERNELS = (
+    Mutation("core_triton/kernels.py", "softcap * tanh(logits * (1.0", "softcap * tanh(logits * (2.0", TABLE),
+    Mutation("core_triton/kernels.py", "return 1.0 - ratio * ratio", "return 1.0 + ratio * ratio", TABLE),
+    Mutation(
+        "core_triton/kernels.py",
+        "first + within % size, within // size",
+        "first + within // size, within % size",
+        TABLE,
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.exp2(logits * LOG2_E - anchor[:, None])",
+        "tl.exp2(logits * LOG2_E + anchor[:, None])",
+        TABLE,
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.sum(logits * class_weight[None, :], 1)",
+        "tl.sum(logits, 1)",
+        TABLE,
+    ),
+    Mutation("core_triton/kernels.py", "d_logits - tau[:, None], d_logits", "d_logits + tau[:, None], d_logits", TABLE),
+    Mutation(
+        "core_triton/kernels.py", "for k in range(0, hidden, BLOCK_D)", "for k in range(0, BLOCK_D, BLOCK_D)", TABLE
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "~(total < SUM_LIMIT)",
+        "(total < 0)",
+        tests("core_triton_interpreted", "repaired"),
+    ),
+    Mutation("core_triton/row_kernels.py", "rank, count + row - rank)", "rank, row)", TABLE),
+    Mutation("core_triton/row_kernels.py", "acc += x.to(tl.float32) * w", "acc -= x.to(tl.float32) * w", TABLE),
+    Mutation("core_triton/row_kernels.py", "LOG2_E) - kept", "LOG2_E) + kept", TABLE),
+    Mutation(
+        "core_triton/row_kernels.py",
+        "total += tl.load(sum_ptr + columns",
+        "total -= tl.load(sum_ptr + columns",
+        tests("core_triton_interpreted", "chunks"),
+    ),
+    Mutation("core_triton/target_kernels.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
+    Mutation(
+        "core_triton/target_kernels.py",
+        "others[None, :] < row_ids[:, None]",
+        "others[None, :] <= row_ids[:, None]",
+        TABLE,
+    ),
+    # Hopper's kernels run on a GPU only: without one they are compiled, and their code is read.
+    Mutation(
+        "core_triton/hopper.py", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(0, deps=[acc])", COMPILED
+    ),
+    Mutation("core_triton/hopper_gradients.py", "e_ring.index(stage).permute((1, 0))", "e_ring.index(stage)", COMPILED),
+    Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
+    Mutation(
+        "core_triton/tile_config.py",
+        "divmod(tiles, programs)",
+        "divmod(tiles, programs + 1)",
+        tests("chunking", "shares"),
+    ),
+)
+TORCH_ROWS = (
+    Mutation("core_triton/rows.py", "a.target_logit + b.target_logit", "a.target_logit - b.target_logit", TORCH),
+    Mutation("core_triton/rows.py", "* statistics.lse.square()", "* statistics.lse.abs()", TORCH),
+    Mutation(
+        "core_triton/rows.py", "upstream * (spec.label_smoothing / classes)", "upstream * spec.label_smoothing", TORCH
+    ),
+    Mutation("core_triton/rows.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH),
+    Mutation("core_triton/chunked.py", "slab, summed, first=first", "slab, summed, first=True", TORCH),
+    Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
+)
+CONTRACT = (
+    Mutation(
+        "linear_ce/chunking.py",
+        "(budget - self.fixed - slab",
+        "(budget - slab",
+        tests("chunking", "rows_within"),
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "if kept.rows >= tokens:",
+        "if kept.rows > tokens:",
+        tests("chunking", "fits_whole"),
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "(chunks * ROW_MULTIPLE)) * ROW",
+        "(chunks * ROW_MULTIPLE) + 1) * ROW",
+        tests("chunking", "choice"),
+    ),
+    Mutation(
+        "linear_ce/spec.py",
+        "if self.vocab_size > rows:",
+        "if self.vocab_size >= rows:",
+        tests("spec", "bounds_are_admitted"),
+    ),
+    Mutation(
+        "linear_ce/spec.py",
+        "if not 0.0 <= smoothing <= 1.0:",
+        "if not 0.0 <= smoothing < 1.0:",
+        tests("spec", "bounds_are_admitted"),
+    ),
+)
+JAX_ROWS = (
+    Mutation(
+        "jax_pallas/rows.py",
+        "d_log_prob - d_entropy * entropy",
+        "d_log_prob + d_entropy * entropy",
+        tests("jax_pallas_transforms", "test_jit and None-log_probs"),
+    ),
+    Mutation(
+        "jax_pallas/rows.py",
+        "row_weight / denominator",
+        "row_weight * denominator",
+        tests("jax_pallas_edges", "normalizer_of_any_type"),
+    ),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "d_logits - jnp.where(_at_target",
+        "d_logits + jnp.where(_at_target",
+        tests("jax_pallas_transforms", "test_jit and None-mean"),
+    ),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "slab.of(d_bias) + summed",
+        "summed",
+        tests("jax_pallas_transforms", "test_jit and 65536-mean"),
+    ),
+)
+PALLAS_KERNELS = (
+    Mutation(
+        "jax_pallas/kernels.py",
+        "lax.rem(within, size), lax.div(within, size)",
+        "lax.div(within, size), lax.rem(within, size)",
+        PALLAS,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "1.0 - lax.square(logits * (1.0 / softcap))",
+        "1.0 + lax.square(logits * (1.0 / softcap))",
+        PALLAS,
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "part.only_seen(jnp.exp2(part.logits * LOG2_E - anchor))",
+        "jnp.exp2(part.logits * LOG2_E - anchor)",
+        PALLAS,
+    ),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        'LOG2_E - half.of_rows("anchor")',
+        'LOG2_E + half.of_rows("anchor")',
+        tests("jax_pallas_hopper_logits", "test_exponentials"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        'values - row["tau"], values',
+        'values + row["tau"], values',
+        tests("jax_pallas_hopper_logits", "test_d_logits"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "cdiv(hidden, D_BLOCK), cdiv(n, STEP)",
+        "cdiv(hidden, D_BLOCK), n // STEP",
+        tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_d_input.py",
+        "0.0, factor * term.astype",
+        "0.0, term.astype",
+        tests("jax_pallas_hopper_gradients", "test_d_input and whole"),
+    ),
+    Mutation(
+        "jax_pallas/target_kernels.py",
+        "jnp.where(y == before, 0, 1)",
+        "jnp.where(y == before, 1, 0)",
+        tests("jax_pallas_hopper_gradients", "add_target_rows"),
+    ),
+)
+MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
+NOTHING_RAN = 5  # pytest's status where no test was chosen
+
+
+def outcome(mutation: Mutation) -> tuple[str, float]:
+    """Returns "caught", or what is wrong, and the seconds it took."""
+    start = time.monotonic()
+    text = (ROOT / mutation.file).read_text()
+    if text.count(mutation.old) != 1:
+        return f"NOT FOUND: the file has this text {text.count(mutation.old)} times", 0.0
+    with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
+        for name in COPIED:
+            source, place = ROOT / name, Path(folder) / name
+            if source.is_dir():
+                shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__", "results"))
+            else:
+                shutil.copy(source, place)
+        (Path(folder) / mutation.file).write_text(text.replace(mutation.old, mutation.new))
+        options = ["-m", "not slow and not gpu", "-x", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/temporary"]
+        variables = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *mutation.tests],
+            cwd=folder,
+            env=os.environ | variables | {"PYTHONPATH": folder},
+            capture_output=True,
+            text=True,
+        )
+    seconds = time.monotonic() - start
+    if done.returncode == 1:
+        return "caught", seconds
+    if done.returncode == 0:
+        return "SURVIVED", seconds
+    said = "no test was chosen" if done.returncode == NOTHING_RAN else done.stdout[-500:] + done.stderr[-500:]
+    return f"FAILED TO RUN: pytest ended with {done.returncode}: {said}", seconds
+
+
+def main() -> int:
+    wanted = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not wanted or any(text in m.file or text in m.old for text in wanted)]
+    wrong = 0
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for mutation, (said, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
+            wrong += said != "caught"
+            print(f"{said:<9} {seconds:4.0f} s  {mutation.file}: {mutation.old!r} -> {mutation.new!r}", flush=True)
+    print(f"{len(chosen) - wrong} of {len(chosen)} mutations are caught")
+    return int(wrong > 0 or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

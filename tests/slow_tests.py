@@ -1,0 +1,181 @@
+"""Tests that `make test` leaves out and `make test-slow` runs: what they exercise, a quicker test exercises too.
+
+By file: names of tests, or of single cases of a test with their parameters. conftest.py gives them the mark `slow`, and
+refuses a name that no test of the file has. Tests that have the mark where they stand take longer still.
+"""
+
+import re
+from collections.abc import Iterable
+
+SLOW: dict[str, tuple[str, ...]] = {
+    # The same steps and files as a run of plain text, whose resumption test_flax_resume.py holds to the bit; rows of
+    # dialogues and adapters: test_examples.py.
+    "test_flax_lora.py": (
+        "test_the_first_output_is_the_base_models_to_the_bit[bfloat16]",
+        "test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average",
+        "test_a_cache_changes_nothing_that_is_drawn",
+        "test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits[False]",
+    ),
+    "test_flax_dialogues.py": ("test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit",),
+    "test_flax_freeze.py": (
+        "test_a_run_says_what_trains_and_goes_on_with_it",
+        "test_frozen_parameters_keep_their_bits_and_all_others_move[2]",
+    ),
+    # Losses and exports against transformers: test_flax_families.py.
+    "test_flax_finetune.py": (
+        "test_the_first_steps_loss_is_that_of_transformers_on_its_batch",
+        "test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transformers",
+    ),
+    "test_flax_model.py": (
+        "test_what_is_kept_for_the_backward_pass[4]",
+        "test_loops_and_recomputation_change_neither_results_nor_gradients",
+        "test_tied_head_is_the_embedding_and_learns_from_both_ends",
+    ),
+    "test_flax_packing.py": (
+        "test_packed_rows_train_to_the_gradients_of_padded_ones",
+        "test_examples_do_not_see_each_other[gemma2]",
+        "test_micro_batches_of_packed_rows_are_the_whole_batch",
+    ),
+    "test_flax_generate.py": (
+        "test_a_chat_prints_the_answers_to_prompts_in_the_template",
+        "test_draws_have_the_probabilities_of_the_rule",
+        "test_the_cache_changes_no_token[longrope]",
+        "test_the_command_prints_every_prompt_with_what_follows[run]",
+        "test_extending_in_pieces_gives_the_hidden_states_of_the_whole",
+        "test_no_row_knows_of_the_others",
+        "test_draws_repeat_with_their_key_and_rows_draw_for_themselves",
+    ),
+    "test_flax_accounting.py": (
+        "test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it",
+        "test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made[False]",
+    ),
+    "test_flax_train.py": (
+        "test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens[4]",
+        "test_a_known_peak_gives_a_share_of_it",
+    ),
+    # The trainer by its own functions: the other example.
+    "test_examples.py": ("test_pretrain_text_learns_writes_a_model_and_says_what_next",),
+    "test_benchmarks_train.py": ("test_the_unfused_trainer_differs_in_the_loss_alone",),
+    # Another way to break a copy.
+    "test_parity.py": (
+        "test_a_broken_copy_fails[raise]",
+        "test_the_command_compares_both_frameworks",
+    ),
+    # A sum has the plan of a mean.
+    "test_jax_pallas_transforms.py": (
+        "test_gradient_of_each_argument_alone[linear_bias-none]",
+        "test_gradient_of_each_argument_alone[linear_weight-none]",
+        "test_gradient_of_each_argument_alone[input-linear_weight-none]",
+        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-none]",
+        "test_gradient_of_each_argument_alone[input-log_probs]",
+        "test_gradient_of_each_argument_alone[linear_bias-log_probs]",
+        "test_gradient_of_each_argument_alone[input-linear_bias-log_probs]",
+        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-log_probs]",
+        "test_jit[65536-none]",
+        "test_jit[None-none]",
+        "test_results_repeat_bit_for_bit[log_probs]",
+        "test_checkpoint[False-none]",
+        "test_checkpoint[True-log_probs]",
+        "test_checkpoint[False-log_probs]",
+        "test_scan_over_micro_batches[False-none]",
+        "test_vmap_keeps_no_head_gradient_for_each_element[none]",
+        "test_second_axis_as_vocabulary[none]",
+        "test_gradient_of_each_argument_alone[input-sum]",
+        "test_gradient_of_each_argument_alone[linear_weight-sum]",
+        "test_gradient_of_each_argument_alone[linear_bias-sum]",
+        "test_gradient_of_each_argument_alone[input-linear_weight-sum]",
+        "test_gradient_of_each_argument_alone[input-linear_bias-sum]",
+        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-sum]",
+        "test_vmap_over_tokens[sum]",
+        "test_vmap_keeps_no_head_gradient_for_each_element[sum]",
+        "test_jit[None-sum]",
+        "test_jit[65536-sum]",
+        "test_results_repeat_bit_for_bit[sum]",
+        "test_results_repeat_bit_for_bit[none]",
+        "test_scan_over_micro_batches[True-none]",
+        "test_checkpoint[False-sum]",
+        "test_checkpoint[True-sum]",
+        "test_second_axis_as_vocabulary[sum]",
+    ),
+    "test_jax_pallas_edges.py": (
+        "test_results_stay_float32_where_jax_has_64_bits[float32-12-none]",
+        "test_results_stay_float32_where_jax_has_64_bits[float32-12-mean]",
+        "test_results_stay_float32_where_jax_has_64_bits[float32-12-sum]",
+        "test_results_stay_float32_where_jax_has_64_bits[float16-12-sum]",
+        "test_results_stay_float32_where_jax_has_64_bits[float16-12-none]",
+        "test_results_stay_float32_where_jax_has_64_bits[float16-12-log_probs]",
+        "test_everything_ignored[0.0-sum]",
+        "test_zero_denominator_or_weights[options1]",
+    ),
+    # One shape of several chunks stands for the others.
+    "test_jax_pallas_memory.py": (
+        "test_temporaries_within_budget[train-(257, 32, 300)-none]",
+        "test_many_tokens_within_budget[none]",
+        "test_many_tokens_within_budget[log_probs]",
+        "test_frozen_arguments_within_budget[input-mean]",
+        "test_frozen_arguments_within_budget[linear_weight-none]",
+        "test_a_batch_by_vmap_within_budget[none]",
+        "test_temporaries_within_budget[evaluate-(257, 32, 300)-mean]",
+        *(
+            f"test_temporaries_within_budget[train-{case}]"
+            for case in (
+                "(1, 8, 50)-mean",
+                "(1, 8, 50)-log_probs",
+                "(3, 64, 501)-mean",
+                "(3, 64, 501)-none",
+                "(3, 64, 501)-log_probs",
+                "(2000, 64, 1001)-none",
+                "(2000, 64, 1001)-log_probs",
+            )
+        ),
+        *(
+            f"test_temporaries_within_budget[evaluate-{shape}-{function}]"
+            for shape in ("(1, 8, 50)", "(3, 64, 501)", "(2000, 64, 1001)")
+            for function in ("mean", "none", "log_probs")
+        ),
+        "test_temporaries_within_budget[evaluate-(257, 32, 300)-none]",
+        "test_default_budget_at_a_models_shape[mean-1]",
+        "test_default_budget_at_a_models_shape[mean-1000]",
+        "test_default_budget_at_a_models_shape[none-1]",
+        "test_default_budget_at_a_models_shape[none-65536]",
+    ),
+    # Mosaic's interpreter: one shape for each kernel and each of its branches.
+    "test_jax_pallas_hopper_logits.py": (
+        "test_sums_alone[deep]",
+        "test_d_logits[stretch-True]",
+        "test_statistics[stretch]",
+        "test_statistics_of_masked_classes",
+        "test_d_logits[transposed stretch-False]",
+    ),
+    "test_jax_pallas_hopper_gradients.py": (
+        "test_d_weight_of_a_stretch[37-0]",
+        "test_d_weight[few steps-True]",
+        "test_add_target_rows[64-1]",
+        "test_d_input[cut]",
+    ),
+    "test_jax_pallas_fused.py": ("test_every_plan_by_triton_kernels[none]",),
+    "test_jax_pallas_shards.py": ("test_shards_by_triton_kernels[fp32]",),
+    "test_jax_pallas_export.py": (
+        "test_one_program_for_a_cpu_and_a_gpu[log_probs]",
+        "test_a_named_implementation_is_lowered_for_a_gpu[mosaic]",
+    ),
+    # Two processes; the frameworks agree in this one too, and what the command says is tested with runs made up.
+    "test_parity_train.py": ("test_the_command_trains_in_both_frameworks",),
+    # The same rows as PyTorch's, of a harness that both share.
+    "test_benchmarks.py": ("test_random_targets_and_float32[jax]",),
+    # Another padded head.
+    "test_jax_pallas_properties.py": (
+        "test_shards_of_the_vocabulary_make_the_whole[7-sizes2-12-1-3-options2-False-1]",
+    ),
+}
+
+
+def is_slow(file: str, name: str) -> bool:
+    """Returns whether `SLOW` has a test of a file, or all cases of it."""
+    return bool({name, re.sub(r"\[.*", "", name)} & {*SLOW.get(file, ())})
+
+
+def unknown(file: str, names: Iterable[str]) -> set[str]:
+    """Returns what `SLOW` names of a file that is none of its tests."""
+    known = {form for name in names for form in (name, re.sub(r"\[.*", "", name))}
+    return {*SLOW.get(file, ())} - known
