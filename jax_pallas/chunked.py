@@ -49,7 +49,10 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
         logits = jnp.where(slab.fresh, logits, -jnp.inf)
     top = logits.max(1)
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # all -inf: sums of 0, not NaN
-    target_logit = jnp.where(_at_target(problem, target, slab), logits, 0.0).sum(1)
+    column, hit = problem.target_column(target, slab)
+    target_logit = jnp.take_along_axis(logits, column[:, None], 1)[:, 0]
+    target_exp = jnp.where(hit, jnp.exp(target_logit - shift), 0.0)
+    target_logit = jnp.where(hit, target_logit, 0.0)
     weighted_sum = None
     if problem.spec.label_smoothing:
         class_weight = problem.slab_class_weight(slab)
@@ -58,13 +61,17 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
     shifted = logits - shift[:, None]
     sum_exp = jnp.exp(shifted).sum(1)
     if not entropy:
-        return Partial(top, sum_exp, target_logit, weighted_sum, None)
+        return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, None)
     shifted = jnp.maximum(shifted, NO_PROBABILITY)
-    return Partial(top, sum_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
+    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
 
 
 def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, Array]:
     logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+    if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
+        # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the
+        # maximum once: then the target's summand is not the one of the sum.
+        logits = lax.optimization_barrier(logits)
     return tile_partial(problem, logits, target, slab, entropy=entropy), logits
 
 

@@ -23,7 +23,7 @@ class Kernels(NamedTuple):
     Args:
         limits: (dtype, hidden, vocab, vocab_axis) -> what keeps the kernels from such a call, or None.
         gradient_limits: (dtype, hidden, vocab) -> the same of `d_weight` and `d_input`.
-        exponentials: e (n, padded(K)), their sums and the largest logits of a chunk.
+        exponentials: e (n, padded(K)), their sums, the largest logits and the targets' summands and logits of a chunk.
         statistics: of a chunk's rows over a stretch of the vocabulary.
         d_logits: of the same.
         add_target_rows: adds the targets' terms to d_weight.
@@ -34,7 +34,7 @@ class Kernels(NamedTuple):
 
     limits: Callable[..., str | None]
     gradient_limits: Callable[..., str | None] | None
-    exponentials: Callable[..., tuple[Array | None, Array | None, Array | None]]
+    exponentials: Callable[..., tuple[Array | None, ...]]
     statistics: Callable[..., tuple[Any, ...]]
     d_logits: Callable[..., Array]
     add_target_rows: Callable[..., Array]

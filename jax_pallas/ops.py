@@ -169,7 +169,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
     statistics = _statistics(options, *arrays)
     assert statistics.entropy is not None
-    return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
+    return 0.0 - statistics.nll, statistics.entropy, statistics.lse
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
