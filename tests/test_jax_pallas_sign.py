@@ -178,7 +178,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     np.testing.assert_allclose(target_exp, np.where(has, np.exp(logits[at] - logits.max(1)), 0), rtol=2e-6, atol=1e-30)
     assert (sum_exp >= target_exp).all()
     confident = np.asarray(y) == logits.argmax(1)
-    nll, _ = rows.nll_and_lse(sum_exp, target_exp, target_logit, top + jnp.log(sum_exp))
+    nll, _ = rows.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
     judge(np.asarray(nll)[confident], logits[confident], y[confident])
 
 
