@@ -313,7 +313,9 @@ def loss_and_gradients_by(
         partial, kept = chunk_statistics(problem, chunk, config.first_slab, keep=config.keeps_logits, tiles=tiles)
         part = rows.finish(partial, target, row_weight, classes)
         loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        coefficients = rows.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+        )
         d_rows, sums = chunk_gradients(
             problem,
             chunk,

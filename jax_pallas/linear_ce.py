@@ -358,7 +358,7 @@ def _prepare(
     named["normalizer"] = jnp.float32(normalizer) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
-    named = {name: None if array is None else jnp.asarray(array) for name, array in named.items()}
+    named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     for name in ARRAYS:
         _check_unsharded(name, named[name])
     for name in ("weight", "token_weight", "normalizer"):

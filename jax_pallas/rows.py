@@ -8,8 +8,10 @@ second pass needs nothing of a loss but `Coefficients`: d_logits is
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -140,6 +142,11 @@ def nll_and_lse(
     return nll, jnp.where(divides, target_logit + nll, reference + log_sum)
 
 
+# What runs outside of the operators is compiled whole: `jax.debug_nans` looks at what each program returns, and these
+# hold NaN in rows that are selected out before they return.
+
+
+@partial(jax.jit, static_argnames=("spec", "classes"))
 def row_weights(
     spec: LossSpec,
     target: Array,
@@ -193,27 +200,43 @@ def row_loss(
     return jnp.where(row_weight != 0, row_weight * loss, 0.0)
 
 
+@partial(jax.jit, static_argnames=("spec", "classes"))
 def loss_coefficients(
-    spec: LossSpec, lse: Array, target: Array, upstream: Array, class_weight: Array | None, classes: int
+    spec: LossSpec,
+    lse: Array,
+    target: Array,
+    upstream: Array,
+    row_weight: Array,
+    class_weight: Array | None,
+    classes: int,
 ) -> Coefficients:
     """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent: (13)."""
-    kept = upstream * (1.0 - spec.label_smoothing)
-    alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
+    kept, contributes = upstream * (1.0 - spec.label_smoothing), row_weight != 0
+    alpha = tau = kept
+    if class_weight is not None:
+        alpha = tau = jnp.where(contributes, kept * _target_class_weight(target, class_weight, classes), 0.0)
     sigma = None
     if spec.label_smoothing:
         sigma = upstream * (spec.label_smoothing / classes)
         alpha = alpha + sigma * (classes if class_weight is None else class_weight.sum())
     if spec.z_loss_weight:
         alpha = alpha + upstream * (2.0 * spec.z_loss_weight) * lse
-    return Coefficients(alpha=_poison(alpha, target, classes), tau=tau, sigma=sigma)
+    return Coefficients(alpha=_poison(alpha, contributes, target, classes), tau=tau, sigma=sigma)
 
 
+@partial(jax.jit, static_argnames="classes")
 def log_prob_coefficients(
-    entropy: Array, target: Array, d_log_prob: Array, d_entropy: Array, d_lse: Array, classes: int
+    entropy: Array,
+    target: Array,
+    d_log_prob: Array,
+    d_entropy: Array,
+    d_lse: Array,
+    row_weight: Array,
+    classes: int,
 ) -> Coefficients:
     """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,): (23)."""
     alpha = d_lse - d_log_prob - d_entropy * entropy
-    return Coefficients(alpha=_poison(alpha, target, classes), tau=-d_log_prob, beta=-d_entropy)
+    return Coefficients(alpha=_poison(alpha, row_weight != 0, target, classes), tau=-d_log_prob, beta=-d_entropy)
 
 
 def saved_scales(row_weight: Array) -> tuple[Array, Array]:
@@ -258,9 +281,9 @@ def _is_class(target: Array, classes: int) -> Array:
     return (target >= 0) & (target < classes)
 
 
-def _poison(alpha: Array, target: Array, classes: int) -> Array:
-    """NaN where the target is no class, so that its whole row of d_logits is; later passes select out ignored rows."""
-    return jnp.where(_is_class(target, classes), alpha, jnp.nan)
+def _poison(alpha: Array, contributes: Array, target: Array, classes: int) -> Array:
+    """NaN where the target of a row that contributes is no class, so that its whole row of d_logits is."""
+    return jnp.where(contributes & ~_is_class(target, classes), jnp.nan, alpha)
 
 
 def _target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:

@@ -19,6 +19,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from jax_pallas.primitives import compiled
+
 
 class _Launch(NamedTuple):
     """A kernel, which takes `options` and a Ref for each operand and result (None for None), and how it is launched."""
@@ -45,10 +47,17 @@ def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
         return mlir.lower_fun(partial(launch, interpret=interpret), multiple_results=True)(ctx, *leaves)
 
 
+def _one_by_one(*leaves: Array, launch: _Launch) -> list[Array]:
+    """Runs a kernel in a program of its own, where nothing else is compiled either."""
+    platform = next(iter(leaves[0].devices())).platform
+    with jax.disable_jit(False):
+        return jax.jit(partial(launch, interpret=platform == "cpu"))(*leaves)
+
+
 _launch_p = Primitive("pallas_triton_launch")
 _launch_p.multiple_results = True
 _launch_p.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(launch.results)])
-_launch_p.def_impl(jax.jit(_launch_p.bind, static_argnames="launch"))
+_launch_p.def_impl(compiled(_launch_p, _one_by_one, "launch"))
 mlir.register_lowering(_launch_p, partial(_lower, interpret=False), platform="cuda")
 mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu")
 
