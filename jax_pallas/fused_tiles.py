@@ -77,7 +77,7 @@ def choose_anchored(
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
-    fixed = 72 * tokens + 8 * classes + 4096  # rows' numbers, d_bias
+    fixed = 56 * tokens + 8 * classes + 4096  # rows' numbers, d_bias: XLA keeps within it at 65,536 tokens too
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks = -(-classes // CLASS_BLOCK)
 

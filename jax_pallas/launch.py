@@ -12,6 +12,8 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
+from jax_pallas.pieces import is_symbolic
+
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
 Capability = tuple[int, int]  # compute capability of an NVIDIA GPU, (9, 0) for Hopper
@@ -77,6 +79,13 @@ def load(implementation: str) -> Kernels:
 def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
     """Returns what keeps an implementation from arrays of these shapes and dtypes, or None."""
     return load(implementation).limits(dtype, hidden, vocab, vocab_axis) if implementation in NAMES else None
+
+
+def symbolic_limits(input_shape: tuple[Any, ...]) -> str | None:
+    """Returns what keeps the kernels from an input whose number of tokens is known only when it is called, or None."""
+    if not any(map(is_symbolic, input_shape[:-1])):
+        return None
+    return f"input has a symbolic number of tokens, {input_shape}, which only 'chunked' takes"
 
 
 def device_limits(implementation: str, platform: str, capability: Capability | None) -> str | None:
