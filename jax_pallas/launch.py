@@ -81,6 +81,13 @@ def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis:
     return load(implementation).limits(dtype, hidden, vocab, vocab_axis) if implementation in NAMES else None
 
 
+def check_sizes(input_shape: tuple[Any, ...], weight_shape: tuple[Any, ...]) -> None:
+    """Raises ValueError where a hidden size or a vocabulary is symbolic: only numbers of tokens may be."""
+    for name, shape, sizes in (("input", input_shape, input_shape[-1:]), ("linear_weight", weight_shape, weight_shape)):
+        if any(map(is_symbolic, sizes)):
+            raise ValueError(f"{name} must have a known hidden size and vocabulary, got {shape}")
+
+
 def symbolic_limits(input_shape: tuple[Any, ...]) -> str | None:
     """Returns what keeps the kernels from an input whose number of tokens is known only when it is called, or None."""
     if not any(map(is_symbolic, input_shape[:-1])):

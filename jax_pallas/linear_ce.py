@@ -20,7 +20,6 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import launch, ops, rows
-from jax_pallas.pieces import is_symbolic
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
@@ -365,21 +364,22 @@ def _prepare(
     named["normalizer"] = jnp.float32(normalizer) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+    named["target"] = _signed(named["target"])
+    if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
+        raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
     named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     for name in ARRAYS:
         _check_unsharded(name, named[name])
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
-    for name, sizes in (("input", named["input"].shape[-1:]), ("linear_weight", named["linear_weight"].shape)):
-        if any(map(is_symbolic, sizes)):
-            raise ValueError(f"{name} must have a known hidden size and vocabulary, got {named[name].shape}")
+    launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
     if implementation is not None:
         _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
     elif launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
-    flat_target = _signed(named["target"].reshape(-1))
+    flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = rows.row_weights(
@@ -418,10 +418,14 @@ def _check_unsharded(name: str, array: Array | None) -> None:
         )
 
 
-def _signed(target: Array) -> Array:
-    """Returns `target` in int32 or int64; what would change its sign there is no class, and becomes another such."""
+def _signed(target: Array | np.ndarray) -> Array:
+    """Returns `target` in int32 or int64; what would change its value there is no class, and becomes another such."""
+    range32 = np.iinfo(np.int32)
     if target.dtype in (jnp.uint32, jnp.uint64):
-        target = jnp.minimum(target, jnp.iinfo(jnp.int32).max)
+        target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)
+    elif target.dtype == np.int64 and not jax.config.read("jax_enable_x64"):  # an array of NumPy, which JAX would wrap
+        target = np.clip(target, range32.min, range32.max)
+    target = jnp.asarray(target)
     return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
 
 
