@@ -8,7 +8,7 @@ without label smoothing. A chunk of rows goes through, in this order,
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-Before them, for all rows, come the target logits and the anchors that they give (`_anchors`); after them the targets'
+Before them, for all rows, come the anchors (`_anchors`); after them the targets'
 terms of d_weight (`_add_target_rows`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
 
 d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
@@ -24,7 +24,7 @@ from jax_pallas import fused_tiles, launch
 from jax_pallas.fused_tiles import AnchoredConfig
 from jax_pallas.pieces import Piece, over_chunks
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, product_of
-from jax_pallas.rows import RowStatistics
+from jax_pallas.rows import RowStatistics, nll_and_lse
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
@@ -47,12 +47,15 @@ class Sums(NamedTuple):
     total: Array  # of exponentials
     anchor: Array
     top: Array  # the largest logit, inf if not wanted
+    target_exp: Array  # the target's summand of total
+    target_logit: Array  # of the same products; NaN where the target is no class
 
 
 class Factors(NamedTuple):
     """What loss and gradients take of rows, (n,) float32 each, 0 where they do not contribute."""
 
     loss: Array
+    nll: Array
     lse: Array
     rho: Array
     theta: Array
@@ -67,7 +70,7 @@ def anchored(
     config = _config(problem, kernels, memory_budget, needs_grad, statistics=statistics)
     x = problem.input
     whole = Piece(0, problem.tokens, None)
-    target_logit, error, anchor = _anchors(problem)
+    anchor = _anchors(problem)
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
         rows = chunk.size
@@ -84,7 +87,7 @@ def anchored(
         )
         if e is None:
             return carry, sums
-        factors = _factors(problem, chunk, sums, chunk.of(target_logit))
+        factors = _factors(problem, chunk, sums)
         return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if needs_grad.d_input else None
@@ -93,18 +96,16 @@ def anchored(
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
     carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
-    factors = _factors(problem, whole, sums, target_logit)
+    factors = _factors(problem, whole, sums)
     d_weight, d_bias = carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
         d_weight, d_bias = _add_target_rows(problem, kernels, factors.theta, d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    # The largest logit comes from other products than the target's: equal ones may differ by their rounding.
-    top = jnp.where(jnp.abs(sums.top - target_logit) <= error, target_logit, sums.top)
     contributes = problem.row_weight != 0
-    target_logit, top = (jnp.where(contributes, value, 0.0) for value in (target_logit, top))
-    row_statistics = RowStatistics(factors.lse, target_logit, top, None, None)
+    target_logit, top = (jnp.where(contributes, value, 0.0) for value in (sums.target_logit, sums.top))
+    row_statistics = RowStatistics(factors.lse, target_logit, factors.nll, top, None, None)
     return factors.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
 
 
@@ -139,22 +140,14 @@ def target_rows(problem: Problem, column: Array) -> Array:
     return (picked if problem.vocab_axis == 0 else picked.T).astype(problem.input.dtype)
 
 
-ROUNDING = 2.0**-20  # of the sum of a product's magnitudes: more than two orders of summation differ by
-
-
-def target_logits(problem: Problem, x: Array, column: Array) -> tuple[Array, Array]:
-    """Returns the logits (n,) of x (n, D) against the rows `column` (n,) of the head, and how far they may lie from
-    what a kernel's products give for the same."""
-    terms = x.astype(jnp.float32) * target_rows(problem, column).astype(jnp.float32)
-    logit, spec = terms.sum(1), problem.spec
-    error = ROUNDING * abs(spec.logit_scale) * jnp.abs(terms).sum(1)
+def dotted_logits(problem: Problem, x: Array, column: Array) -> Array:
+    """Returns the logits (n,) of x (n, D) against the rows `column` (n,) of the head: those of a kernel's products, but
+    for rounding. Good enough for an anchor."""
+    logit, spec = (x.astype(jnp.float32) * target_rows(problem, column).astype(jnp.float32)).sum(1), problem.spec
     if problem.linear_bias is not None:
         logit += problem.linear_bias[column].astype(jnp.float32)
     logit *= spec.logit_scale
-    if spec.softcap is not None:
-        logit = spec.softcap * jnp.tanh(logit / spec.softcap)
-        error += ROUNDING * spec.softcap
-    return logit, error
+    return logit if spec.softcap is None else spec.softcap * jnp.tanh(logit / spec.softcap)
 
 
 def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
@@ -177,14 +170,12 @@ def _column(problem: Problem, target: Array) -> Array:
     return target.clip(0, problem.classes - 1)
 
 
-def _anchors(problem: Problem) -> tuple[Array, Array, Array]:
-    """Returns the target logits (N,), NaN where the target is no class, their error, and the integer anchors that they
-    give, 0 where they give none: (29)."""
+def _anchors(problem: Problem) -> Array:
+    """Returns the integer anchors (N,) that the target logits give, 0 where they give none: (29)."""
     target = problem.target
-    logit, error = target_logits(problem, problem.rows(Piece(0, problem.tokens, None)), _column(problem, target))
-    is_class = _is_class(problem, target)
-    anchor = jnp.where(is_class & jnp.isfinite(logit), jnp.floor(logit * LOG2_E + 0.5), 0.0)
-    return jnp.where(is_class, logit, jnp.nan), error, anchor
+    logit = dotted_logits(problem, problem.rows(Piece(0, problem.tokens, None)), _column(problem, target))
+    usable = _is_class(problem, target) & jnp.isfinite(logit)
+    return jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
 
 
 def _store_exponentials(
@@ -205,18 +196,21 @@ def _store_exponentials(
     has the gradients' products too may add further rows of zeros to e.
 
     Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
-    know which: the launches that see to it find nothing to do where none is.
+    know which: the launches that see to it find nothing to do where none is. A block's other rows keep their anchors,
+    sums and targets' summands.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     shared = {**known(problem, rows, problem.classes), "stores": stores}
 
-    def exponentials(anchor: Array, **options: Any) -> tuple[Array | None, Array | None, Array | None]:
+    def exponentials(anchor: Array, **options: Any) -> tuple[Array | None, ...]:
         anchor = jnp.pad(anchor, (0, rows - chunk.size), constant_values=jnp.inf)  # no row: zeros
-        e, sums, top = kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
-        sums, top = (None if value is None else value[: chunk.size] for value in (sums, top))
-        return e, sums, top
+        e, *found = kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
+        return e, *(None if value is None else value[: chunk.size] for value in found)
 
-    e, sums, top = exponentials(anchor, largest=statistics)
+    target = chunk.of(problem.target)
+    is_class = _is_class(problem, target)
+    padded_target = jnp.pad(jnp.where(is_class, target, -1), (0, rows - chunk.size), constant_values=-1)
+    e, sums, top, target_exp, target_logit = exponentials(anchor, target=padded_target, largest=statistics)
     assert sums is not None
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
     block = fused_tiles.ROW_BLOCK
@@ -224,31 +218,36 @@ def _store_exponentials(
     flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
     flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
     redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
-    again = jnp.repeat(flags, block)[: chunk.size]
-    e, _, largest = exponentials(anchor, largest=True, redo=redo, e=e)
+    e, _, largest, *_ = exponentials(anchor, largest=True, redo=redo, e=e)
     assert largest is not None
     repaired = jnp.where(jnp.isfinite(largest), jnp.floor(largest * LOG2_E), 0.0)
-    anchor = jnp.where(again, repaired, anchor)
-    e, new_sums, _ = exponentials(anchor, largest=False, redo=redo, e=e)
+    anchor = jnp.where(leaves, repaired, anchor)
+    e, new_sums, *_ = exponentials(anchor, largest=False, redo=redo, e=e)
     assert new_sums is not None
-    total = jnp.where(again, new_sums, sums)
-    return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top)
+    assert target_exp is not None
+    assert target_logit is not None
+    total = jnp.where(leaves, new_sums, sums)
+    # Of a row that leaves the range, whose target is far below the largest logit, computed here: its loss is large.
+    target_exp = jnp.where(leaves, jnp.exp2(target_logit * LOG2_E - anchor), target_exp)
+    target_logit = jnp.where(is_class, target_logit, jnp.nan)
+    return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top, target_exp, target_logit)
 
 
-def _factors(problem: Problem, chunk: Piece, sums: Sums, target_logit: Array) -> Factors:
-    """Returns what a chunk's rows weigh: (6), (10), (29), (31); rho and theta times the scale."""
+def _factors(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
+    """Returns what a chunk's rows weigh: (6), (10), (27), (29), (31); rho and theta times the scale."""
     spec, target, row_weight = problem.spec, chunk.of(problem.target), chunk.of(problem.row_weight)
     total = jnp.where(sums.total == jnp.inf, jnp.nan, sums.total)  # an infinite logit: no probability is a number
-    lse = (sums.anchor + jnp.log2(total)) * LN_2
+    nll, lse = nll_and_lse(total, sums.target_exp, sums.target_logit, sums.anchor * LN_2, jnp.log(total))
     kept = jnp.where(_is_class(problem, target), row_weight, jnp.nan)  # no class: the whole row is NaN
     if problem.class_weight is not None:
         kept *= problem.class_weight[_column(problem, target)]
-    loss = kept * (lse - target_logit) + spec.z_loss_weight * row_weight * jnp.square(lse)
-    upstream = kept + 2.0 * spec.z_loss_weight * row_weight * lse
-    theta = upstream * jnp.exp2((target_logit - lse) * LOG2_E) - kept
+    loss = kept * nll + spec.z_loss_weight * row_weight * jnp.square(lse)
+    z_loss = 2.0 * spec.z_loss_weight * row_weight * lse
+    upstream = kept + z_loss
+    theta = z_loss * jnp.exp(-nll) + kept * jnp.expm1(-nll)  # upstream * p - kept, of a confident token too
     if spec.softcap is not None:
-        theta *= 1.0 - jnp.square(target_logit / spec.softcap)
-    values = loss, lse, spec.logit_scale * upstream / total, spec.logit_scale * theta
+        theta *= 1.0 - jnp.square(sums.target_logit / spec.softcap)
+    values = loss, nll, lse, spec.logit_scale * upstream / total, spec.logit_scale * theta
     return Factors(*(jnp.where(row_weight != 0, value, 0.0) for value in values))
 
 

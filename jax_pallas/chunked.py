@@ -22,12 +22,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import rows
-from jax_pallas.pieces import Piece, over_pieces
+from jax_pallas.pieces import Piece, is_symbolic, over_pieces
 from jax_pallas.problem import NO_GRADIENTS, Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are: at most a chunk of them is computed in vain
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
@@ -49,7 +50,10 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
         logits = jnp.where(slab.fresh, logits, -jnp.inf)
     top = logits.max(1)
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # all -inf: sums of 0, not NaN
-    target_logit = jnp.where(_at_target(problem, target, slab), logits, 0.0).sum(1)
+    column, hit = problem.target_column(target, slab)
+    target_logit = jnp.take_along_axis(logits, column[:, None], 1)[:, 0]
+    target_exp = jnp.where(hit, jnp.exp(target_logit - shift), 0.0)
+    target_logit = jnp.where(hit, target_logit, 0.0)
     weighted_sum = None
     if problem.spec.label_smoothing:
         class_weight = problem.slab_class_weight(slab)
@@ -58,13 +62,17 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
     shifted = logits - shift[:, None]
     sum_exp = jnp.exp(shifted).sum(1)
     if not entropy:
-        return Partial(top, sum_exp, target_logit, weighted_sum, None)
+        return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, None)
     shifted = jnp.maximum(shifted, NO_PROBABILITY)
-    return Partial(top, sum_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
+    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
 
 
 def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, Array]:
     logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+    if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
+        # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the
+        # maximum once: then the target's summand is not the one of the sum.
+        logits = lax.optimization_barrier(logits)
     return tile_partial(problem, logits, target, slab, entropy=entropy), logits
 
 
@@ -306,7 +314,9 @@ def loss_and_gradients_by(
         partial, kept = chunk_statistics(problem, chunk, config.first_slab, keep=config.keeps_logits, tiles=tiles)
         part = rows.finish(partial, target, row_weight, classes)
         loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        coefficients = rows.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+        )
         d_rows, sums = chunk_gradients(
             problem,
             chunk,
@@ -319,7 +329,7 @@ def loss_and_gradients_by(
             scales=scales,
             tiles=tiles,
         )
-        return (_put_rows(d_input, d_rows, chunk), sums), (loss, part)
+        return (chunk.put_fresh(d_input, d_rows), sums), (loss, part)
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
@@ -338,7 +348,7 @@ def gradients_by(
         d_rows, sums = chunk_gradients(
             problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=needs_grad.d_input, tiles=tiles
         )
-        return (_put_rows(d_input, d_rows, chunk), sums), None
+        return (chunk.put_fresh(d_input, d_rows), sums), None
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
@@ -400,6 +410,8 @@ def _config(
     problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
 ) -> ChunkConfig:
     tokens, hidden = problem.input.shape
+    if is_symbolic(tokens):
+        tokens = SYMBOLIC_TOKENS
 
     def model(*, keeps_logits: bool) -> WorkspaceModel:
         return workspace_model(
@@ -427,13 +439,3 @@ def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:
     columns = problem.vocab_offset + slab.start + jnp.arange(slab.size)
     hit = target[:, None] == columns
     return hit if slab.fresh is None else hit & slab.fresh
-
-
-def _put_rows(d_input: Array | None, d_rows: Array | None, chunk: Piece) -> Array | None:
-    """Writes a chunk's rows, but for those that an earlier chunk has written."""
-    if d_input is None or d_rows is None:
-        return None
-    d_rows = d_rows.astype(d_input.dtype)
-    if chunk.fresh is not None:
-        d_rows = jnp.where(chunk.fresh[:, None], d_rows, chunk.of(d_input))
-    return chunk.put(d_input, d_rows)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas import chunked, fused_tiles, launch
-from jax_pallas.anchored import anchored, known, target_logits
+from jax_pallas.anchored import anchored, known
 from jax_pallas.chunked import RowGradient, Tiles
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, add_d_weight
@@ -98,7 +98,8 @@ def _serves_exponentials(problem: Problem) -> bool:
 def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
     w, bias, class_weight, first, skip = _slab(problem, slab)
     weighted = problem.spec.label_smoothing != 0
-    top, sum_exp, weighted_sum, sum_exp_log = launch.load(problem.implementation).statistics(
+    column, hit = problem.target_column(target, slab)
+    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = launch.load(problem.implementation).statistics(
         x,
         w,
         bias,
@@ -106,19 +107,12 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
         0,
         first,
         skip,
+        target=jnp.where(hit, column, -1),
         **known(problem, len(x), slab.size),
         weighted=weighted,
         entropy=entropy,
     )
-    column = target - (problem.vocab_offset + slab.start)
-    hit = (column >= 0) & (column < slab.size)
-    column = column.clip(0, slab.size - 1)
-    if slab.fresh is not None:
-        hit = hit & slab.fresh[column]
-    target_logit, error = target_logits(problem, x, slab.start + column)
-    target_logit = jnp.where(jnp.abs(top - target_logit) <= error, top, target_logit)  # or none might be the largest
-    target_logit = jnp.where(hit, target_logit, 0.0)
-    return Partial(top, sum_exp, target_logit, weighted_sum, sum_exp_log), None
+    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, sum_exp_log), None
 
 
 def _d_logits(

@@ -11,6 +11,11 @@ ROW_BLOCK = 128  # rows of a tile of logits
 
 CLASS_BLOCK = 192  # and its classes at least: partial sums for each
 
+# Of a row, for its target's logit and summand: each of `TARGET_PLACES` tiles that hold a target has a place for all of
+# its rows' two numbers.
+TARGET_PLACES = 64
+TARGET_BYTES = 2 * 4 * TARGET_PLACES
+
 
 @dataclass(frozen=True)
 class AnchoredConfig:
@@ -72,13 +77,13 @@ def choose_anchored(
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
-    fixed = 72 * tokens + 8 * classes + 4096  # rows' numbers, d_bias
+    fixed = 56 * tokens + 8 * classes + 4096  # rows' numbers, d_bias: XLA keeps within it at 65,536 tokens too
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks = -(-classes // CLASS_BLOCK)
 
     def config(rows: int) -> AnchoredConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
-        sums = 4 * (1 + statistics) * blocks * padded_rows
+        sums = (4 * (1 + statistics) * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)) * padded_rows
         size = fixed + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = max(0, min(budget // PRODUCT_SHARE, budget - size))
         return AnchoredConfig(rows, most, size + max(sums, scratch(rows, most)))
@@ -150,7 +155,8 @@ def choose_recomputed(
     fixed = 64 * tokens + 8 * classes + 4096
 
     def model(slab: int) -> WorkspaceModel:
-        partial = 4 * statistics * -(-(slab if converts else classes) // CLASS_BLOCK)  # of the first pass
+        blocks = -(-(slab if converts else classes) // CLASS_BLOCK)  # of the first pass
+        partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
         sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * slab * second  # d_input's, and d_logits
         return WorkspaceModel(fixed, per_row + max(partial, sums), per_slab, 0)
 

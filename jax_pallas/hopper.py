@@ -126,6 +126,11 @@ class Tiles:
         """What holds a number for each row and block of classes."""
         return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
 
+    @property
+    def by_place(self) -> jax.ShapeDtypeStruct:
+        """What holds a number for each row and place of its half row block."""
+        return jax.ShapeDtypeStruct((HALF, self.row_blocks * BLOCK_N), jnp.float32)
+
     def by_row(self, values: Array | None, other: float = 0) -> Array | None:
         """Returns a value for each row of the tiles, of (rows,); `other` for those that are none."""
         if values is None:
@@ -151,7 +156,8 @@ class Half:
         refs: the operands and results by name.
         by_row: operands that have a value for each row, (HALF,).
         row: its first row, as the call counts them; class_block: the tile's.
-        first, last: the columns that count, of the call; None: all do.
+        first, last: the columns that count, of the call; None: all do, and `place` is None.
+        place: of `places`, where what the rows' targets have goes; below 0: none of them is here. None: not asked for.
     """
 
     refs: dict[str, Any]
@@ -160,6 +166,7 @@ class Half:
     class_block: Array
     first: Array | None
     last: int
+    place: Array | None = None
 
     @property
     def column(self) -> Array:
@@ -256,7 +263,8 @@ def over_tiles(
         x, w: (N, D), (V, D) or (D, V).
         offsets: the first row of x, the first class of w, how many classes from there on are left out.
         by_row: what the epilogue reads of rows: `Tiles.by_row`; None where there is none.
-        operands: what else it reads.
+        operands: what else it reads. With `places` (half row blocks, class blocks) int32, halves of tiles where these
+            are not below 0 take the path of those of which not all columns count: `Half.place`.
         results: what it writes.
         epilogue: returns a piece of `out` (rows, padded) or None, and after the last piece has written what there is
             one of for each row. It is called for each program's first tile once more, before, with zeros, to no effect.
@@ -356,6 +364,9 @@ def over_tiles(
                 left_out = numbers(scalar_ref)[2]
                 masked = replace(whole, first=left_out)
                 cut = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+                if "places" in refs:
+                    place = refs["places"][2 * row_block + warpgroup, class_block]
+                    masked, cut = replace(masked, place=place), cut | (place >= 0)
                 carried = None
 
                 def finish(piece: int) -> None:

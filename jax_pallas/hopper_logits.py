@@ -13,8 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import Half, Tiles, cdiv, over_tiles, padded
+from jax_pallas.hopper import BLOCK_N, BLOCK_V, HALF, PIECE, PIECES, ROW, Half, Tiles, cdiv, over_tiles, padded
 
 LOG2_E = 1.4426950408889634
 
@@ -52,6 +54,51 @@ def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float 
     return softcap * ratio, ratio
 
 
+def _places(tiles: Tiles, target: Array | None) -> Array | None:
+    """Returns (half row blocks, class blocks) int32: which of HALF places has what the targets of the half row block
+    have in the class block, -1 where there is none of them; `target` (rows,) int32 columns, -1 for none."""
+    if target is None:
+        return None
+    padded_target = jnp.pad(target, (0, tiles.row_blocks * BLOCK_N - tiles.rows), constant_values=-1)
+    block = jnp.where(padded_target < 0, -1, padded_target // BLOCK_V).reshape(-1, HALF, 1)
+    here = block == jnp.arange(tiles.class_blocks, dtype=jnp.int32)
+    return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
+
+
+def _of_targets(half: Half, piece: int, carried: Any, values: dict[str, Array]) -> dict[str, Array]:
+    """Adds, to what was carried, (HALF,) of each (HALF, PIECE): what the rows' targets have, 0 for those in another
+    piece. Most half tiles hold no target, and hand on zeros."""
+    if half.place is None:
+        zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROW)
+        return {name: zeros if carried is None else carried[name] for name in values}
+    target = plgpu.load(half.refs["target"].at[pl.ds(half.row, HALF)], layout=ROW, optimized=False)
+    here = half.columns(piece) == lax.broadcast_in_dim(target, (HALF, PIECE), (0,))
+    found = {name: jnp.where(here, value, 0.0).sum(1) for name, value in values.items()}
+    return found if carried is None else {name: carried[name] + value for name, value in found.items()}
+
+
+def _put_targets(half: Half, piece: int, values: dict[str, Array]) -> None:
+    """Writes, with the last piece, what the targets of a half tile have to its place."""
+    if half.place is None or piece < PIECES - 1:
+        return
+    place = half.place
+
+    @pl.when(place >= 0)
+    def _put() -> None:
+        for name, value in values.items():
+            half.refs[name][place, pl.ds(half.row, HALF)] = value
+
+
+def _by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Array:
+    """Returns (rows,) of what `_put_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
+    row = jnp.arange(tiles.rows, dtype=jnp.int32)
+    place = places[row // HALF, target.clip(0) // BLOCK_V].clip(0)
+    return jnp.where(target >= 0, values[place, row], 0.0)
+
+
+OF_TARGETS = ("target_exps", "target_logits")
+
+
 def exponentials(
     x: Array,
     w: Array,
@@ -66,10 +113,11 @@ def exponentials(
     softcap: float | None,
     stores: bool,
     largest: bool,
+    target: Array | None = None,
     redo: Array | None = None,
     e: Array | None = None,
     interpret: bool = False,
-) -> tuple[Array | None, Array | None, Array | None]:
+) -> tuple[Array | None, ...]:
     """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
 
     Args:
@@ -81,6 +129,7 @@ def exponentials(
         rows, classes, vocab_axis, logit_scale, softcap: as known when the call is traced.
         stores: whether the exponentials are wanted.
         largest: whether the largest logits are.
+        target: (rows,) int32 classes, -1 for none, or None; of a target comes back what its sum was made of.
         redo: (1 + rows / 128 rounded up,) int32. If its first is 0 nothing is done, else what belongs to the blocks of
             128 rows whose flags, which follow, are not 0: the largest logits in place of the sums where wanted.
         e: with `redo` and `stores`, the exponentials. Those blocks of it are written anew, in place.
@@ -90,6 +139,7 @@ def exponentials(
         e (rows or up to 7 more, padded) bfloat16, times the cap's slope, 0 past the last row and class, or None.
         sums (rows,) float32 of the exponentials before they are rounded, or None; with `redo`, of flagged rows only.
         tops (rows,) float32, likewise, or None.
+        the targets' exponentials, before they are rounded, and logits, (rows,) float32 each, 0 without a target.
     """
     shared = {
         "rows": rows,
@@ -100,12 +150,14 @@ def exponentials(
         "interpret": interpret,
     }
     if redo is None:
-        found = _exponentials(x, w, bias, anchor, start, None, None, **shared, stores=stores, largest=largest)
-        return found.get("out"), found["sums"].sum(0)[:rows], found["tops"].max(0)[:rows] if largest else None
+        found = _exponentials(x, w, bias, anchor, start, target, None, None, **shared, stores=stores, largest=largest)
+        top = found["tops"].max(0)[:rows] if largest else None
+        return found.get("out"), found["sums"].sum(0)[:rows], top, *(found.get(name) for name in OF_TARGETS)
     redo = redo * (TOPS if largest else 1)
-    found = _exponentials(x, w, bias, anchor, start, redo, e, **shared, stores=stores, largest=False)
+    found = _exponentials(x, w, bias, anchor, start, None, redo, e, **shared, stores=stores, largest=False)
     values = found["sums"]
-    return found.get("out"), None if largest else values.sum(0)[:rows], values.max(0)[:rows] if largest else None
+    sums, top = None if largest else values.sum(0)[:rows], values.max(0)[:rows] if largest else None
+    return found.get("out"), sums, top, None, None
 
 
 TOPS = 2  # in place of a first flag of 1: sums are the largest logits. So both passes are one kernel, compiled once
@@ -118,6 +170,7 @@ def _exponentials(
     bias: Array | None,
     anchor: Array,
     start: Array | int,
+    target: Array | None,
     redo: Array | None,
     e: Array | None,
     *,
@@ -130,12 +183,15 @@ def _exponentials(
     largest: bool,
     interpret: bool,
 ) -> dict[str, Array]:
-    """Returns "out", if stored, "sums" and, if wanted, "tops" by block, of `exponentials`."""
+    """Returns "out", if stored, "sums" and, if wanted, "tops" by block, and OF_TARGETS, of `exponentials`."""
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
-    operands = {"bias": tiles.by_column(bias, 0)}
+    places = _places(tiles, target)
+    operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
     names = ["sums", *["tops"] * largest]
     results = dict.fromkeys(names, tiles.by_block)
+    if target is not None:
+        results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
     updates = stores and redo is not None
     if updates:
         operands["out"] = e
@@ -144,22 +200,26 @@ def _exponentials(
 
     def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, Array | None]:
         capped, ratio = _cap(half, raw, piece, logit_scale, softcap)
-        capped = half.masked(capped, piece, -jnp.inf)
-        values = jnp.exp2(capped * LOG2_E - half.of_rows("anchor"))
+        # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
+        values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
         found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
         if largest or redo is not None:
-            top = capped.max(1)
+            top = half.masked(capped, piece, -jnp.inf).max(1)
             found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
         last = found
         if redo is not None:
             finds = jnp.full(found["sums"].shape, half.refs["redo"][0] == TOPS)
             last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
         half.put_last(piece, last)
+        if target is not None:
+            of_targets = _of_targets(half, piece, carried, {"target_exps": values, "target_logits": capped})
+            _put_targets(half, piece, of_targets)
+            found |= of_targets
         if not stores:
             return found, None
         return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
-    return over_tiles(
+    found = over_tiles(
         "exponentials" if redo is None else "exponentials_again",
         tiles,
         x,
@@ -174,6 +234,9 @@ def _exponentials(
         redo=redo,
         interpret=interpret,
     )
+    if target is None or places is None:
+        return found
+    return found | {name: _by_target(tiles, places, target, found[name]) for name in OF_TARGETS}
 
 
 @partial(jax.jit, static_argnames=(*SHARED, "weighted", "entropy"))
@@ -193,9 +256,10 @@ def statistics(
     softcap: float | None,
     weighted: bool,
     entropy: bool,
+    target: Array | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Returns statistics of rows over a stretch of classes, the target's logit apart, (rows,) float32 each: (25).
+) -> tuple[Array | None, ...]:
+    """Returns statistics of rows over a stretch of classes, (rows,) float32 each: (25).
 
     Args:
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap, interpret: of `exponentials`; bias is indexed as w.
@@ -205,13 +269,21 @@ def statistics(
         skip: how many classes at the stretch's start are left out.
         weighted: whether the sum of class_weight * logits is wanted.
         entropy: whether the sum of exp(logits - max) * (logits - max) is.
+        target: (rows,) int32, columns of the stretch, none of which is left out, -1 for none; or None.
 
     Returns:
-        The largest logit, the sum of exp(logits - max), and the two above or None.
+        The largest logit, the sum of exp(logits - max), and the two above or None; the target's summand of the former,
+        and its logit, 0 where there is none, or None.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     weights = class_weight if weighted else None
-    operands = {"bias": tiles.by_column(bias, first_class), "class_weight": tiles.by_column(weights, first_class)}
+    places = _places(tiles, target)
+    operands = {
+        "bias": tiles.by_column(bias, first_class),
+        "class_weight": tiles.by_column(weights, first_class),
+        "places": places,
+        "target": tiles.by_row(target, -1),
+    }
     names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
 
     def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, None]:
@@ -235,23 +307,37 @@ def statistics(
                 found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
             if weighted:
                 found["weighted_sums"] += carried["weighted_sums"]
+            if target is not None:
+                carried = carried | {"target_exps": factor * carried["target_exps"]}
         half.put_last(piece, found)
+        if target is not None:
+            of_targets = _of_targets(half, piece, carried, {"target_exps": exponentials, "target_logits": capped})
+            _put_targets(half, piece, of_targets)
+            found |= of_targets
         return found, None
 
     results = dict.fromkeys(names, tiles.by_block)
+    if target is not None:
+        results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
     offsets = (start, first_class, skip)
     found = over_tiles("statistics", tiles, x, w, offsets, {}, operands, results, epilogue, interpret=interpret)
-    out = {key: value[:, :rows] for key, value in found.items()}
+    out = {key: found[key][:, :rows] for key in names}
     tops = out["tops"]
     top = tops.max(0)  # (26), all blocks at once
     masked = tops == -jnp.inf
     shift = jnp.where(masked, 0.0, tops - top)
     scale = jnp.where(masked, 0.0, jnp.exp(shift))
+    target_exp = target_logit = None
+    if target is not None and places is not None:
+        target_exp, target_logit = (_by_target(tiles, places, target, found[name]) for name in OF_TARGETS)
+        target_exp *= scale[target.clip(0) // BLOCK_V, jnp.arange(rows)]
     return (
         top,
         (scale * out["sums"]).sum(0),
         out["weighted_sums"].sum(0) if weighted else None,
         (scale * (out["sums_exp_log"] + shift * out["sums"])).sum(0) if entropy else None,
+        target_exp,
+        target_logit,
     )
 
 

@@ -1,12 +1,11 @@
 """Pallas kernels for any card from Ampere on, through Pallas' Triton backend: the implementation "pallas_triton".
 
-That backend is deprecated, so all that names it stands in this file. core_triton/kernels.py and target_kernels.py are
-the same in Triton. A program owns a tile and writes each output alone, so results repeat bit for bit; what is summed
-over tiles is reduced by XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas'
-interpreter. Equations: linear_ce/MATH.md.
+How they are launched is in `triton_launch.py`; core_triton/kernels.py and target_kernels.py are the same in Triton. A
+program owns a tile and writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by
+XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas' interpreter. Equations:
+linear_ce/MATH.md.
 """
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,14 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.core import ShapedArray
-from jax.custom_batching import sequential_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
-LOG2_E, NO_PROBABILITY = 1.4426950408889634, -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
+from jax_pallas.triton_launch import arange, load, run, store
+
+LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
+NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
 BLOCK_N, GROUP = 128, 8  # rows of a tile, and of a flag of `redo`; row blocks beside each other on a block of classes
 REDO_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large card
 ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address
@@ -59,52 +56,6 @@ def padded(classes: int) -> int:  # columns of a matrix of so many, here as in t
     return pl.cdiv(classes, 64) * 64
 
 
-class _Launch(NamedTuple):
-    """A kernel, which takes `options` and a Ref for each operand and result (None for None), and how it is launched."""
-
-    kernel: Callable[..., None]
-    options: Any
-    grid: tuple[int, ...]
-    operands: Any  # their tree
-    results: tuple[jax.ShapeDtypeStruct | None, ...]
-    aliases: tuple[tuple[int, int], ...]  # of flat operands and flat results
-    params: plgpu.CompilerParams
-
-    def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
-        known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
-        kernel, name = partial(self.kernel, self.options), self.kernel.__name__
-        results = jax.tree.map(lambda result: ShapedArray(result.shape, result.dtype), self.results)  # jax.shard_map
-        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **known)
-        return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
-
-
-def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
-    with warnings.catch_warnings():  # whoever asks for this implementation by name has chosen its backend
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(partial(launch, interpret=interpret), multiple_results=True)(ctx, *leaves)
-
-
-_launch_p = Primitive("pallas_triton_launch")
-_launch_p.multiple_results = True
-_launch_p.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(launch.results)])
-_launch_p.def_impl(jax.jit(_launch_p.bind, static_argnames="launch"))
-mlir.register_lowering(_launch_p, partial(_lower, interpret=False), platform="cuda")
-mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu")
-
-
-def _run(
-    kernel: Callable[..., None], options: Any, operands: tuple[Any, ...], results: tuple[Any, ...],
-    grid: tuple[int, ...], *, in_place: bool = False, warps: int = 8, stages: int = 3,
-) -> Any:  # fmt: skip
-    """Runs a kernel and returns its results, with `in_place` the first in the place of the last operand."""
-    leaves, tree = jax.tree.flatten(operands)
-    aliases = ((len(leaves) - 1, 0),) if in_place else ()
-    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
-    launch = _Launch(kernel, options, grid, tree, results, aliases, params)
-    found = sequential_vmap(lambda *leaves: _launch_p.bind(*leaves, launch=launch))(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
-
-
 class _Product(NamedTuple):
     """The product that a kernel makes of rows of x and classes of w."""
 
@@ -129,7 +80,7 @@ class _Product(NamedTuple):
     ) -> Any:
         """Runs a kernel on int32 scalars, which it gets as one array, and operands."""
         operands = (jnp.stack([jnp.asarray(scalar, jnp.int32) for scalar in scalars]), *operands)
-        return _run(kernel, self, operands, results, (programs,), **in_place)
+        return run(kernel, self, operands, results, (programs,), **in_place)
 
 
 class _Part(NamedTuple):
@@ -140,24 +91,12 @@ class _Part(NamedTuple):
     inside: Array  # (block_n,) bool: these rows are there
     column: Array  # (block_v,) of w
     place: Array  # (block_v,) within the stretch of classes
+    first: Array  # the first of it
     seen: Array | None  # (1, block_v) bool: these classes count; None: all
     by_block: tuple[Array, Array]  # where a value for each row goes in (class blocks, rows)
 
     def only_seen(self, values: Array, other: float = 0.0) -> Array:
         return values if self.seen is None else jnp.where(self.seen, values, other)
-
-
-def _arange(start: Any, size: int) -> Array:
-    return start + jnp.arange(size, dtype=jnp.int32)
-
-
-def _load(ref: Any, *index: Any, mask: Any = None) -> Array:
-    """Returns ref[index], 0 outside the mask."""
-    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
-
-
-def _store(ref: Any, *index: Any, values: Array, mask: Array) -> None:
-    plgpu.store(ref.at[index], values.astype(ref.dtype), mask=mask)
 
 
 def _blocks_of(product: _Product, tile: Any) -> tuple[Array, Array]:
@@ -173,40 +112,42 @@ def _part(
 ) -> _Part:
     """Computes a tile of logits: (1), (2). Past the last row it repeats it; columns not seen hold anything."""
     tile, axis, hidden, end = product.tile, product.vocab_axis, x_ref.shape[1], w_ref.shape[product.vocab_axis]
-    row = _arange(blocks[0] * BLOCK_N, BLOCK_N)
-    column = place = _arange(blocks[1] * tile.block_v, tile.block_v)
+    row = arange(blocks[0] * BLOCK_N, BLOCK_N)
+    first_place = blocks[1] * tile.block_v
+    column = place = arange(first_place, tile.block_v)
     seen = (place < product.classes)[None, :] if product.classes % tile.block_v else None
     if product.stretch:
         first, skip = scalars_ref[1], scalars_ref[2]
         if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded by itself
-            place = place - lax.rem(first, jnp.int32(ALIGNED))
-            first = pl.multiple_of(first - lax.rem(first, jnp.int32(ALIGNED)), ALIGNED)
+            before = lax.rem(first, jnp.int32(ALIGNED))
+            place, first_place = place - before, first_place - before
+            first = pl.multiple_of(first - before, ALIGNED)
         column = first + column
         seen = ((place >= skip) & (place < product.classes))[None, :]
     x_row = (scalars_ref[0] + lax.min(row, jnp.int32(product.rows - 1)))[:, None]
 
     def step(index: Any, raw: Array) -> Array:
-        depth = _arange(index * tile.block_d, tile.block_d)
+        depth = arange(index * tile.block_d, tile.block_d)
         within = depth < hidden if hidden % tile.block_d else None
         by_row = None if within is None else within[None, :]
-        x = _load(x_ref, x_row, depth[None, :], mask=by_row)
+        x = load(x_ref, x_row, depth[None, :], mask=by_row)
         if axis == 0:  # clamped rather than masked, which saves a comparison: neighbours in memory are along depth
-            w = _load(w_ref, lax.min(column, jnp.int32(end - 1))[:, None], depth[None, :], mask=by_row)
+            w = load(w_ref, lax.min(column, jnp.int32(end - 1))[:, None], depth[None, :], mask=by_row)
         else:
             mask = (column < end)[None, :]  # `<`, from which the compiler sees that 8 columns go together
-            w = _load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
+            w = load(w_ref, depth[:, None], column[None, :], mask=mask if within is None else mask & within[:, None])
         contract = (((1,), (1 - axis,)), ((), ()))
         return raw + lax.dot_general(x, w, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((BLOCK_N, tile.block_v), jnp.float32))
     if bias_ref is not None:
-        logits = logits + _load(bias_ref, column, mask=column < bias_ref.shape[0])[None, :]
+        logits = logits + load(bias_ref, column, mask=column < bias_ref.shape[0])[None, :]
     if product.logit_scale != 1.0:
         logits = logits * product.logit_scale
     if product.softcap is not None:  # by way of tanh(t) = 1 - 2 / (1 + exp(2 t)): one number a logit, no branch
         root = lax.rsqrt(1.0 + jnp.exp2(logits * (2.0 * LOG2_E / product.softcap)))
         logits = product.softcap - (2.0 * product.softcap) * (root * root)
-    return _Part(logits, row, row < product.rows, column, place, seen, (blocks[1], row))
+    return _Part(logits, row, row < product.rows, column, place, first_place, seen, (blocks[1], row))
 
 
 def _slope(logits: Array, softcap: float) -> Array:
@@ -214,28 +155,48 @@ def _slope(logits: Array, softcap: float) -> Array:
     return 1.0 - lax.square(logits * (1.0 / softcap))
 
 
+def _with_targets(part: _Part, target_ref: Any, values: Array, put: Callable[[Array, Array], None]) -> None:
+    """Calls put(found, owns), (block_n,) each, if the tile holds targets: of values (block_n, block_v), what each row's
+    target has, and whether it is in this tile. Most tiles hold none; and behind the branch registers suffice."""
+    target = load(target_ref, part.row, mask=part.inside)
+    owns = part.inside & (target >= 0) & (target >= part.first) & (target < part.first + part.place.shape[0])
+
+    @pl.when(owns.astype(jnp.int32).max() != 0)
+    def _found() -> None:
+        put(jnp.where(part.place[None, :] == target[:, None], values, 0.0).sum(1), owns)
+
+
 def _exponentials_kernel(
-    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, redo_ref: Any, _: Any,
-    e_ref: Any, sum_ref: Any, top_ref: Any,
+    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
+    redo_ref: Any, _: Any, e_ref: Any, sum_ref: Any, top_ref: Any, target_exp_ref: Any, target_logit_ref: Any,
 ) -> None:  # fmt: skip
-    """Writes what is asked for of sum and top (class blocks, rows) and e (rows, padded): (29), (31).
+    """Writes what is asked for of sum and top (class blocks, rows), of what the targets have (rows,) and of e (rows,
+    padded): (29), (31).
 
     A program owns a tile; with redo, every REDO_PROGRAMS-th tile, of which it does those of flagged rows.
     """
 
     def do(blocks: tuple[Array, Array]) -> None:
         part = _part(product, blocks, scalars_ref, x_ref, w_ref, bias_ref)
-        anchor = _load(anchor_ref, part.row, mask=part.inside)[:, None]
-        exponentials = part.only_seen(jnp.exp2(part.logits * LOG2_E - anchor))
-        if sum_ref is not None:
-            _store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
         if top_ref is not None:
-            _store(top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
+            store(top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
+        anchor = load(anchor_ref, part.row, mask=part.inside)
+        exponents = part.logits * LOG2_E - anchor[:, None]
+
+        def put_target(exponent: Array, owns: Array) -> None:
+            store(target_exp_ref, part.row, values=jnp.exp2(exponent), mask=owns)
+            store(target_logit_ref, part.row, values=(exponent + anchor) * LN_2, mask=owns)
+
+        if target_ref is not None:  # one look at the tile for both, or registers would spill
+            _with_targets(part, target_ref, exponents, put_target)
+        exponentials = part.only_seen(jnp.exp2(exponents))
+        if sum_ref is not None:
+            store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
         if e_ref is not None:
             if product.softcap is not None:
                 exponentials = part.only_seen(exponentials * _slope(part.logits, product.softcap))
             mask = part.inside[:, None] & (part.place < e_ref.shape[1])[None, :]
-            _store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
+            store(e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
 
     program = pl.program_id(0)
     if redo_ref is None:
@@ -252,9 +213,9 @@ def _exponentials_kernel(
 
 def exponentials(
     x: Array, w: Array, bias: Array | None, anchor: Array, start: Array | int, *, rows: int, classes: int,
-    vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool, redo: Array | None = None,
-    e: Array | None = None,
-) -> tuple[Array | None, Array | None, Array | None]:  # fmt: skip
+    vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
+    target: Array | None = None, redo: Array | None = None, e: Array | None = None,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
 
     Args:
@@ -263,6 +224,7 @@ def exponentials(
         bias, anchor: at least (classes,) float32, or None; (rows,) float32 integers.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
+        target: (rows,) int32 classes, -1 for none, or None; of a target comes back what its sum was made of.
         redo: (1 + rows / 128 rounded up,) int32, or None: everything. If its first is 0 nothing is done, else the
             blocks of 128 rows whose flags, which follow, are not 0: the largest logits instead of sums, if wanted.
         e: where `redo` is given and `stores`: the exponentials, of which those blocks are written, in place.
@@ -270,6 +232,7 @@ def exponentials(
     Returns:
         e (rows, padded) bfloat16, times the cap's slope, 0 past the last class, or None.
         sums of the exponentials before they are rounded, and tops; (rows,) float32 or None, anything in rows not done.
+        the targets' exponentials, before they are rounded, and logits; (rows,) float32, 0 without a target, or None.
     """
     tile = tile_of(x.dtype, sloped=stores and softcap is not None)
     if redo is not None:
@@ -278,41 +241,52 @@ def exponentials(
     by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     wanted = redo is None or not largest, largest
-    operands, results = (x, w, bias, anchor, redo, e), (stored, *(by_block if one else None for one in wanted))
+    of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
+    operands = (x, w, bias, anchor, target, redo, e)
+    results = (stored, *(by_block if one else None for one in wanted), of_target, of_target)
     programs = product.tiles if redo is None else min(product.tiles, REDO_PROGRAMS)
-    e, sums, tops = product.run(_exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
-    return e, None if sums is None else sums.sum(0), None if tops is None else tops.max(0)
+    found = product.run(_exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
+    e, sums, tops, *of_target = found
+    sums, tops = None if sums is None else sums.sum(0), None if tops is None else tops.max(0)
+    return e, sums, tops, *(None if target is None else jnp.where(target >= 0, value, 0.0) for value in of_target)
 
 
 def _statistics_kernel(
-    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any,
-    top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any,
+    product: _Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
+    top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any, target_logit_ref: Any,
 ) -> None:  # fmt: skip
-    """Writes the statistics of a tile's rows over its classes, (class blocks, rows) each: (25)."""
+    """Writes the statistics of a tile's rows over its classes, (class blocks, rows) each, and the logits of the targets
+    in it, (rows,): (25)."""
     part = _part(product, _blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
-    store = partial(_store, mask=part.inside)
+    put = partial(store, mask=part.inside)
     if weighted_sum_ref is not None:
         weighted = part.logits
         if class_weight_ref is not None:
-            weighted = weighted * _load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
-        store(weighted_sum_ref, *part.by_block, values=part.only_seen(weighted).sum(1))
+            weighted = weighted * load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
+        put(weighted_sum_ref, *part.by_block, values=part.only_seen(weighted).sum(1))
     logits = part.only_seen(part.logits, -jnp.inf)
+
+    def put_target(logit: Array, owns: Array) -> None:
+        store(target_logit_ref, part.row, values=logit, mask=owns)
+
+    if target_ref is not None:
+        _with_targets(part, target_ref, logits, put_target)
     top = logits.max(1)
-    store(top_ref, *part.by_block, values=top)
+    put(top_ref, *part.by_block, values=top)
     shifted = logits - jnp.where(top == -jnp.inf, 0.0, top)[:, None]  # all -inf: sums of 0, not NaN
     exponentials = jnp.exp2(shifted * LOG2_E)
-    store(sum_ref, *part.by_block, values=exponentials.sum(1))
+    put(sum_ref, *part.by_block, values=exponentials.sum(1))
     if sum_exp_log_ref is not None:
         shifted = jnp.where(shifted < NO_PROBABILITY, NO_PROBABILITY, shifted)
-        store(sum_exp_log_ref, *part.by_block, values=(exponentials * shifted).sum(1))
+        put(sum_exp_log_ref, *part.by_block, values=(exponentials * shifted).sum(1))
 
 
 def statistics(
     x: Array, w: Array, bias: Array | None, class_weight: Array | None, start: Array | int, first_class: Array | int,
     skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float, softcap: float | None,
-    weighted: bool, entropy: bool,
-) -> tuple[Array, Array, Array | None, Array | None]:  # fmt: skip
-    """Returns statistics of rows over a stretch of the classes, (rows,) float32 each: (25), the target's logit apart.
+    weighted: bool, entropy: bool, target: Array | None = None,
+) -> tuple[Array | None, ...]:  # fmt: skip
+    """Returns statistics of rows over a stretch of the classes, (rows,) float32 each: (25).
 
     Args:
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap: of `exponentials`; bias is indexed as w is.
@@ -320,21 +294,30 @@ def statistics(
         first_class, classes: the stretch, from class `first_class` of w on. A number or a scalar, as `skip` is.
         skip: how many classes at its start are left out.
         weighted, entropy: whether the third, the fourth are wanted.
+        target: (rows,) int32, places in the stretch, none of which is left out, -1 for none; or None.
 
     Returns:
-        The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max).
+        The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
+        target's summand of the first sum, and its logit, 0 where there is none. None what is not wanted.
     """
     product = _Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
     by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
-    operands = (x, w, bias, class_weight if weighted else None)
-    results = (by_block, by_block, by_block if weighted else None, by_block if entropy else None)
+    operands = (x, w, bias, class_weight if weighted else None, target)
+    of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
+    results = (by_block, by_block, by_block if weighted else None, by_block if entropy else None, of_target)
     found = product.run(_statistics_kernel, (start, first_class, skip), operands, results, product.tiles)
-    tops, sums, weighted_sums, sums_exp_log = found
+    tops, sums, weighted_sums, sums_exp_log, target_logit = found
     top = tops.max(0)  # (26), all blocks at once
     shift = jnp.where(tops == -jnp.inf, NO_PROBABILITY, tops - top)
     scale = jnp.exp(shift)
     sum_exp_log = None if sums_exp_log is None else (scale * (sums_exp_log + shift * sums)).sum(0)
-    return top, (scale * sums).sum(0), None if weighted_sums is None else weighted_sums.sum(0), sum_exp_log
+    target_exp = None
+    if target is not None:
+        target_logit = jnp.where(target >= 0, target_logit, 0.0)
+        # 1, the summand bit for bit, where the target's is the largest logit; else it is at most half of the sum.
+        target_exp = jnp.where(target >= 0, jnp.exp(target_logit - top), 0.0)
+    weighted_sum = None if weighted_sums is None else weighted_sums.sum(0)
+    return top, (scale * sums).sum(0), weighted_sum, sum_exp_log, target_exp, target_logit
 
 
 def _d_logits_kernel(
@@ -345,7 +328,7 @@ def _d_logits_kernel(
     part = _part(product, _blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
 
     def of_row(ref: Any) -> Array:
-        return _load(ref, part.row, mask=part.inside)[:, None]
+        return load(ref, part.row, mask=part.inside)[:, None]
 
     log_prob = part.logits - of_row(lse_ref)
     factor = of_row(alpha_ref)
@@ -355,14 +338,14 @@ def _d_logits_kernel(
     if sigma_ref is not None:
         sigma = of_row(sigma_ref)
         if class_weight_ref is not None:
-            sigma = sigma * _load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
+            sigma = sigma * load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
         d_logits = d_logits - sigma
     d_logits = jnp.where(part.column[None, :] == of_row(target_ref), d_logits - of_row(tau_ref), d_logits)
     if product.softcap is not None:
         d_logits = d_logits * _slope(part.logits, product.softcap)
     d_logits = part.only_seen(jnp.where(of_row(contributes_ref) != 0, d_logits, 0.0))
     mask = part.inside[:, None] & ((part.place >= 0) & (part.place < d_logits_ref.shape[1]))[None, :]
-    _store(d_logits_ref, part.row[:, None], part.place[None, :], values=d_logits, mask=mask)
+    store(d_logits_ref, part.row[:, None], part.place[None, :], values=d_logits, mask=mask)
 
 
 def d_logits(
@@ -399,7 +382,7 @@ def _target_rows_kernel(
     position, column = pl.program_id(0), pl.program_id(1) * width
     target = target_ref[position]
     before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
-    equal = (before >= 0) & (_load(target_ref, before, mask=before >= 0) == target)
+    equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
     offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
     first = position - offset
     last = first + MANY - 1
@@ -407,24 +390,24 @@ def _target_rows_kernel(
     is_class = (target >= 0) & (target < d_weight_ref.shape[vocab_axis])
 
     def add(column: Array, columns: int, size: int) -> None:
-        depth = _arange(column, columns)
+        depth = arange(column, columns)
         inside = depth < hidden
 
         def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
             position, total = carry
-            positions = _arange(position, size)
+            positions = arange(position, size)
             member = positions < count
-            member = member & (_load(target_ref, positions, mask=member) == target)
-            theta, row = (_load(ref, positions, mask=member)[:, None] for ref in (theta_ref, row_ref))
-            x = _load(x_ref, row, depth[None, :], mask=(theta != 0) & inside[None, :])
+            member = member & (load(target_ref, positions, mask=member) == target)
+            theta, row = (load(ref, positions, mask=member)[:, None] for ref in (theta_ref, row_ref))
+            x = load(x_ref, row, depth[None, :], mask=(theta != 0) & inside[None, :])
             ended = member.astype(jnp.int32).min() == 0
             return jnp.where(ended, count, position + size), total + theta * x.astype(jnp.float32)
 
         start = (first, jnp.zeros((size, columns), jnp.float32))
         total = lax.while_loop(lambda carry: carry[0] < count, step, start)[1]
         place = (target, depth) if vocab_axis == 0 else (depth, target)
-        old = _load(d_weight_ref, *place, mask=inside).astype(jnp.float32)
-        _store(d_weight_ref, *place, values=old + total.sum(0), mask=inside)
+        old = load(d_weight_ref, *place, mask=inside).astype(jnp.float32)
+        store(d_weight_ref, *place, values=old + total.sum(0), mask=inside)
 
     pl.when(is_class & long & (offset < SHARES))(
         lambda: add(column + offset * (width // SHARES), width // SHARES, MANY)
@@ -447,4 +430,4 @@ def add_target_rows(d_weight: Array, x: Array, target: Array, row: Array, theta:
     width = min(512, max(64, pl.next_power_of_2(x.shape[1])))
     operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
     launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
-    return _run(_target_rows_kernel, (vocab_axis, width), operands, (result,), in_place=True, **launch)[0]
+    return run(_target_rows_kernel, (vocab_axis, width), operands, (result,), in_place=True, **launch)[0]

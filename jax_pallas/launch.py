@@ -12,6 +12,8 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
+from jax_pallas.pieces import is_symbolic
+
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
 Capability = tuple[int, int]  # compute capability of an NVIDIA GPU, (9, 0) for Hopper
@@ -23,7 +25,7 @@ class Kernels(NamedTuple):
     Args:
         limits: (dtype, hidden, vocab, vocab_axis) -> what keeps the kernels from such a call, or None.
         gradient_limits: (dtype, hidden, vocab) -> the same of `d_weight` and `d_input`.
-        exponentials: e (n, padded(K)), their sums and the largest logits of a chunk.
+        exponentials: e (n, padded(K)), their sums, the largest logits and the targets' summands and logits of a chunk.
         statistics: of a chunk's rows over a stretch of the vocabulary.
         d_logits: of the same.
         add_target_rows: adds the targets' terms to d_weight.
@@ -34,7 +36,7 @@ class Kernels(NamedTuple):
 
     limits: Callable[..., str | None]
     gradient_limits: Callable[..., str | None] | None
-    exponentials: Callable[..., tuple[Array | None, Array | None, Array | None]]
+    exponentials: Callable[..., tuple[Array | None, ...]]
     statistics: Callable[..., tuple[Any, ...]]
     d_logits: Callable[..., Array]
     add_target_rows: Callable[..., Array]
@@ -77,6 +79,20 @@ def load(implementation: str) -> Kernels:
 def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
     """Returns what keeps an implementation from arrays of these shapes and dtypes, or None."""
     return load(implementation).limits(dtype, hidden, vocab, vocab_axis) if implementation in NAMES else None
+
+
+def check_sizes(input_shape: tuple[Any, ...], weight_shape: tuple[Any, ...]) -> None:
+    """Raises ValueError where a hidden size or a vocabulary is symbolic: only numbers of tokens may be."""
+    for name, shape, sizes in (("input", input_shape, input_shape[-1:]), ("linear_weight", weight_shape, weight_shape)):
+        if any(map(is_symbolic, sizes)):
+            raise ValueError(f"{name} must have a known hidden size and vocabulary, got {shape}")
+
+
+def symbolic_limits(input_shape: tuple[Any, ...]) -> str | None:
+    """Returns what keeps the kernels from an input whose number of tokens is known only when it is called, or None."""
+    if not any(map(is_symbolic, input_shape[:-1])):
+        return None
+    return f"input has a symbolic number of tokens, {input_shape}, which only 'chunked' takes"
 
 
 def device_limits(implementation: str, platform: str, capability: Capability | None) -> str | None:

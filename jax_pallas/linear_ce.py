@@ -88,7 +88,8 @@ def linear_cross_entropy(
     them where it cannot cut the loops and kernels, and each device then computes the whole loss; a trace of automatic
     axes cannot see that. In a `jax.lax.scan` over micro-batches differentiate within its body, or under
     `jax.checkpoint`: else each one's gradient of the head is saved. `jax.export` of "pallas_triton" needs
-    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; the other implementations need nothing.
+    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; the other implementations need nothing. A symbolic number
+    of tokens runs "chunked", in chunks of at most 1024 rows, and each token's 64 bytes are not in memory_budget.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
@@ -242,7 +243,7 @@ def linear_log_probs(
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, None, None)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    results = ops.log_probs(call.options, *call.arrays) if call.tokens else (jnp.zeros(0, jnp.float32),) * 3
+    results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -302,6 +303,9 @@ def explain(
     if implementation is not None:
         _check_implementation(implementation, input, linear_weight, vocab_axis)
         return Implementation(implementation, "asked for by name")
+    symbolic = launch.symbolic_limits(input.shape)
+    if symbolic is not None:
+        return Implementation("chunked", symbolic)
     platform = launch.traced_platform(input)
     capability = launch.known_capability(platform)
     return Implementation(*launch.choose(platform, capability, *_shape(input, linear_weight, vocab_axis)))
@@ -315,6 +319,8 @@ def _check_implementation(implementation: str, input: Array, linear_weight: Arra
     """Raises ValueError if it is no implementation, or cannot serve these shapes and dtypes."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
     obstacle = launch.limits(implementation, *_shape(input, linear_weight, vocab_axis))
+    if implementation != "chunked":
+        obstacle = launch.symbolic_limits(input.shape) or obstacle
     if obstacle is not None:
         raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
 
@@ -358,16 +364,22 @@ def _prepare(
     named["normalizer"] = jnp.float32(normalizer) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
-    named = {name: None if array is None else jnp.asarray(array) for name, array in named.items()}
+    named["target"] = _signed(named["target"])
+    if not np.iinfo(named["target"].dtype).min <= spec.ignore_index <= np.iinfo(named["target"].dtype).max:
+        raise ValueError(f"ignore_index must fit {named['target'].dtype}, which targets have, got {spec.ignore_index}")
+    named = {name: jnp.asarray(array) if isinstance(array, np.ndarray) else array for name, array in named.items()}
     for name in ARRAYS:
         _check_unsharded(name, named[name])
     for name in ("weight", "token_weight", "normalizer"):
         if named[name] is not None:
             named[name] = _undifferentiated(name, named[name])
+    launch.check_sizes(named["input"].shape, named["linear_weight"].shape)
     if implementation is not None:
         _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
+    elif launch.symbolic_limits(named["input"].shape) is not None:
+        implementation = "chunked"
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
-    flat_target = _signed(named["target"].reshape(-1))
+    flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
     row_weight, n_valid = rows.row_weights(
@@ -406,10 +418,14 @@ def _check_unsharded(name: str, array: Array | None) -> None:
         )
 
 
-def _signed(target: Array) -> Array:
-    """Returns `target` in int32 or int64; what would change its sign there is no class, and becomes another such."""
+def _signed(target: Array | np.ndarray) -> Array:
+    """Returns `target` in int32 or int64; what would change its value there is no class, and becomes another such."""
+    range32 = np.iinfo(np.int32)
     if target.dtype in (jnp.uint32, jnp.uint64):
-        target = jnp.minimum(target, jnp.iinfo(jnp.int32).max)
+        target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)
+    elif target.dtype == np.int64 and not jax.config.read("jax_enable_x64"):  # an array of NumPy, which JAX would wrap
+        target = np.clip(target, range32.min, range32.max)
+    target = jnp.asarray(target)
     return target if target.dtype == jnp.int64 else target.astype(jnp.int32)
 
 
@@ -427,7 +443,7 @@ def _(name: str, primals: Any, tangents: Any) -> Any:
 def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
     """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
     scalar = call.options.spec.reduction != "none"
-    if not call.tokens:
+    if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
         return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty
     loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)

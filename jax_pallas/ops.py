@@ -157,7 +157,7 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     problem = options.problem(arrays)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
     coefficients = rows.loss_coefficients(
-        options.spec, lse, problem.target, upstream, problem.class_weight, options.classes
+        options.spec, lse, problem.target, upstream, problem.row_weight, problem.class_weight, options.classes
     )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
 
@@ -169,7 +169,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
     statistics = _statistics(options, *arrays)
     assert statistics.entropy is not None
-    return statistics.target_logit - statistics.lse, statistics.entropy, statistics.lse
+    return 0.0 - statistics.nll, statistics.entropy, statistics.lse
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
@@ -182,8 +182,10 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
-    target, (d_log_prob, d_entropy, d_lse) = options.problem(arrays).target, map(_dense, cotangents)
-    coefficients = rows.log_prob_coefficients(entropy, target, d_log_prob, d_entropy, d_lse, options.classes)
+    problem, cotangents = options.problem(arrays), tuple(map(_dense, cotangents))
+    coefficients = rows.log_prob_coefficients(
+        entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
+    )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
 
 

@@ -2,6 +2,9 @@
 
 Shapes are static, so a last piece that would stick out starts earlier instead, and what it sees a second time is
 masked (`Piece.fresh`).
+
+An axis of symbolic length (`jax.export`) may be shorter than one piece. There a last piece sticks out: `Piece.of`
+repeats the last row in place of those past the end, `Piece.fresh` masks them, and `Piece.put` drops them.
 """
 
 from collections.abc import Callable
@@ -12,6 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
+def is_symbolic(size: Any) -> bool:
+    """Returns whether a size is known only where a program runs that `jax.export` wrote."""
+    return not isinstance(size, int)
+
+
 class Piece(NamedTuple):
     """A chunk of rows or a slab of classes."""
 
@@ -20,17 +28,39 @@ class Piece(NamedTuple):
     fresh: Array | None  # (size,) bool, what no earlier piece has seen; None: all of it
 
     def of(self, array: Array, axis: int = 0) -> Array:
+        if is_symbolic(array.shape[axis]):
+            return jnp.take(array, self.start + jnp.arange(self.size), axis, mode="clip")
         return array if self.size == array.shape[axis] else lax.dynamic_slice_in_dim(array, self.start, self.size, axis)
 
     def put(self, array: Array, values: Array, axis: int = 0) -> Array:
         values = values.astype(array.dtype)
+        if is_symbolic(array.shape[axis]):
+            places = (slice(None),) * axis + (self.start + jnp.arange(self.size),)
+            return array.at[places].set(values, mode="drop", unique_indices=True)
         if self.size == array.shape[axis]:
             return values
         return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
 
+    def put_fresh(self, array: Array | None, values: Array | None) -> Array | None:
+        """Writes rows, but for those that an earlier piece has written."""
+        if array is None or values is None:
+            return None
+        values = values.astype(array.dtype)
+        if self.fresh is not None and not is_symbolic(array.shape[0]):
+            values = jnp.where(self.fresh[:, None], values, self.of(array))
+        return self.put(array, values)
+
 
 def over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
     """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
+    if is_symbolic(length):
+
+        def sticking_out(carry: T, index: Array) -> tuple[T, Any]:
+            start = index * size
+            return body(carry, Piece(start, size, start + jnp.arange(size) < length))
+
+        carry, pieces = lax.scan(sticking_out, carry, jnp.arange(-(-length // size)))
+        return carry, jax.tree.map(lambda piece: piece.reshape(-1, *piece.shape[2:])[:length], pieces)
     if size == length:
         return body(carry, Piece(0, size, None))
     count = -(-length // size)

@@ -66,9 +66,23 @@ def _primitive(name: str, function: Function) -> tuple[Primitive, Function, Func
 
         return [typed(result) for result in shapes_of(avals, static, tree)[0]]
 
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("static", "tree")))
+    primitive.def_impl(compiled(primitive, flat, "static", "tree"))
     primitive.def_abstract_eval(abstract)
     return primitive, bound, flat
+
+
+def compiled(primitive: Primitive, function: Function, *static: str) -> Function:
+    """Returns what runs a primitive outside of any trace: a program of its own.
+
+    `jax.debug_nans` calls what it finds a NaN in again without `jax.jit`, and `jax.disable_jit` calls all so: a program
+    that binds the primitive would then call itself without end. They get `function`, operation by operation.
+    """
+
+    def call(*leaves: Any, **parameters: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+        return (primitive.bind if traced else function)(*leaves, **parameters)
+
+    return jax.jit(call, static_argnames=static)
 
 
 def opaque(name: str) -> Callable[[Function], Function]:

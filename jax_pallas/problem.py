@@ -62,6 +62,13 @@ class Problem:
         """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
         return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
 
+    def target_column(self, target: Array, slab: Piece) -> tuple[Array, Array]:
+        """Returns each target's column within a slab, (n,), some column where it has none, and whether it has one."""
+        column = target - (self.vocab_offset + slab.start)
+        hit = (column >= 0) & (column < slab.size)
+        column = column.clip(0, slab.size - 1)
+        return column, hit if slab.fresh is None else hit & slab.fresh[column]
+
     def chunk_row_weight(self, chunk: Piece) -> Array:
         """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
         row_weight = chunk.of(self.row_weight)

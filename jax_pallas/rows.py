@@ -8,8 +8,10 @@ second pass needs nothing of a loss but `Coefficients`: d_logits is
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -17,12 +19,16 @@ from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 
+# The least summand of a target that its row's loss is made from: where it is smaller, or 0, log space is as accurate.
+LEAST_SUMMAND = 2.0**-64
+
 
 class Partial(NamedTuple):
     """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
 
     max: Array
     sum_exp: Array  # of exp(logits - max)
+    target_exp: Array  # the target's summand of sum_exp, 0 where the target lies elsewhere
     target_logit: Array  # 0 where the target lies elsewhere
     weighted_sum: Array | None  # of class_weight * logits, for label smoothing
     sum_exp_log: Array | None  # of exp(logits - max) * (logits - max), for the entropy
@@ -33,6 +39,7 @@ class RowStatistics(NamedTuple):
 
     lse: Array
     target_logit: Array  # NaN where the target is no class
+    nll: Array  # lse - target_logit, never below 0; NaN where the target is no class
     max: Array
     weighted_sum: Array | None
     entropy: Array | None
@@ -61,6 +68,7 @@ def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
     return Partial(
         max=jnp.full_like(zero, -jnp.inf),
         sum_exp=zero,
+        target_exp=zero,
         target_logit=zero,
         weighted_sum=zero if spec.label_smoothing else None,
         sum_exp_log=zero if entropy else None,
@@ -86,6 +94,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(
         max=top,
         sum_exp=scale_a * a.sum_exp + scale_b * b.sum_exp,
+        target_exp=scale_a * a.target_exp + scale_b * b.target_exp,
         target_logit=a.target_logit + b.target_logit,
         weighted_sum=weighted_sum,
         sum_exp_log=sum_exp_log,
@@ -99,16 +108,45 @@ def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> 
     entropy = None
     if partial.sum_exp_log is not None:
         entropy = jnp.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
-    target_logit = jnp.where(_is_class(target, classes), partial.target_logit, jnp.nan)
+    is_class = _is_class(target, classes)
+    nll, lse = nll_and_lse(partial.sum_exp, partial.target_exp, partial.target_logit, partial.max, log_sum)
     return RowStatistics(
-        lse=jnp.where(contributes, partial.max + log_sum, 0.0),
-        target_logit=jnp.where(contributes, target_logit, 0.0),
+        lse=jnp.where(contributes, lse, 0.0),
+        target_logit=jnp.where(contributes, jnp.where(is_class, partial.target_logit, jnp.nan), 0.0),
+        nll=jnp.where(contributes, jnp.where(is_class, nll, jnp.nan), 0.0),
         max=jnp.where(contributes, partial.max, 0.0),
         weighted_sum=partial.weighted_sum,
         entropy=entropy,
     )
 
 
+def nll_and_lse(
+    sum_exp: Array, target_exp: Array, target_logit: Array, reference: Array, log_sum: Array
+) -> tuple[Array, Array]:
+    """Returns each row's negative log-likelihood, never below 0, and its lse, (n,) each: (27).
+
+    The difference of two float32 numbers as large as the logits can be below 0, and says little of a confident token.
+    The ratio of a sum to one of its own summands is at least 1.
+
+    Args:
+        sum_exp: sums of exponentials of logits, less each row's `reference`.
+        target_exp: the target's summand, as it was added; not above `LEAST_SUMMAND`, or NaN, where the target is none.
+        target_logit: the target's logit, of the same products as its summand.
+        reference, log_sum: of logits; the logarithm of sum_exp. Both results are made of them, and never of a ratio,
+            where target_exp is too small to divide by.
+    """
+    divides = target_exp > LEAST_SUMMAND
+    rest = jnp.maximum(sum_exp - target_exp, 0.0)
+    nll = jnp.log1p(jnp.where(divides, rest, 0.0) / jnp.where(divides, target_exp, 1.0))
+    nll = jnp.where(divides, nll, jnp.maximum((reference - target_logit) + log_sum, 0.0))
+    return nll, jnp.where(divides, target_logit + nll, reference + log_sum)
+
+
+# What runs outside of the operators is compiled whole: `jax.debug_nans` looks at what each program returns, and these
+# hold NaN in rows that are selected out before they return.
+
+
+@partial(jax.jit, static_argnames=("spec", "classes"))
 def row_weights(
     spec: LossSpec,
     target: Array,
@@ -149,7 +187,7 @@ def row_loss(
     classes: int,
 ) -> Array:
     """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute: (6), (7), (10)."""
-    loss = statistics.lse - statistics.target_logit
+    loss = statistics.nll
     if class_weight is not None:
         loss = _target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:
@@ -162,27 +200,43 @@ def row_loss(
     return jnp.where(row_weight != 0, row_weight * loss, 0.0)
 
 
+@partial(jax.jit, static_argnames=("spec", "classes"))
 def loss_coefficients(
-    spec: LossSpec, lse: Array, target: Array, upstream: Array, class_weight: Array | None, classes: int
+    spec: LossSpec,
+    lse: Array,
+    target: Array,
+    upstream: Array,
+    row_weight: Array,
+    class_weight: Array | None,
+    classes: int,
 ) -> Coefficients:
     """Returns the coefficients of the loss; `upstream` (N,) is row_weight times the loss's cotangent: (13)."""
-    kept = upstream * (1.0 - spec.label_smoothing)
-    alpha = tau = kept if class_weight is None else kept * _target_class_weight(target, class_weight, classes)
+    kept, contributes = upstream * (1.0 - spec.label_smoothing), row_weight != 0
+    alpha = tau = kept
+    if class_weight is not None:
+        alpha = tau = jnp.where(contributes, kept * _target_class_weight(target, class_weight, classes), 0.0)
     sigma = None
     if spec.label_smoothing:
         sigma = upstream * (spec.label_smoothing / classes)
         alpha = alpha + sigma * (classes if class_weight is None else class_weight.sum())
     if spec.z_loss_weight:
         alpha = alpha + upstream * (2.0 * spec.z_loss_weight) * lse
-    return Coefficients(alpha=_poison(alpha, target, classes), tau=tau, sigma=sigma)
+    return Coefficients(alpha=_poison(alpha, contributes, target, classes), tau=tau, sigma=sigma)
 
 
+@partial(jax.jit, static_argnames="classes")
 def log_prob_coefficients(
-    entropy: Array, target: Array, d_log_prob: Array, d_entropy: Array, d_lse: Array, classes: int
+    entropy: Array,
+    target: Array,
+    d_log_prob: Array,
+    d_entropy: Array,
+    d_lse: Array,
+    row_weight: Array,
+    classes: int,
 ) -> Coefficients:
     """Returns the coefficients of log_prob, entropy and lse under their cotangents, all (N,): (23)."""
     alpha = d_lse - d_log_prob - d_entropy * entropy
-    return Coefficients(alpha=_poison(alpha, target, classes), tau=-d_log_prob, beta=-d_entropy)
+    return Coefficients(alpha=_poison(alpha, row_weight != 0, target, classes), tau=-d_log_prob, beta=-d_entropy)
 
 
 def saved_scales(row_weight: Array) -> tuple[Array, Array]:
@@ -227,9 +281,9 @@ def _is_class(target: Array, classes: int) -> Array:
     return (target >= 0) & (target < classes)
 
 
-def _poison(alpha: Array, target: Array, classes: int) -> Array:
-    """NaN where the target is no class, so that its whole row of d_logits is; later passes select out ignored rows."""
-    return jnp.where(_is_class(target, classes), alpha, jnp.nan)
+def _poison(alpha: Array, contributes: Array, target: Array, classes: int) -> Array:
+    """NaN where the target of a row that contributes is no class, so that its whole row of d_logits is."""
+    return jnp.where(contributes & ~_is_class(target, classes), jnp.nan, alpha)
 
 
 def _target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:

@@ -110,7 +110,7 @@ def test_exponentials(case: Case) -> None:
         options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
         return kernels.exponentials(problem.x, problem.w, problem.bias, jnp.asarray(problem.anchor), start, **options)
 
-    e, sums, tops = run(jnp.int32(START))
+    e, sums, tops, *_ = run(jnp.int32(START))
     expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
@@ -127,7 +127,7 @@ def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
-    e, sums, tops = kernels.exponentials(problem.x, problem.w, None, jnp.asarray(problem.anchor), START, **options)
+    e, sums, tops, *_ = kernels.exponentials(problem.x, problem.w, None, jnp.asarray(problem.anchor), START, **options)
     assert e is None
     assert tops is None
     judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
@@ -145,12 +145,12 @@ def test_redo_writes_the_flagged_blocks_and_no_other() -> None:
         return kernels.exponentials(problem.x, problem.w, None, anchor, START, redo=redo, e=sevens, **options)
 
     expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
-    e, sums, tops = run(jnp.asarray([1, 0, 1], jnp.int32))
+    e, sums, tops, *_ = run(jnp.asarray([1, 0, 1], jnp.int32))
     assert tops is None
     assert (e[:128] == 7).all()
     judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
     judge("sums", sums[128:], expected.sum(1)[128:], FLOAT32)
-    _, sums, tops = run(jnp.asarray([1, 0, 1], jnp.int32), largest=True)
+    _, sums, tops, *_ = run(jnp.asarray([1, 0, 1], jnp.int32), largest=True)
     assert sums is None
     judge("tops", tops[128:], problem.logits.max(1)[128:], FLOAT32)
     assert (run(jnp.asarray([0, 1, 1], jnp.int32))[0] == 7).all(), "the first flag is that of all"
@@ -163,7 +163,7 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
     known = {**case.known, "classes": case.classes}
     anchor = jnp.zeros(ROWS)
-    e, sums, _ = kernels.exponentials(x, problem.w, bias, anchor, START, stores=True, largest=False, **known)
+    e, sums, *_ = kernels.exponentials(x, problem.w, bias, anchor, START, stores=True, largest=False, **known)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
@@ -194,7 +194,7 @@ def test_statistics(case: Case, class_weights: bool) -> None:
         logits = problem.logits[:, stretch]
         if skip == width:
             assert np.isneginf(np.asarray(found[0])).all()
-            assert not np.stack(found[1:]).any(), "nothing seen: sums of 0"
+            assert not np.stack(found[1:4]).any(), "nothing seen: sums of 0"
             continue
         top = logits.max(1, keepdims=True)
         weights = wide(problem.class_weight)[stretch] if class_weights else np.ones(logits.shape[1])
@@ -382,10 +382,12 @@ def compile_one(
         return kernels.exponentials(x, w, bias, anchor, start, redo=redo, e=e, **stores)
 
     def exponentials(*arrays: Any) -> Any:
-        return kernels.exponentials(*arrays, **stores)
+        *arrays_, target = arrays
+        return kernels.exponentials(*arrays_, target=target, **stores)
 
     def statistics(*arrays: Any) -> Any:
-        return kernels.statistics(*arrays, weighted=options, entropy=options, **stretch)
+        *arrays_, target = arrays
+        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **stretch)
 
     def d_logits(*arrays: Any) -> Any:
         return kernels.d_logits(*arrays, **stretch)
@@ -395,10 +397,10 @@ def compile_one(
 
     of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
-        "exponentials": (exponentials, (x, w, classes, row, scalar), ()),
-        "sums": (exponentials, (x, w, classes, row, scalar), ()),
+        "exponentials": (exponentials, (x, w, classes, row, scalar, index), ()),
+        "sums": (exponentials, (x, w, classes, row, scalar, index), ()),
         "redo": (redone, (x, w, classes, row, scalar, redo, e), (6,)),
-        "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar), ()),
+        "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar, index), ()),
         "d_logits": (d_logits, (x, w, classes, classes, *of_rows, scalar, scalar, scalar), ()),
         "add_target_rows": (add_target_rows, (w, x, index, index, row), (0,)),
     }

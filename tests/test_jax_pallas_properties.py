@@ -76,7 +76,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
         partials = [chunked.chunk_statistics(shard, Piece(0, n, None), size)[0] for shard, size in pairs]
         statistics = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), y, row_weight, classes)
         loss = rows.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
-        coefficients = rows.loss_coefficients(spec, statistics.lse, y, row_weight, class_weight, classes)
+        coefficients = rows.loss_coefficients(spec, statistics.lse, y, row_weight, row_weight, class_weight, classes)
         wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
         parts: list[Any] = []
         for shard, size in pairs:

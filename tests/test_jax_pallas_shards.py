@@ -51,7 +51,7 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
     partials = [chunked.chunk_statistics(shard, whole, slab, tiles=KERNEL_TILES)[0] for shard, slab in pairs]
     found = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), target, row_weight, classes)
     loss = rows.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
-    coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, class_weight, classes)
+    coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts: list[Any] = []
     for shard, slab in pairs:

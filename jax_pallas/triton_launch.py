@@ -1,0 +1,88 @@
+"""How a kernel of Pallas' Triton backend is launched, and what its body loads and stores by.
+
+That backend is deprecated: whoever asks for "pallas_triton" by name has chosen it, and gets no warning. Lowered for a
+CPU, a kernel runs in Pallas' interpreter.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.core import ShapedArray
+from jax.custom_batching import sequential_vmap
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jax_pallas.primitives import compiled
+
+
+class _Launch(NamedTuple):
+    """A kernel, which takes `options` and a Ref for each operand and result (None for None), and how it is launched."""
+
+    kernel: Callable[..., None]
+    options: Any
+    grid: tuple[int, ...]
+    operands: Any  # their tree
+    results: tuple[jax.ShapeDtypeStruct | None, ...]
+    aliases: tuple[tuple[int, int], ...]  # of flat operands and flat results
+    params: plgpu.CompilerParams
+
+    def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
+        known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
+        kernel, name = partial(self.kernel, self.options), self.kernel.__name__
+        results = jax.tree.map(lambda result: ShapedArray(result.shape, result.dtype), self.results)  # jax.shard_map
+        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **known)
+        return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
+
+
+def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
+    with warnings.catch_warnings():  # whoever asks for this implementation by name has chosen its backend
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return mlir.lower_fun(partial(launch, interpret=interpret), multiple_results=True)(ctx, *leaves)
+
+
+def _one_by_one(*leaves: Array, launch: _Launch) -> list[Array]:
+    """Runs a kernel in a program of its own, where nothing else is compiled either."""
+    platform = next(iter(leaves[0].devices())).platform
+    with jax.disable_jit(False):
+        return jax.jit(partial(launch, interpret=platform == "cpu"))(*leaves)
+
+
+_launch_p = Primitive("pallas_triton_launch")
+_launch_p.multiple_results = True
+_launch_p.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(launch.results)])
+_launch_p.def_impl(compiled(_launch_p, _one_by_one, "launch"))
+mlir.register_lowering(_launch_p, partial(_lower, interpret=False), platform="cuda")
+mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu")
+
+
+def run(
+    kernel: Callable[..., None], options: Any, operands: tuple[Any, ...], results: tuple[Any, ...],
+    grid: tuple[int, ...], *, in_place: bool = False, warps: int = 8, stages: int = 3,
+) -> Any:  # fmt: skip
+    """Runs a kernel and returns its results, with `in_place` the first in the place of the last operand."""
+    leaves, tree = jax.tree.flatten(operands)
+    aliases = ((len(leaves) - 1, 0),) if in_place else ()
+    params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
+    launch = _Launch(kernel, options, grid, tree, results, aliases, params)
+    found = sequential_vmap(lambda *leaves: _launch_p.bind(*leaves, launch=launch))(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(results), found)
+
+
+def arange(start: Any, size: int) -> Array:
+    return start + jnp.arange(size, dtype=jnp.int32)
+
+
+def load(ref: Any, *index: Any, mask: Any = None) -> Array:
+    """Returns ref[index], 0 outside the mask."""
+    return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
+def store(ref: Any, *index: Any, values: Array, mask: Array) -> None:
+    plgpu.store(ref.at[index], values.astype(ref.dtype), mask=mask)

@@ -1,0 +1,102 @@
+"""JAX's own debugging modes around a call: `jax.debug_nans` finds real NaN and no other, `jax.disable_jit` runs.
+
+Each check has a program, or JAX's compiled functions, of its own: JAX no longer looks at what a compiled function
+returns once a jitted function with a custom rule was differentiated.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax_problem import problem
+from programs import Printed, each, python, run_checks
+
+from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
+
+
+def drawn(bad: int) -> tuple[dict[str, Any], Array]:
+    """Returns arrays with an ignored row, and their input with NaN in row `bad`; made before NaN are looked for."""
+    arrays = problem()
+    arrays["target"] = arrays["target"].at[3].set(-100)
+    return arrays, arrays["input"].at[bad].set(jnp.nan)
+
+
+def results(function: str, x: Array, arrays: dict[str, Any], **options: Any) -> Any:
+    """Returns a function's results and their gradients, outside of any jit."""
+    others = {name: array for name, array in arrays.items() if name not in ("input", "linear_weight")}
+    tokens = len(x)
+
+    def call(x: Array, w: Array) -> Any:
+        if function == "log_probs":
+            return tuple(linear_log_probs(x, w, **others, **options))
+        if function == "stats":
+            return linear_cross_entropy_with_stats(x, w, **others, **options)[0]
+        return linear_cross_entropy(x, w, **others, reduction=function, **options)  # pyright: ignore[reportArgumentType]
+
+    found, vjp = jax.vjp(call, x, arrays["linear_weight"])
+    ones = {"log_probs": (jnp.ones(tokens),) * 3, "none": jnp.ones(tokens)}
+    return found, vjp(ones.get(function, jnp.float32(1)))
+
+
+OPTIONS: dict[str, Any] = {
+    "plain": {},
+    "weighted": {"weight": jnp.ones(50), "token_weight": jnp.ones(12)},
+    "smoothed": {"weight": jnp.ones(50), "label_smoothing": 0.1, "z_loss_weight": 0.1},
+}
+
+
+def ignored_rows_raise_nothing(function: str, options: str, implementation: str) -> None:
+    """Neither their targets, which are no class, nor the NaN that they hold."""
+    arrays, with_nan = drawn(3)
+    for x in (arrays["input"], with_nan):
+        jax.clear_caches()
+        with jax.debug_nans(True):
+            results(function, x, arrays, implementation=implementation, **OPTIONS[options])
+
+
+def real_nan_raises(function: str, implementation: str) -> None:
+    arrays, with_nan = drawn(5)
+    jax.clear_caches()
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        results(function, with_nan, arrays, implementation=implementation)
+
+
+def nothing_is_compiled(function: str, implementation: str) -> None:
+    arrays, _ = drawn(5)
+    wanted = results(function, arrays["input"], arrays, implementation=implementation)
+    with jax.disable_jit():
+        found = results(function, arrays["input"], arrays, implementation=implementation)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+CHECKS = {
+    " ".join([check.__name__, *arguments]): partial(check, *arguments)
+    for check, *arguments in (
+        (ignored_rows_raise_nothing, "none", "plain", "pallas_triton"),
+        (ignored_rows_raise_nothing, "none", "smoothed", "chunked"),
+        (ignored_rows_raise_nothing, "stats", "weighted", "chunked"),
+        (ignored_rows_raise_nothing, "log_probs", "plain", "chunked"),
+        (real_nan_raises, "mean", "chunked"),
+        (real_nan_raises, "none", "pallas_triton"),
+        (real_nan_raises, "log_probs", "chunked"),
+        (nothing_is_compiled, "mean", "pallas_triton"),
+        (nothing_is_compiled, "log_probs", "chunked"),
+    )
+}
+COMMAND = python(Path(__file__).name, *CHECKS)
+
+
+@pytest.mark.parametrize("name", each(dict.fromkeys(CHECKS, COMMAND), seconds=60))
+def test_check(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+if __name__ == "__main__":
+    run_checks(CHECKS, sys.argv[1:])

@@ -1,0 +1,252 @@
+"""The sign and the accuracy of the loss of confident tokens: never below 0, and as close to float64 as the loss of
+materialised float32 logits."""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from programs import Printed, python, run_checks
+
+from jax_pallas import chunked, fused, hopper, hopper_logits, rows
+from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
+from jax_pallas.pieces import Piece
+from jax_pallas.problem import Problem
+from linear_ce.spec import LossSpec
+
+IMPLEMENTATIONS = ("chunked", "pallas_triton")
+DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "scaled": {"logit_scale": 1.7}, "capped": {"softcap": 100.0}}
+EPSILON = 2.0**-23
+
+
+def drawn(n: int, d: int, v: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[Array, Array, Array]:
+    """Returns inputs that are 40 times as large as usual, a head, and each row's likeliest class."""
+    random = np.random.default_rng(seed)
+    x = jnp.asarray(random.standard_normal((n, d)) * 40, dtype)
+    w = jnp.asarray(random.standard_normal((v, d)) / d**0.5, dtype)
+    return x, w, jnp.asarray(logits_of(x, w).argmax(1), jnp.int32)
+
+
+def exact(n: int, v: int, dtype: Any = jnp.bfloat16, largest: float = 8192.0) -> tuple[Array, Array, Array]:
+    """Returns inputs and a head whose logits float32 holds: any order of summation gives the same, near `largest`."""
+    random = np.random.default_rng(1)
+    x, w = random.integers(-2, 3, (n, 64)) / 2, random.integers(-2, 3, (v, 64)).astype(np.float64)
+    x[:, :32], w[:, :32] = 16, largest / 512
+    x, w = jnp.asarray(x, dtype), jnp.asarray(w, dtype)
+    return x, w, jnp.asarray(logits_of(x, w).argmax(1), jnp.int32)
+
+
+def logits_of(x: Array, w: Array, logit_scale: float = 1.0, softcap: float | None = None) -> np.ndarray:
+    """Returns float64 logits."""
+    x_, w_ = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, w))
+    logits = x_ @ w_.T * logit_scale
+    return logits if softcap is None else softcap * np.tanh(logits / softcap)
+
+
+def nll_of(logits: np.ndarray, target: Array) -> np.ndarray:
+    """Returns the negative log-likelihood in float64, without a difference of large numbers."""
+    at = np.arange(len(logits)), np.asarray(target)
+    shifted = logits - logits[at][:, None]
+    shifted[at] = -np.inf
+    top = np.maximum(shifted.max(1), 0)
+    rest = np.exp(shifted - top[:, None]).sum(1)
+    return np.where(top > 0, top + np.log(np.exp(-top) + rest), np.log1p(rest))
+
+
+def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
+    """Returns the same of materialised float32 logits."""
+    log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    return -np.asarray(log_probs[jnp.arange(len(target)), target], np.float64)
+
+
+def judge(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:
+    """Holds each loss to at least 0, and the largest error of those `below` to 3 times the unfused one's."""
+    found, wanted = np.asarray(found, np.float64), nll_of(logits, target)
+    assert (found >= 0).all(), f"{(found < 0).sum()} losses are below 0, the least is {found.min()}"
+    counted = wanted < below
+    assert counted.any()
+    error = np.abs(found - wanted)[counted].max()
+    budget = 3 * np.abs(unfused(logits, target) - wanted)[counted].max() + EPSILON
+    assert error <= budget, f"error {error:.1e} is {error / budget:.0%} of its budget"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loss_is_never_below_zero(dtype: str, options: str, implementation: str) -> None:
+    x, w, y = drawn(160, 64, 700, DTYPES[dtype])
+    known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
+    loss = linear_cross_entropy(x, w, y, reduction="none", **known)
+    assert (loss >= 0).all(), f"{(loss < 0).sum()} losses are below 0, the least is {loss.min()}"
+    found = linear_log_probs(x, w, y, **known)
+    assert (found.log_prob <= 0).all()
+    assert not np.signbit(np.asarray(found.log_prob))[np.asarray(found.log_prob) == 0].any(), "0, not -0"
+    value, _ = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **known)
+    assert value >= 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_confident_tokens_are_as_accurate_as_from_float32_logits(options: str, implementation: str) -> None:
+    for largest in (64.0,) if options == "capped" else (64.0, 8192.0):
+        known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
+        x, w, y = exact(160, 700, largest=largest)
+        shape = {key: value for key, value in known.items() if key != "implementation"}
+        logits = logits_of(x, w, **shape)
+        judge(linear_cross_entropy(x, w, y, reduction="none", **known), logits, y)
+
+
+def test_slabs_of_the_vocabulary() -> None:
+    x, w, y = exact(160, 3000)
+    budget = 2**21
+    found = linear_cross_entropy(x, w, y, reduction="none", memory_budget=budget, implementation="chunked")
+    judge(found, logits_of(x, w), y)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_shards_of_the_vocabulary(implementation: str) -> None:
+    """`rows.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
+    x, w, y = exact(160, 700)
+    spec = LossSpec("none")
+
+    def partial_of(first: int, last: int) -> rows.Partial:
+        problem = Problem(
+            x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first, implementation=implementation
+        )
+        tiles = chunked.XLA_TILES if implementation == "chunked" else fused.KERNEL_TILES
+        return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
+
+    @jax.jit
+    def merged() -> rows.RowStatistics:
+        parts = [partial_of(first, last) for first, last in ((0, 256), (256, 512), (512, 700))]
+        return rows.finish(rows.merge(rows.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
+
+    found = merged()
+    judge(found.nll, logits_of(x, w), y)
+    np.testing.assert_allclose(found.lse, logits_of(x, w).max(1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_repaired_rows(implementation: str) -> None:
+    """A row whose target is far below the largest logit, beside confident ones, which its repair leaves as they are."""
+    x, w, _ = exact(160, 700)
+    w = w.at[0, :32].add(-0.25)  # 128 below the others
+    logits = logits_of(x, w)
+    y = jnp.asarray(logits.argmax(1), jnp.int32).at[::7].set(0)
+    confident = np.setdiff1d(np.arange(160), np.arange(0, 160, 7))
+    found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
+    judge(found[confident], logits[confident], y[confident])
+    wanted = nll_of(logits, y)
+    assert (wanted[::7] > 40).all(), "these leave the range"
+    np.testing.assert_allclose(found[::7], wanted[::7], rtol=1e-5)
+
+
+def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Pallas' interpreter: targets in whole and cut tiles, none, and several in one tile."""
+    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    x, w, y = exact(160, 700)
+    logits = logits_of(x, w)
+    y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
+    anchor = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
+    known: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
+    known |= {"interpret": True, "target": y}
+    _, sums, _, target_exp, target_logit = hopper_logits.exponentials(
+        x, w, None, anchor, 0, stores=False, largest=False, **known
+    )
+    at, has = (np.arange(160), np.maximum(y, 0)), np.asarray(y) >= 0
+    assert sums is not None
+    assert target_exp is not None
+    assert target_logit is not None
+    assert (target_logit == np.where(has, logits[at], 0)).all()
+    wanted = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(anchor)), 0)
+    np.testing.assert_allclose(target_exp, wanted, rtol=1e-3, atol=1e-30)
+    assert (sums >= target_exp).all()
+    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, **known)
+    top, sum_exp, _, _, target_exp, target_logit = found
+    assert top is not None
+    assert target_exp is not None
+    assert target_logit is not None
+    assert sum_exp is not None
+    assert (top == logits.max(1)).all()
+    assert (target_logit == np.where(has, logits[at], 0)).all()
+    np.testing.assert_allclose(target_exp, np.where(has, np.exp(logits[at] - logits.max(1)), 0), rtol=2e-6, atol=1e-30)
+    assert (sum_exp >= target_exp).all()
+    confident = np.asarray(y) == logits.argmax(1)
+    nll, _ = rows.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
+    judge(np.asarray(nll)[confident], logits[confident], y[confident])
+
+
+def test_the_gradient_of_a_confident_token_is_accurate() -> None:
+    """theta of the scaled exponentials is p - 1, which a difference of float32 numbers near 1 would lose."""
+    x, w, y = exact(160, 704)
+    bias = jnp.zeros(704, jnp.float32)
+
+    def loss(bias: Array) -> Array:
+        return linear_cross_entropy(x, w, y, linear_bias=bias, reduction="sum", implementation="pallas_triton")
+
+    nll = nll_of(logits_of(x, w), y)
+    row = int(nll.argmin())
+    x, y = x[row : row + 1], y[row : row + 1]
+    np.testing.assert_allclose(jax.grad(loss)(bias)[y[0]], np.expm1(-nll[row]), rtol=1e-3)
+
+
+# The sizes at which the loss went below 0.
+
+
+def check_at_size(implementation: str, dtype: str) -> None:
+    x, w, y = drawn(512, 256, 4096, DTYPES[dtype])
+    logits = logits_of(x, w)
+    known: dict[str, Any] = {"implementation": implementation}
+    budget = float(np.abs(nll_of(logits, y) - unfused_in_float32(x, w, y)).max())
+
+    def close(name: str, found: Any, wanted: Any) -> None:
+        error = np.abs(np.asarray(found, np.float64) - wanted).max()
+        assert error <= 3 * budget + EPSILON, f"{name}: error {error:.1e} is {error / (3 * budget):.0%} of its budget"
+
+    losses = linear_cross_entropy(x, w, y, reduction="none", **known)
+    found = linear_log_probs(x, w, y, **known)
+    mean, _ = jax.jit(jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, y, **known), argnums=(0, 1)))(x, w)
+    for name, values in (("none", losses), ("log_probs", -found.log_prob), ("mean", mean)):
+        assert (values >= 0).all(), f"{name}: {(values < 0).sum()} are below 0, the least is {values.min()}"
+    wanted = nll_of(logits, y)
+    close("none", losses, wanted)
+    close("log_probs", -found.log_prob, wanted)
+    close("mean", mean, wanted.mean())
+    for size in (64.0, 8192.0):
+        x, w, y = exact(512, 4096, DTYPES[dtype], size)
+        confident = nll_of(logits_of(x, w), y) < 1.0
+        losses = linear_cross_entropy(x, w, y, reduction="none", **known)
+        judge(np.asarray(losses)[confident], logits_of(x, w)[confident], y[confident])
+        log_prob = linear_log_probs(x, w, y, **known).log_prob
+        judge(-np.asarray(log_prob)[confident], logits_of(x, w)[confident], y[confident])
+
+
+def unfused_in_float32(x: Array, w: Array, y: Array) -> np.ndarray:
+    """Returns the loss of each row from float32 logits of float32 products."""
+    with jax.default_matmul_precision("float32"):
+        logits = x.astype(jnp.float32) @ w.astype(jnp.float32).T
+    return unfused(np.asarray(logits, np.float64), y)
+
+
+ON_A_GPU = {
+    f"{implementation} {dtype}": partial(check_at_size, implementation, dtype)
+    for implementation in ("mosaic", "pallas_triton", "chunked")
+    for dtype in ("bfloat16", "float16")
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.programs(python(Path(__file__).name, *ON_A_GPU), seconds=60)
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_large_logits_on_a_gpu(name: str, printed: Printed) -> None:
+    assert not printed[name]["failure"], printed[name]["failure"]
+
+
+if __name__ == "__main__":
+    run_checks(ON_A_GPU, sys.argv[1:])
