@@ -1,0 +1,181 @@
+"""Recorded launches: a call that is replayed gives what the first gave, on other arrays, streams, threads and devices."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import core_triton
+from core_triton import launch, replay
+
+SIZES = (300, 128, 1000)
+
+
+@pytest.fixture(autouse=True)
+def nothing_recorded() -> Iterator[None]:
+    replay._recordings.clear()
+    yield
+    replay._recordings.clear()
+
+
+def arrays_of(seed: int, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
+    n, d, v = SIZES
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, d, generator=generator).bfloat16().to(device).requires_grad_()
+    w = (torch.randn(v, d, generator=generator) / d**0.5).bfloat16().to(device).requires_grad_()
+    return x, w, torch.randint(0, v, (n,), generator=generator).to(device)
+
+
+def results(seed: int, device: str = "cuda", **options: Any) -> list[Tensor]:
+    x, w, target = arrays_of(seed, device)
+    loss = core_triton.linear_cross_entropy(x, w, target, **options)
+    loss.sum().backward()
+    with torch.no_grad():
+        scored = core_triton.linear_cross_entropy(x, w, target, **options)
+    assert x.grad is not None
+    assert w.grad is not None
+    return [loss.detach(), x.grad, w.grad, scored]
+
+
+def assert_same(found: list[Tensor], want: list[Tensor]) -> None:
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(found, want, strict=True))
+
+
+def fresh(seed: int, device: str = "cuda", **options: Any) -> list[Tensor]:
+    """The results of calls that nothing was recorded of."""
+    replay._recordings.clear()
+    found = results(seed, device, **options)
+    replay._recordings.clear()
+    return found
+
+
+def recordings() -> list[replay.Recording]:
+    return [recording for recording in replay._recordings.values() if recording is not None]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 900_000}, {"softcap": 5.0, "z_loss_weight": 0.1}], ids=str)
+def test_a_replay_gives_the_same_bits(options: dict[str, Any]) -> None:
+    want = [fresh(seed, **options) for seed in range(3)]
+    for _ in range(3):
+        for seed in range(3):
+            assert_same(results(seed, **options), want[seed])
+    assert len(recordings()) >= 3  # training, scoring, the backward pass
+    assert all(recording.launches for recording in recordings())
+
+
+@pytest.mark.gpu
+def test_options_and_layouts_are_recorded_apart() -> None:
+    kinds: list[dict[str, Any]] = [
+        {}, {"logit_scale": 0.5}, {"z_loss_weight": 0.1}, {"ignore_index": 7}, {"reduction": "sum"}
+    ]  # fmt: skip
+    want = [fresh(0, **kind) for kind in kinds]
+    for _ in range(2):
+        for kind, expected in zip(kinds, want, strict=True):
+            assert_same(results(0, **kind), expected)
+
+
+@pytest.mark.gpu
+def test_a_recording_holds_no_tensor() -> None:
+    results(0)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        results(0)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+def test_what_is_more_than_launches_is_not_recorded() -> None:
+    want = fresh(0, label_smoothing=0.1)  # a path with GEMMs of the library
+    for _ in range(2):
+        assert_same(results(0, label_smoothing=0.1), want)
+    assert None in replay._recordings.values()
+
+
+@pytest.mark.gpu
+def test_threads_and_streams() -> None:
+    want = [fresh(seed) for seed in range(4)]
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found = results(seed)
+                torch.cuda.current_stream().synchronize()
+                if not all(torch.equal(a, b) for a, b in zip(found, want[seed], strict=True)):
+                    failures.append(f"thread {seed} differs")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_replays() -> None:
+    x, w, target = arrays_of(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            torch.autograd.grad(core_triton.linear_cross_entropy(x, w, target), (x, w))
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = core_triton.linear_cross_entropy(x, w, target)
+        gradients = torch.autograd.grad(loss, (x, w))
+    for seed in (1, 2):
+        for array, values in zip((x, w, target), arrays_of(seed), strict=True):
+            array.data.copy_(values.detach())
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same([loss.detach(), *gradients], fresh(seed)[:3])
+
+
+@pytest.mark.gpu
+def test_arrays_that_share_memory_are_not_recorded() -> None:
+    """An address then does not tell which array it belongs to."""
+    w = torch.randn(512, 128, device="cuda").bfloat16()
+    target = torch.arange(512, device="cuda") % 512
+    with torch.no_grad():
+        want = core_triton.linear_cross_entropy(w.clone(), w, target)
+        for _ in range(2):
+            assert torch.equal(core_triton.linear_cross_entropy(w, w, target), want)
+
+
+@pytest.mark.gpu
+def test_profilers_of_launches_see_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    want = fresh(0)
+    results(0)
+    hook = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    launch._knobs.launch_enter_hook.add(hook)
+    try:
+        assert_same(results(0), want)
+    finally:
+        launch._knobs.launch_enter_hook.remove(hook)
+    assert "d_weight_kernel" in seen
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_device() -> None:
+    want = fresh(0)
+    for _ in range(2):
+        assert_same(results(0, "cuda:1"), want)
+        assert_same(results(0, "cuda:0"), want)
+
+
+def test_overlapping_extents_are_found() -> None:
+    assert not replay._overlap([(0, 8), (8, 16), (32, 40)])
+    assert replay._overlap([(0, 9), (8, 16)])
+    assert not replay._overlap([(8, 8), (0, 16)])
+    x = torch.zeros(4, 6)
+    assert replay._extent(x[1:3, ::2]) == (x.data_ptr() + 24, x.data_ptr() + 24 + 4 * 11)
