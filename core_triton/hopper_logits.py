@@ -103,24 +103,19 @@ def slope(logits, softcap):
 
 
 @gluon.jit
-def targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V: gl.constexpr):
-    """Returns each row's target as a column, whether that is among the columns of this tile, and whether any is."""
+def targets_of(target_ptr, first_class, row_ids, first, rows, classes, WIDTH: gl.constexpr):
+    """Returns each row's target as a column, and whether it is among the WIDTH columns from `first` on."""
     target = gl.load(target_ptr + row_ids, mask=row_ids < rows, other=-1) - first_class
-    owns = (row_ids < rows) & (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
-    return target.to(gl.int32), owns, gl.max(owns.to(gl.int32), 0) != 0  # 64 bits decide, 32 are compared
+    owns = (row_ids < rows) & (target >= first) & (target < gl.minimum(first + WIDTH, classes))
+    return target.to(gl.int32), owns  # 64 bits decide, 32 are compared
 
 
 @gluon.jit
-def store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target):
-    """Writes target_logit (rows,) for the rows whose target is among these columns, which begin at `first`.
-
-    The very logits that are summed: the loss is the logarithm of a ratio that is never below 1. Few tiles have any
-    target, so the comparison of all columns with the targets is behind a branch.
-    """
-    if any_target:
-        here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
-        owns_here = owns & (target >= first) & (target < first + logits.shape[1])
-        gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns_here)
+def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns):
+    """Writes target_logit (rows,) for the rows whose target is among these columns: the very logits that are summed, so
+    that the loss is the logarithm of a ratio that is never below 1."""
+    here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+    gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @gluon.jit
@@ -136,7 +131,18 @@ def exponentials_warpgroup(
     x_ring, w_ring, full, empty, e_desc, buffers, arguments, rows, hidden, classes, scale, softcap, switches,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, active = arguments
+    (
+        bias_ptr,
+        target_ptr,
+        anchor_ptr,
+        flag_ptr,
+        sum_ptr,
+        max_ptr,
+        target_logit_ptr,
+        hit_ptr,
+        first_class,
+        active,
+    ) = arguments
     GROUP: gl.constexpr = switches[1]
     BLOCK_V: gl.constexpr = switches[2]
     HAS_BIAS: gl.constexpr = switches[3]
@@ -152,6 +158,9 @@ def exponentials_warpgroup(
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * BLOCK_V
+        any_target = True
+        if hit_ptr is not None:  # read before the matmul, under which it arrives
+            any_target = gl.load(hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block) != 0
         raw, stage, phase = multiply(x_ring, w_ring, full, empty, stage, phase, hidden, layout, WHICH, switches)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < rows
@@ -159,13 +168,14 @@ def exponentials_warpgroup(
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
-        target, owns, any_target = targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V)
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
             logits = cap(pieces[i], bias_ptr, columns, classes, scale, softcap, HAS_BIAS, HAS_SOFTCAP)
             logits = masked(logits, columns, column, classes, BLOCK_V)
-            store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target)
+            if any_target:
+                target, owns = targets_of(target_ptr, first_class, row_ids, first, rows, classes, BLOCK_V // 4)
+                store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
             total += gl.sum(exponentials, 1)
             if STATISTICS:
@@ -223,7 +233,8 @@ def statistics_warpgroup(
         weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
-        target, owns, any_target = targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V)
+        _, owns = targets_of(target_ptr, first_class, row_ids, column, rows, classes, BLOCK_V)
+        any_target = gl.max(owns.to(gl.int32), 0) != 0
         for i in gl.static_range(4):
             first = column + i * (BLOCK_V // 4)
             columns = first + gl.arange(0, BLOCK_V // 4, gl.SliceLayout(0, quarter))
@@ -232,7 +243,9 @@ def statistics_warpgroup(
                 class_weight = gl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
                 weighted_sum += gl.sum(logits * gl.expand_dims(class_weight, 0), 1)
             logits = masked(logits, columns, column, classes, BLOCK_V)
-            store_target_logits(target_logit_ptr, logits, row_ids, columns, first, target, owns, any_target)
+            if any_target:  # few tiles have any
+                target, owns = targets_of(target_ptr, first_class, row_ids, first, rows, classes, BLOCK_V // 4)
+                store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns)
             before = top  # quarters are merged as stretches of the vocabulary are: (26)
             top = gl.maximum(top, gl.max(logits, 1))
             shift = gl.where(top == float("-inf"), 0.0, top)
@@ -321,8 +334,8 @@ def d_logits_warpgroup(
 
 @gluon.jit(do_not_specialize=SIZES)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, count_ptr,
-    start, least, first_class, rows, hidden, classes, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr,
+    count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -334,7 +347,18 @@ def exponentials_kernel(
     if STORES:
         buffers = gl.allocate_shared_memory(e_desc.dtype, [4] + e_desc.block_type.shape, e_desc.layout)
     switches: gl.constexpr = (W_BY_CLASS, GROUP, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
-    arguments = (bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, active)
+    arguments = (
+        bias_ptr,
+        target_ptr,
+        anchor_ptr,
+        flag_ptr,
+        sum_ptr,
+        max_ptr,
+        target_logit_ptr,
+        hit_ptr,
+        first_class,
+        active,
+    )
     gl.warp_specialize(
         [
             (
@@ -396,9 +420,10 @@ def exponentials(
     tops: At | None,
     target_logit: At,
     e: Tensor | None,
+    hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, anchor, flag, sums, tops, target_logit, *active
+    pointers = target, anchor, flag, sums, tops, target_logit, hit, *active
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from core_triton.kernels import LOG2_E, slope, tanh
 from core_triton.launch import At, cdiv, column_block, device_info, launch
 from core_triton.problem import Problem
+from core_triton.tile_config import TileConfig
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -99,14 +100,17 @@ def pack_kernel(
     packed_weight_ptr,
     count_ptr,
     flag_ptr,
+    hit_ptr,
     tokens,
     flags,
+    hits,
     BLOCK: tl.constexpr,
 ):
     """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
 
     Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes flag (flags,). One program does it all: two passes over N numbers.
+    how many of the first kind there are; zeroes flag (flags,) and hit (hits,). One program does it all: two passes over
+    N numbers.
     """
     count = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
@@ -117,6 +121,9 @@ def pack_kernel(
     for start in range(0, flags, BLOCK):
         flag = start + tl.arange(0, BLOCK)
         tl.store(flag_ptr + flag, tl.zeros_like(flag), mask=flag < flags)
+    for start in range(0, hits, 4 * BLOCK):
+        hit = start + tl.arange(0, 4 * BLOCK)
+        tl.store(hit_ptr + hit, tl.zeros((4 * BLOCK,), tl.int8), mask=hit < hits)
     before = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -140,10 +147,12 @@ def pack(
     packed_weight: Tensor,
     count: Tensor,
     flag: Tensor,
+    hit: Tensor | None,
 ) -> None:
     """Launches `pack_kernel`."""
-    arrays = target, row_weight, order, packed_target, packed_weight, count, flag
-    launch(pack_kernel, (1,), *arrays, len(target), flag.numel(), BLOCK=4096, num_warps=8)
+    arrays = target, row_weight, order, packed_target, packed_weight, count, flag, hit
+    sizes = len(target), flag.numel(), 0 if hit is None else hit.numel()
+    launch(pack_kernel, (1,), *arrays, *sizes, BLOCK=4096, num_warps=8)
 
 
 @triton.jit
@@ -157,8 +166,10 @@ def pick_kernel(
     result_ptr,
     target_logit_ptr,
     anchor_ptr,
+    hit_ptr,
     hidden,
     classes,
+    chunk_rows,
     input_stride,
     input_stride_d,
     weight_stride,
@@ -169,12 +180,15 @@ def pick_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
     """Writes the rows row (n,) int64 of input (N, D) to result (n, D), zeros where row_weight (n,) is 0: such a row may
     hold anything.
 
     Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
-    0 where it gives none: (29). Reads the targets' rows of weight (V, D). One program owns a row.
+    0 where it gives none: (29). Reads the targets' rows of weight (V, D). One program owns a row. It also sets hit
+    (chunks, halves of row blocks, class blocks) int8, where that is there, for the half tile that holds the target.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -199,6 +213,10 @@ def pick_kernel(
     finite = is_class & (tl.abs(logit) < float("inf"))
     tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
     tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+    if hit_ptr is not None:
+        half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
+        place = half * tl.cdiv(classes, BLOCK_V) + target // BLOCK_V
+        tl.store(hit_ptr + place, tl.full((), 1, tl.int8), mask=is_class)
 
 
 def pick(
@@ -211,6 +229,9 @@ def pick(
     rows: Tensor,
     target_logit: At,
     anchor: At,
+    hit: At | None,
+    chunk_rows: int,
+    tile: TileConfig,
 ) -> None:
     """Launches `pick_kernel` for n packed rows, which go to rows (n, >= D)."""
     x, w, spec = problem.input, problem.linear_weight, problem.spec
@@ -226,8 +247,10 @@ def pick(
         rows,
         target_logit,
         anchor,
+        hit,
         x.shape[1],
         problem.classes,
+        chunk_rows,
         *x.stride(),
         *w.stride(),
         rows.stride(0),
@@ -236,6 +259,8 @@ def pick(
         HAS_BIAS=problem.linear_bias is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         BLOCK_D=column_block(x.shape[1]),
+        HALF=tile.block_n // 2,
+        BLOCK_V=tile.block_v,
         num_warps=4,
     )
 

@@ -36,6 +36,7 @@ class PackedRows(NamedTuple):
     row_weight: Tensor
     count: Tensor  # () int32, how many contribute
     flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
+    hit: Tensor | None  # (chunks, halves of row blocks, class blocks) int8: a half tile holds a row's target
     target_logit: Tensor
     anchor: Tensor
     rho: Tensor
@@ -51,12 +52,17 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
+    chunks, hit = cdiv(len(target), rows), None
+    if plan.hopper and not plan.casts_head:  # its tiles are those of the whole head
+        halves, class_blocks = cdiv(rows, plan.tile.block_n // 2), cdiv(problem.classes, plan.tile.block_v)
+        hit = torch.empty(chunks, halves, class_blocks, dtype=torch.int8, device=row_weight.device)
     found = PackedRows(
         torch.empty_like(target),
         torch.empty_like(target),
         torch.empty_like(row_weight),
         count,
-        count.new_empty((cdiv(len(target), rows), cdiv(rows, plan.tile.block_n))),
+        count.new_empty((chunks, cdiv(rows, plan.tile.block_n))),
+        hit,
         *(torch.empty_like(row_weight) for _ in range(7)),
         top_out=torch.empty_like(row_weight) if statistics else None,
     )
@@ -68,6 +74,7 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         packed_weight=found.row_weight,
         count=count,
         flag=found.flag,
+        hit=hit,
     )
     return found
 
@@ -167,6 +174,9 @@ def _scaled_exp(
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
     """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and anchors."""
+    plan = plan_of(problem)
+    config = plan.scaled_exp_config
+    assert plan.tile is not None
     row_kernels.pick(
         problem,
         n,
@@ -176,6 +186,9 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         rows=result,
         target_logit=At(rows.target_logit, start),
         anchor=At(rows.anchor, start),
+        hit=None if rows.hit is None else At(rows.hit, start // config.rows),
+        chunk_rows=config.rows,
+        tile=plan.tile,
     )
 
 
@@ -216,9 +229,12 @@ def _store_exponentials(
                 "target_logit": At(rows.target_logit, start),
                 "e": None if e is None else e[:, slab],
             }
-            # No name for the slab of the head: a copy would live until the next one is there.
+            # The slab of the head goes before the next one is there: it may be a copy.
             if plan.hopper and not repair:
-                hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)
+                hit = None if rows.hit is None else At(rows.hit, start // config.rows)
+                w = _head_slab(problem, slab)
+                hopper_logits.exponentials(problem, x, w, slab, active, **options, hit=hit)
+                del w
             else:
                 kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, repair=repair)
 

@@ -200,7 +200,8 @@ def choose_scaled_exp(
         slabs, tail = divmod(classes, head_rows)
         blocks = slabs * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, product)
-        size = fixed + itemsize * hidden * head_rows * converts
+        size = fixed + (-(-tokens // 64) + -(-tokens // rows)) * blocks  # which half tiles hold a target
+        size += itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
         return ScaledExpConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
 

@@ -102,13 +102,18 @@ def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementatio
 def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
     arrays = arrays_of(dtype, "cuda", 2048, 256, 8192)
     budget = 24 * 2**20
-    results("mean", arrays, "triton")  # cuBLAS takes its own workspace at its first GEMM
+    from core_triton import replay  # Triton is not on every machine that has PyTorch
+
     for name in ARGUMENTS:
         for layout, made in layouts_of(arrays[name]):
             given = dict(arrays) | {name: made}
             leaves = {n: given[n].detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
             given |= leaves
-            for _ in range(2):  # the first call records, the second is replayed
+            for attempt in range(
+                3
+            ):  # the first is warm-up: cuBLAS takes its own workspace; then recorded, and replayed
+                if attempt == 1:
+                    replay._recordings.clear()
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
@@ -119,7 +124,9 @@ def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
                 gradients = torch.autograd.grad(loss, list(leaves.values()))
                 torch.cuda.synchronize()
                 taken = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
-                assert taken <= budget, f"{layout} {name}: {taken} bytes of workspace, the budget is {budget}"
+                assert attempt == 0 or taken <= budget, (
+                    f"{layout} {name}: {taken} bytes of workspace, the budget is {budget}"
+                )
                 del loss, gradients
 
 
