@@ -121,9 +121,10 @@ def pack_kernel(
     for start in range(0, flags, BLOCK):
         flag = start + tl.arange(0, BLOCK)
         tl.store(flag_ptr + flag, tl.zeros_like(flag), mask=flag < flags)
-    for start in range(0, hits, 4 * BLOCK):
-        hit = start + tl.arange(0, 4 * BLOCK)
-        tl.store(hit_ptr + hit, tl.zeros((4 * BLOCK,), tl.int8), mask=hit < hits)
+    if hit_ptr is not None:
+        for start in range(0, hits, 4 * BLOCK):
+            hit = start + tl.arange(0, 4 * BLOCK)
+            tl.store(hit_ptr + hit, tl.zeros((4 * BLOCK,), tl.int8), mask=hit < hits)
     before = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
