@@ -7,6 +7,7 @@ What belongs to a row leaves a kernel as one number for each block of classes, (
 blocks: nothing is added in an order that could change. Equations: linear_ce/MATH.md.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -65,27 +66,28 @@ def _places(tiles: Tiles, target: Array | None) -> Array | None:
     return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
 
 
-def _of_targets(half: Half, piece: int, carried: Any, values: dict[str, Array]) -> dict[str, Array]:
-    """Adds, to what was carried, (HALF,) of each (HALF, PIECE): what the rows' targets have, 0 for those in another
-    piece. Most half tiles hold no target, and hand on zeros."""
+def _target_logits(half: Half, piece: int, capped: Array, carried: Any) -> Array:
+    """Returns (HALF,) logits of the rows' targets in this piece or an earlier one, 0 for those elsewhere, of `capped`
+    (HALF, PIECE). Most half tiles hold no target, and hand on zeros."""
     if half.place is None:
         zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROW)
-        return {name: zeros if carried is None else carried[name] for name in values}
+        return zeros if carried is None else carried["target_logits"]
     target = plgpu.load(half.refs["target"].at[pl.ds(half.row, HALF)], layout=ROW, optimized=False)
     here = half.columns(piece) == lax.broadcast_in_dim(target, (HALF, PIECE), (0,))
-    found = {name: jnp.where(here, value, 0.0).sum(1) for name, value in values.items()}
-    return found if carried is None else {name: carried[name] + value for name, value in found.items()}
+    found = jnp.where(here, capped, 0.0).sum(1)
+    return found if carried is None else carried["target_logits"] + found
 
 
-def _put_targets(half: Half, piece: int, values: dict[str, Array]) -> None:
-    """Writes, with the last piece, what the targets of a half tile have to its place."""
+def _put_targets(half: Half, piece: int, exponentials: Callable[[], Array], target_logits: Array) -> None:
+    """Writes, with the last piece, what the targets of a half tile have to its place: logits, and what the same
+    instructions make of these as of all others."""
     if half.place is None or piece < PIECES - 1:
         return
     place = half.place
 
     @pl.when(place >= 0)
     def _put() -> None:
-        for name, value in values.items():
+        for name, value in zip(OF_TARGETS, (exponentials(), target_logits), strict=True):
             half.refs[name][place, pl.ds(half.row, HALF)] = value
 
 
@@ -212,9 +214,8 @@ def _exponentials(
             last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
         half.put_last(piece, last)
         if target is not None:
-            of_targets = _of_targets(half, piece, carried, {"target_exps": values, "target_logits": capped})
-            _put_targets(half, piece, of_targets)
-            found |= of_targets
+            logits = found["target_logits"] = _target_logits(half, piece, capped, carried)
+            _put_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
         if not stores:
             return found, None
         return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
@@ -288,6 +289,10 @@ def statistics(
 
     def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, None]:
         capped, _ = _cap(half, raw, piece, logit_scale, softcap)
+        if logit_scale != 1.0 or softcap is not None:
+            # Keeps the multiplication apart from the subtraction of the maximum: rounded together, the exponential
+            # of that logit is not 1, and a confident target's is not its summand.
+            capped = jnp.where(capped == capped, capped, raw)
         logits = half.masked(capped, piece, -jnp.inf)
         top = logits.max(1) if carried is None else jnp.maximum(carried["tops"], logits.max(1))
         shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
@@ -307,13 +312,10 @@ def statistics(
                 found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
             if weighted:
                 found["weighted_sums"] += carried["weighted_sums"]
-            if target is not None:
-                carried = carried | {"target_exps": factor * carried["target_exps"]}
         half.put_last(piece, found)
         if target is not None:
-            of_targets = _of_targets(half, piece, carried, {"target_exps": exponentials, "target_logits": capped})
-            _put_targets(half, piece, of_targets)
-            found |= of_targets
+            target_logits = found["target_logits"] = _target_logits(half, piece, capped, carried)
+            _put_targets(half, piece, lambda: jnp.exp2((target_logits - shift) * LOG2_E), target_logits)
         return found, None
 
     results = dict.fromkeys(names, tiles.by_block)
