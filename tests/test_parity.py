@@ -118,8 +118,10 @@ LEFT_OUT: dict[str, Any] = {
 @pytest.mark.parametrize("option", [*LEFT_OUT, "linear_bias", "weight", "token_weight", "normalizer", "d_loss"])
 def test_an_option_left_out_is_over_budget(option: str) -> None:
     seen = 0
-    for case in [case for case in cases() if not case.name.startswith("edge")][::2]:
+    for case in cases():
         arrays = make_arrays(case)
+        if case.name.startswith("edge"):
+            continue
         if option in LEFT_OUT:
             if getattr(case.spec, option) == LEFT_OUT[option]:
                 continue
