@@ -358,10 +358,10 @@ def _run_losses(
     budget must hold them too."""
 
     def run() -> Results:
+        if any(needs_grad):
+            _problem("gradients", arrays, options, needs_grad)  # refuses what the backward pass could not do
         problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
         plan = _plan_of(problem)
-        if any(needs_grad):
-            plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad)
         with _no_autocast(plan, arrays.input):
             if plan.path == "scaled_exp":
                 return _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
@@ -391,10 +391,10 @@ def _recorded(key: tuple[Any, ...], arrays: Arrays, options: Options, run: Calla
 
 def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `_run_losses`."""
+    if any(needs_grad):
+        _problem("gradients", arrays, options, needs_grad, entropy=True)  # refuses what the backward pass could not do
     problem = _problem("statistics", arrays, options, NO_GRADIENTS, entropy=True)
     plan = _plan_of(problem)
-    if any(needs_grad):
-        plan_for(problem, "gradients", options.memory_budget, options.implementation, needs_grad, entropy=True)
     with _no_autocast(plan, arrays.input):
         found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
     assert found.entropy is not None

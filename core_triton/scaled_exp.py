@@ -53,8 +53,10 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, hit = cdiv(len(target), rows), None
-    if plan.hopper and not plan.casts_head:  # its tiles are those of the whole head
-        halves, class_blocks = cdiv(rows, plan.tile.block_n // 2), cdiv(problem.classes, plan.tile.block_v)
+    half = plan.tile.block_n // 2
+    # Where the tiles of all chunks together are those of the whole call.
+    if plan.hopper and not plan.casts_head and (rows % half == 0 or chunks <= 1):
+        halves, class_blocks = cdiv(rows, half), cdiv(problem.classes, plan.tile.block_v)
         hit = torch.empty(chunks, halves, class_blocks, dtype=torch.int8, device=row_weight.device)
     found = PackedRows(
         torch.empty_like(target),

@@ -152,7 +152,7 @@ def choose_scaled_exp(
     converts: bool,
     statistics: bool,
     programs: int,
-    copied: int,
+    copied: int = 0,
     budget: int,
 ) -> ScaledExpConfig:
     """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
@@ -183,6 +183,7 @@ def choose_scaled_exp(
         head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
 
     fixed = 88 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
+    fixed += -(-tokens // (ROW_BLOCK // 2)) * -(-classes // block_v)  # which half tiles hold a target
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
     def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
@@ -200,8 +201,7 @@ def choose_scaled_exp(
         slabs, tail = divmod(classes, head_rows)
         blocks = slabs * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, product)
-        size = fixed + (-(-tokens // 64) + -(-tokens // rows)) * blocks  # which half tiles hold a target
-        size += itemsize * hidden * head_rows * converts
+        size = fixed + itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
         return ScaledExpConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
 
@@ -264,7 +264,7 @@ def choose_recomputed(
     d_weight: bool,
     converts: bool,
     converts_rows: bool,
-    copied: int,
+    copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.

@@ -38,8 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
-# What a GPU runs has all optimisations, and so has what a test measures.
-WELL_COMPILED = ("_gpu", "_memory")
+# What a GPU runs has all optimisations, and so has what a test measures, and what rests on fused multiplications.
+WELL_COMPILED = ("_gpu", "_memory", "_sign")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -80,7 +80,7 @@ TRITON_KERNELS = (
     ),
     Mutation("core_triton/row_kernels.py", "rank, count + row - rank)", "rank, row)", TABLE),
     Mutation("core_triton/row_kernels.py", "acc += x.to(tl.float32) * w", "acc -= x.to(tl.float32) * w", TABLE),
-    Mutation("core_triton/row_kernels.py", "LOG2_E) - kept", "LOG2_E) + kept", TABLE),
+    Mutation("core_triton/row_kernels.py", "* prob - kept * other_prob", "* prob + kept * other_prob", TABLE),
     Mutation(
         "core_triton/row_kernels.py",
         "total += tl.load(sum_ptr + columns",
@@ -190,8 +190,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/kernels.py",
-        "part.only_seen(jnp.exp2(part.logits * LOG2_E - anchor))",
-        "jnp.exp2(part.logits * LOG2_E - anchor)",
+        "part.only_seen(jnp.exp2(exponents))",
+        "jnp.exp2(exponents)",
         PALLAS,
     ),
     Mutation(
