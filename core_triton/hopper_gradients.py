@@ -32,9 +32,9 @@ from core_triton.hopper import (
     quarters,
     rings,
 )
-from core_triton.kernels import Active, head_blocks, plan_of
+from core_triton.kernels import Active, head_blocks
 from core_triton.launch import At, Blocks, cdiv, launch
-from core_triton.problem import Problem
+from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig
 
 # A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.

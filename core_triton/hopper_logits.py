@@ -27,9 +27,9 @@ from core_triton.hopper import (
     store_quarter,
     tile_of,
 )
-from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, bias_at, head_blocks, plan_of
+from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, bias_at, head_blocks
 from core_triton.launch import At, Blocks, cdiv, launch
-from core_triton.problem import Problem
+from core_triton.problem import Problem, plan_of
 
 
 def _launch_tiles(

@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton.launch import At, Blocks, cdiv, launch
-from core_triton.plan import ExecutionPlan
-from core_triton.problem import Problem
+from core_triton.problem import Problem, plan_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -47,12 +46,6 @@ def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -
     if by_class:
         return Blocks(w, (block_v, block_d), gluon=gluon), True
     return Blocks(w.T, (block_d, block_v), gluon=gluon), False
-
-
-def plan_of(problem: Problem) -> ExecutionPlan:
-    """Returns the problem's plan, which is there wherever a kernel runs."""
-    assert problem.plan is not None
-    return problem.plan
 
 
 def bias_at(problem: Problem, slab: slice) -> At | None:

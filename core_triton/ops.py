@@ -21,7 +21,7 @@ from torch import Tensor
 
 from core_triton import chunked, rows
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
-from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of
+from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.rows import Coefficients, RowStatistics
 from linear_ce.spec import LossSpec
 
@@ -336,7 +336,7 @@ def _run_loss_and_gradients(
 
     def run() -> Results:
         problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
-        plan = _plan_of(problem)
+        plan = plan_of(problem)
         with _no_autocast(plan, arrays.input):
             if plan.path == "scaled_exp":
                 return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
@@ -361,7 +361,7 @@ def _run_losses(
         if any(needs_grad):
             _problem("gradients", arrays, options, needs_grad)  # refuses what the backward pass could not do
         problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
-        plan = _plan_of(problem)
+        plan = plan_of(problem)
         with _no_autocast(plan, arrays.input):
             if plan.path == "scaled_exp":
                 return _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
@@ -394,7 +394,7 @@ def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> L
     if any(needs_grad):
         _problem("gradients", arrays, options, needs_grad, entropy=True)  # refuses what the backward pass could not do
     problem = _problem("statistics", arrays, options, NO_GRADIENTS, entropy=True)
-    plan = _plan_of(problem)
+    plan = plan_of(problem)
     with _no_autocast(plan, arrays.input):
         found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
     assert found.entropy is not None
@@ -407,7 +407,7 @@ def _run_gradients(
 ) -> Gradients:
     """Plan C's backward pass."""
     problem = _problem("gradients", arrays, options, needs_grad, entropy=coefficients.beta is not None)
-    plan = _plan_of(problem)
+    plan = plan_of(problem)
     with _no_autocast(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
         return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
@@ -480,11 +480,6 @@ def plan_for(
         device=info,
     )
     return make_plan(key)
-
-
-def _plan_of(problem: Problem) -> ExecutionPlan:
-    assert problem.plan is not None
-    return problem.plan
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:

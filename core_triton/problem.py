@@ -70,6 +70,12 @@ class Problem:
         return rows.copy_(self.input[chunk]).masked_fill_((self.row_weight[chunk] == 0)[:, None], 0.0)
 
 
+def plan_of(problem: Problem) -> ExecutionPlan:
+    """Returns the problem's plan, which is there in every call of the public functions."""
+    assert problem.plan is not None
+    return problem.plan
+
+
 def layout_of(matrix: Tensor) -> MatrixLayout:
     """Returns what a plan needs to know of a matrix."""
     aligned = matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_kernels, tile_config
-from core_triton.kernels import Active, plan_of
+from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand, plan_of
 from core_triton.rows import RowStatistics
 from core_triton.tile_config import ScaledExpConfig
 

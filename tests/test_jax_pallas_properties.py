@@ -22,7 +22,7 @@ from parity.cases import Case
 from parity.tolerances import error
 
 
-@settings(max_examples=10)  # a compile each
+@settings(max_examples=25)  # a compile each
 @given(case=drawn_cases())
 def test_any_call_is_within_its_error_budget(case: Case) -> None:
     arrays = make_arrays(case)
