@@ -29,6 +29,9 @@ SUM_LIMIT = tl.constexpr(2.0**48)
 
 SIZES = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
+# Of a chunk; its address is a multiple of 4.
+PLACES = ["target_ptr", "anchor_ptr", "top_ptr", "flag_ptr", "ticket_ptr", "sum_ptr", "max_ptr", "target_logit_ptr"]
+
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
 
 
@@ -71,7 +74,8 @@ def _launch_tiles(
 ) -> None:
     """Launches one of the kernels of this file on the rows x (n, D) and the slab w (v, D) of the head.
 
-    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are.
+    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are. And registers are
+    not rationed: ptxas would spill a few for the sake of a second program on a multiprocessor.
     """
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
@@ -104,6 +108,7 @@ def _launch_tiles(
         GROUP=tile.group,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **({"maxnreg": 255} if repair else {}),
     )
 
 
@@ -176,23 +181,16 @@ def slope(logits, softcap):
 
 @triton.jit
 def store_target_logit(
-    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes,
-    BLOCK_V: tl.constexpr, BRANCHES: tl.constexpr,
-):  # fmt: skip
+    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V: tl.constexpr
+):
     """Writes target_logit (rows,) for the rows whose target is among the classes of this tile.
 
-    Few tiles have any, so with BRANCHES the comparison of all columns with the targets is behind one. In a loop that
-    is flattened there must be none: Triton 3.6 does not compile it.
+    Few tiles have any, but there must be no branch in a loop that is flattened: Triton 3.6 does not compile it.
     """
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
     owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
-    if BRANCHES:
-        if tl.max(owns.to(tl.int32), 0) != 0:
-            here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
-            tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
-    else:
-        here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
-        tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
+    here = (column + tl.arange(0, BLOCK_V))[None, :] == target[:, None]
+    tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -213,7 +211,6 @@ def exponentials_kernel(
     classes,
     scale,
     softcap,
-    REPAIR: tl.constexpr,
     STORES: tl.constexpr,
     STATISTICS: tl.constexpr,
     W_BY_CLASS: tl.constexpr,
@@ -230,45 +227,35 @@ def exponentials_kernel(
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
     of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES, e (rows, V), times
     the cap's slope: (31). With STATISTICS also max (class blocks, rows). Sets flag (row blocks,) int32 where a sum is
-    not below SUM_LIMIT: the anchor is too low. With REPAIR, only tiles of flagged row blocks, in halves of them.
+    not below SUM_LIMIT: the anchor is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
-    tiles = row_blocks * class_blocks
-    if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, (row_blocks + 1) // 2), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
+    for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
-        wanted = True
-        if REPAIR:
-            wanted = tl.load(flag_ptr + row_block // 2) != 0
-        if wanted:
-            row, column = row_block * BLOCK_N, class_block * BLOCK_V
-            logits = logits_tile(
-                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
-                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
-            )  # fmt: skip
-            row_ids = row + tl.arange(0, BLOCK_N)
-            columns = column + tl.arange(0, BLOCK_V)
-            inside = row_ids < rows
-            anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
-            if column + BLOCK_V > classes:
-                logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-            exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
-            out = class_block.to(tl.int64) * rows + row_ids
-            total = tl.sum(exponentials, 1)
-            tl.store(sum_ptr + out, total, mask=inside)
-            if not REPAIR:
-                tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
-            if STATISTICS:
-                tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-            # The very logit that is summed: the loss is the logarithm of a ratio that is never below 1.
-            store_target_logit(
-                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V, REPAIR
-            )
-            if STORES:
-                if HAS_SOFTCAP:
-                    exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                e_desc.store([row, column], exponentials.to(e_desc.dtype))
+        row, column = row_block * BLOCK_N, class_block * BLOCK_V
+        logits = logits_tile(
+            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        row_ids = row + tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, BLOCK_V)
+        inside = row_ids < rows
+        anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+        if column + BLOCK_V > classes:
+            logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+        out = class_block.to(tl.int64) * rows + row_ids
+        total = tl.sum(exponentials, 1)
+        tl.store(sum_ptr + out, total, mask=inside)
+        tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
+        if STATISTICS:
+            tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+        # The very logit that is summed: the loss is the logarithm of a ratio that is never below 1.
+        store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
+        if STORES:
+            if HAS_SOFTCAP:
+                exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+            e_desc.store([row, column], exponentials.to(e_desc.dtype))
 
 
 def exponentials(
@@ -285,22 +272,139 @@ def exponentials(
     tops: At | None,
     target_logit: At,
     e: Tensor | None,
-    repair: bool = False,
 ) -> None:
     """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
     pointers = target, anchor, flag, sums, tops, target_logit
-    switches = {"REPAIR": repair, "STORES": e is not None, "STATISTICS": tops is not None}
-    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, repair=repair)
+    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches)
 
 
 @triton.jit
-def any_flag(flag_ptr, row_blocks):
-    """Whether one of flag (row_blocks,) is set."""
-    found = tl.zeros((128,), tl.int32)
-    for start in range(0, row_blocks, 128):
-        blocks = start + tl.arange(0, 128)
-        found |= tl.load(flag_ptr + blocks, mask=blocks < row_blocks, other=0)
-    return tl.max(found, 0) != 0
+def flagged(flag_ptr, row_blocks):
+    """Returns how many row blocks are flagged, of which two have one flag."""
+    acc = tl.zeros((128,), tl.int32)
+    for start in range(0, tl.cdiv(row_blocks, 2), 128):
+        pairs = start + tl.arange(0, 128)
+        flags = tl.load(flag_ptr + pairs, mask=2 * pairs < row_blocks, other=0)
+        acc += flags * tl.minimum(row_blocks - 2 * pairs, 2)
+    return tl.sum(acc, 0)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PLACES)
+def repair_kernel(
+    x_desc,
+    w_desc,
+    e_desc,
+    bias_ptr,
+    target_ptr,
+    anchor_ptr,
+    top_ptr,
+    flag_ptr,
+    ticket_ptr,
+    sum_ptr,
+    max_ptr,
+    target_logit_ptr,
+    first_class,
+    rows,
+    hidden,
+    classes,
+    scale,
+    softcap,
+    FINDS: tl.constexpr,
+    REDOES: tl.constexpr,
+    STORES: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Does the flagged row blocks again, in halves of them, under anchors made of their largest logits: (30).
+
+    With FINDS it computes their logits and raises top (rows,), -inf before, to the largest. With REDOES it computes the
+    logits again and writes what `exponentials_kernel` does: e, sum, max and target_logit; and the new anchor (rows,).
+    One launch does both: programs draw the numbers of tiles from ticket (2,) int32, zeros before, so that all tiles of
+    the first step are somebody's before the first of the second is, and whoever draws one of these waits for those to
+    be done. No program that has not started is waited for. Most chunks have no flag, and there is nothing to do.
+    """
+    row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
+    tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
+    draws: tl.constexpr = FINDS and REDOES
+    end = tl.where(found != 0, (2 if draws else 1) * tiles, 0)
+    number = tl.program_id(0)
+    if draws and end != 0:
+        number = tl.atomic_add(ticket_ptr, 1)
+    while number < end:
+        redoes = REDOES and number >= end - tiles
+        row_block, class_block = number % tiles // class_blocks, number % tiles % class_blocks
+        if tl.load(flag_ptr + row_block // 2) != 0:
+            if draws and redoes:
+                while tl.atomic_add(ticket_ptr + 1, 0) < found:
+                    pass
+            row, column = row_block * BLOCK_N, class_block * BLOCK_V
+            logits = logits_tile(
+                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            )  # fmt: skip
+            row_ids = row + tl.arange(0, BLOCK_N)
+            columns = column + tl.arange(0, BLOCK_V)
+            inside = row_ids < rows
+            if column + BLOCK_V > classes:
+                logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+            if redoes:
+                out = class_block.to(tl.int64) * rows + row_ids
+                store_target_logit(
+                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+                )
+                if STATISTICS:
+                    tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+                # From L2: other multiprocessors have just raised it.
+                top = tl.load(top_ptr + row_ids, mask=inside, other=0.0, cache_modifier=".cg")
+                anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+                tl.store(anchor_ptr + row_ids, anchor, mask=inside)
+                exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+                if STORES:
+                    if HAS_SOFTCAP:
+                        exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
+                    e_desc.store([row, column], exponentials.to(e_desc.dtype))
+            else:
+                tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
+                if draws:
+                    tl.debug_barrier()  # every thread has raised its rows
+                    tl.atomic_add(ticket_ptr + 1, 1)
+        if draws:
+            number = tl.atomic_add(ticket_ptr, 1)
+        else:
+            number += tl.num_programs(0)
+
+
+def repair(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    slab: slice,
+    *,
+    target: At,
+    anchor: At,
+    top: At,
+    flag: At,
+    ticket: At,
+    sums: At,
+    tops: At | None,
+    target_logit: At,
+    e: Tensor | None,
+    finds: bool,
+    redoes: bool,
+) -> None:
+    """Launches `repair_kernel`."""
+    pointers = target, anchor, top, flag, ticket, sums, tops, target_logit
+    switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
+    _launch_tiles(repair_kernel, problem, x, w, slab, (e,), pointers, switches, repair=True)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -310,7 +414,6 @@ def statistics_kernel(
     bias_ptr,
     class_weight_ptr,
     target_ptr,
-    flag_ptr,
     max_ptr,
     sum_ptr,
     weighted_sum_ptr,
@@ -322,7 +425,6 @@ def statistics_kernel(
     classes,
     scale,
     softcap,
-    REPAIR: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ENTROPY: tl.constexpr,
     W_BY_CLASS: tl.constexpr,
@@ -337,45 +439,34 @@ def statistics_kernel(
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
     Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, and writes the target logit (rows,) of those that, less
-    `first_class`, are among the classes of w. No logit leaves the program. With REPAIR only max, of flagged row
-    blocks, in halves of them.
+    `first_class`, are among the classes of w. No logit leaves the program.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
-    tiles = row_blocks * class_blocks
-    if REPAIR:
-        tiles = tl.where(any_flag(flag_ptr, (row_blocks + 1) // 2), tiles, 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=not REPAIR):
+    for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
-        wanted = True
-        if REPAIR:
-            wanted = tl.load(flag_ptr + row_block // 2) != 0
-        if wanted:
-            row, column = row_block * BLOCK_N, class_block * BLOCK_V
-            logits = logits_tile(
-                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
-                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
-            )  # fmt: skip
-            row_ids = row + tl.arange(0, BLOCK_N)
-            columns = column + tl.arange(0, BLOCK_V)
-            inside = row_ids < rows
-            out = class_block.to(tl.int64) * rows + row_ids
-            if WEIGHTED:  # past the last class logits are 0 still
-                class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-                tl.store(weighted_sum_ptr + out, tl.sum(logits * class_weight[None, :], 1), mask=inside)
-            if column + BLOCK_V > classes:
-                logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-            top = tl.max(logits, 1)
-            tl.store(max_ptr + out, top, mask=inside)
-            if not REPAIR:
-                shift = tl.where(top == float("-inf"), 0.0, top)
-                exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
-                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
-                if ENTROPY:
-                    shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
-                    tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
-                store_target_logit(
-                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V, REPAIR
-                )
+        row, column = row_block * BLOCK_N, class_block * BLOCK_V
+        logits = logits_tile(
+            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+        )  # fmt: skip
+        row_ids = row + tl.arange(0, BLOCK_N)
+        columns = column + tl.arange(0, BLOCK_V)
+        inside = row_ids < rows
+        out = class_block.to(tl.int64) * rows + row_ids
+        if WEIGHTED:  # past the last class logits are 0 still
+            class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+            tl.store(weighted_sum_ptr + out, tl.sum(logits * class_weight[None, :], 1), mask=inside)
+        if column + BLOCK_V > classes:
+            logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+        top = tl.max(logits, 1)
+        tl.store(max_ptr + out, top, mask=inside)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
+        tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+        if ENTROPY:
+            shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
+            tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
+        store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
 
 
 def statistics(
@@ -393,16 +484,9 @@ def statistics(
     target_logit: Tensor,
 ) -> None:
     """Launches `statistics_kernel`."""
-    pointers = class_weight, target, None, tops, sums, weighted_sums, sums_exp_log, target_logit
-    switches = {"REPAIR": False, "WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
+    pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
+    switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
     _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches)
-
-
-def largest_logits(problem: Problem, x: Tensor, w: Tensor, slab: slice, *, flag: At, tops: At) -> None:
-    """Launches `statistics_kernel` with REPAIR: the largest logits of flagged row blocks."""
-    pointers = None, None, flag, tops, None, None, None, None
-    switches = {"REPAIR": True, "WEIGHTED": False, "ENTROPY": False}
-    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, repair=True)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -140,7 +140,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
         stream = torch._C._cuda_getCurrentRawStream(device)
         direct.run(x, y, z, stream, direct.function, direct.metadata, None, None, None, *values, *direct.tail)
     if recorder.current is not None:
-        recorder.current.launches.append((direct, (x, y, z), pointers, values))
+        recorder.current.add(direct, (x, y, z), pointers, values)
 
 
 def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:

@@ -285,8 +285,7 @@ def _scaled(saved: Gradients, factors: tuple[Tensor, Tensor, Tensor], memory_bud
         from core_triton import replay, row_kernels  # Triton is not on every machine that has PyTorch
 
         def run() -> tuple[None, ...]:
-            for one, factor in pairs:
-                row_kernels.scale(one, factor)
+            row_kernels.scale(saved, factors[0])
             return ()
 
         replay.call(("scale",), (*saved, factors[0]), run)
@@ -309,7 +308,7 @@ def _scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
         from core_triton.launch import on_device
 
         with on_device(gradient.device):
-            row_kernels.scale(gradient, factor)
+            row_kernels.scale(Gradients(gradient, None, None), factor)
         return
     if gradient.dtype == torch.float32:
         gradient *= factor

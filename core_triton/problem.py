@@ -137,8 +137,6 @@ class ClassSum:
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
-        if classes < len(self.total):
-            self.total[classes:] = 0  # padding
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
     def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
@@ -158,6 +156,8 @@ class ClassSum:
             return self.total.zero_()
         if self.sum.dtype != self.total.dtype:
             self.total[: len(self.sum)] = self.sum
+        if len(self.sum) < len(self.total):
+            self.total[len(self.sum) :] = 0  # padding
         return self.total
 
 

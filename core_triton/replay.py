@@ -9,12 +9,14 @@ A call is recorded only if launches are all that it did: the recorder watches Py
 neither an allocation nor a view ends the recording, so such a call always takes the long way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core_triton import launch
@@ -33,20 +35,8 @@ class Place(NamedTuple):
     offset: int
 
 
-class _Launch(NamedTuple):
-    """One launch of a recording."""
-
-    run: Callable[..., None]  # Triton's C launcher
-    head: tuple[int, int, int]  # the grid
-    function: Any
-    options: tuple[Any, ...]  # what the C launcher takes between the function and the arguments
-    arguments: list[Any]  # in the C launcher's form, without addresses
-    pointers: tuple[tuple[int, Place], ...]  # position in `arguments`
-    descriptors: tuple[tuple[int, Place, tuple[Any, ...]], ...]  # position, address, the rest of what makes one
-
-
 class _Output(NamedTuple):
-    """A result's shape, strides and dtype, and which result it is."""
+    """A result's shape, strides and dtype."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -54,11 +44,56 @@ class _Output(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The launches of a call and the memory that they take."""
+    """The launches of a call and the memory that they take.
 
-    launches: tuple[_Launch, ...]
+    What the launches take is in one list, the values: the stream, then constants, addresses and TMA descriptors. Only
+    the constants are the same in every call. A launch picks its arguments from there.
+    """
+
+    constants: tuple[Any, ...]
+    addresses: tuple[Place, ...]
+    descriptors: tuple[tuple[Place, tuple[Any, ...]], ...]  # address, the rest of what makes one
+    launches: tuple[tuple[Callable[..., None], Callable[[Any], tuple[Any, ...]]], ...]  # C launcher, its arguments
     outputs: tuple[_Output | None, ...]  # None where the call returned None
     workspace: int  # bytes
+
+
+class _Allocation:
+    """An array that a recorded call allocates. The recorder does not keep it alive."""
+
+    def __init__(self, tensor: Tensor, born: int) -> None:
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.start, self.end = _extent(tensor)
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        self.born, self.died = born, NEVER  # how many launches came before
+        self.place: Place | None = None
+
+    @property
+    def bytes(self) -> int:
+        return -(-(self.end - self.start) // ALIGNMENT) * ALIGNMENT
+
+
+NEVER = 2**31
+
+
+class _Address(NamedTuple):
+    """An address while the call is recorded: in an input, given by its index, or in an array that it allocates."""
+
+    array: "int | _Allocation"
+    offset: int
+
+    def place(self) -> Place:
+        if isinstance(self.array, int):
+            return Place(self.array, self.offset)
+        assert self.array.place is not None
+        return Place(self.array.place.array, self.array.place.offset + self.offset)
+
+
+class _Descriptor(NamedTuple):
+    """A TMA descriptor while the call is recorded."""
+
+    address: _Address
+    rest: tuple[Any, ...]
 
 
 class Recorder(TorchDispatchMode):
@@ -71,17 +106,21 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: tuple[Tensor | None, ...]) -> None:
         super().__init__()
         self.inputs = inputs
-        self.allocations: list[Tensor] = []  # kept until the end: no two have an address in common
-        self.launches: list[tuple[Any, ...]] = []
-        self.whole = not _overlap([_extent(tensor) for tensor in inputs if tensor is not None])
+        self.extents = [(index, *_extent(tensor)) for index, tensor in enumerate(inputs) if tensor is not None]
+        self.whole = not _overlap([extent for _, *extent in self.extents])
+        self.allocations: list[_Allocation] = []
+        self.living: list[_Allocation] = []
+        self.launches: list[tuple[Callable[..., None], list[Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if self.whole and func.overloadpacket in ALLOCATIONS:
-            self.allocations.append(out)
+        if func.overloadpacket in ALLOCATIONS:
+            if self.whole and out.numel():
+                self._bury()
+                self.living.append(_Allocation(out, len(self.launches)))
+                self.allocations.append(self.living[-1])
         elif func.overloadpacket not in VIEWS:
             self.whole = False
-            self.allocations.clear()
         return out
 
     def __enter__(self) -> "Recorder":
@@ -92,44 +131,118 @@ class Recorder(TorchDispatchMode):
         launch.recorder.current = None
         super().__exit__(*exception)
 
+    def add(self, direct: launch.Direct, grid: tuple[int, int, int], pointers: list[bool], values: list[Any]) -> None:
+        """Records a launch. `pointers` says which values are addresses."""
+        if not self.whole:
+            return
+        self._bury()
+        try:
+            self.launches.append((direct.raw, self._arguments(direct, grid, pointers, values)))
+        except LookupError:  # an address that is neither an input's nor allocated by the call
+            self.whole = False
+
+    def _bury(self) -> None:
+        """Notes which arrays are freed: from now on others may have their addresses."""
+        for one in self.living:
+            if one.storage.expired():
+                one.died = len(self.launches)
+        self.living = [one for one in self.living if one.died == NEVER]
+
+    def _address(self, address: int) -> _Address:
+        for index, start, end in self.extents:
+            if start <= address < end:
+                return _Address(index, address - start)
+        for one in self.living:
+            if one.start <= address < one.end:
+                return _Address(one, address - one.start)
+        raise LookupError
+
+    def _arguments(
+        self, direct: launch.Direct, grid: tuple[int, int, int], pointers: list[bool], values: list[Any]
+    ) -> list[Any]:
+        """Returns what the C launcher takes, with `_STREAM`, `_Address` and `_Descriptor` in their places."""
+        found: list[Any] = [*grid, _STREAM, direct.function, *direct.options]
+        metadata = iter(direct.descriptors)
+        for is_pointer, value in zip(pointers, values, strict=True):
+            if is_pointer:
+                found.append(self._address(value))
+            elif type(value) is launch.Blocks:
+                shape, strides = list(value.shape), list(value.strides)
+                address, known = self._address(value.base.data_ptr()), next(metadata)
+                if known is None:  # no TMA: the kernel takes the address and strides
+                    found += [address, *shape, *strides, False]
+                else:
+                    found.append(_Descriptor(address, (*known, shape, strides, 0)))
+                found += [*shape, *strides]
+            else:
+                found.append(value)
+        return [*found, *direct.tail]
+
     def recording(self, results: tuple[Tensor | None, ...]) -> Recording | None:
         """Returns what was recorded of a call that returned `results`, None if it did more than launch."""
         if not self.whole:
             return None
-        places: list[tuple[int, int, Place]] = []  # first address, end, place
-        for index, tensor in enumerate(self.inputs):
-            if tensor is not None:
-                start, end = _extent(tensor)
-                places.append((start, end, Place(index, 0)))
-        allocated = {tensor.data_ptr(): tensor for tensor in self.allocations if tensor.numel()}
+        self._bury()
         outputs: list[_Output | None] = []
         for result in results:
+            outputs.append(None if result is None else _Output(result.shape, result.stride(), result.dtype))
             if result is None or not result.numel():
-                outputs.append(None if result is None else _Output(result.shape, result.stride(), result.dtype))
                 continue
-            found = allocated.pop(result.data_ptr(), None)
-            if found is None or found.shape != result.shape or found.stride() != result.stride():
+            found = next((one for one in self.living if one.start == result.data_ptr()), None)
+            if found is None or (found.shape, found.strides) != (result.shape, result.stride()):
                 return None
-            start, end = _extent(found)
-            places.append((start, end, Place(len(self.inputs) + len(outputs), 0)))
-            outputs.append(_Output(result.shape, result.stride(), result.dtype))
-        workspace, last = 0, len(self.inputs) + len(results)
-        for tensor in allocated.values():
-            start, end = _extent(tensor)
-            places.append((start, end, Place(last, workspace)))
-            workspace += -(-(end - start) // ALIGNMENT) * ALIGNMENT
+            found.place = Place(len(self.inputs) + len(outputs) - 1, 0)
+        temporary = [one for one in self.allocations if one.place is None]
+        workspace = _arrange(temporary, len(self.inputs) + len(outputs))
+        return _recording(self.launches, tuple(outputs), workspace)
 
-        def place(address: int) -> Place:
-            for start, end, found in places:
-                if start <= address < end:
-                    return Place(found.array, found.offset + address - start)
-            raise LookupError
 
-        try:
-            launches = tuple(_recorded(place, *made) for made in self.launches)
-        except LookupError:  # an address that is neither an input's nor allocated meanwhile
-            return None
-        return Recording(launches, tuple(outputs), workspace)
+_STREAM = object()
+
+
+def _arrange(arrays: list[_Allocation], workspace: int) -> int:
+    """Gives arrays their places in the workspace, whose index is given: those that live at the same time side by side,
+    the largest first. Returns its size in bytes."""
+    placed: list[tuple[int, _Allocation]] = []
+    for one in sorted(arrays, key=lambda one: -one.bytes):
+        offset = 0
+        for start, other in sorted(placed, key=lambda found: found[0]):
+            if other.born < one.died and one.born < other.died:
+                if offset + one.bytes <= start:
+                    break
+                offset = max(offset, start + other.bytes)
+        placed.append((offset, one))
+        one.place = Place(workspace, offset)
+    return max((start + one.bytes for start, one in placed), default=0)
+
+
+def _recording(
+    launches: list[tuple[Callable[..., None], list[Any]]], outputs: tuple[_Output | None, ...], workspace: int
+) -> Recording:
+    """Returns launches with arguments in the form that is replayed."""
+    constants: list[Any] = []
+    addresses: dict[Place, int] = {}
+    descriptors: list[tuple[Place, tuple[Any, ...]]] = []
+
+    def position(value: Any) -> tuple[str, int]:
+        if value is _STREAM:
+            return "stream", 0
+        if type(value) is _Address:
+            return "address", addresses.setdefault(value.place(), len(addresses))
+        if type(value) is _Descriptor:
+            made = value.address.place(), value.rest
+            if made not in descriptors:
+                descriptors.append(made)
+            return "descriptor", descriptors.index(made)
+        constants.append(value)
+        return "constant", len(constants) - 1
+
+    positions = [(run, [position(value) for value in arguments]) for run, arguments in launches]
+    first = {"stream": 0, "constant": 1}
+    first["address"] = 1 + len(constants)
+    first["descriptor"] = first["address"] + len(addresses)
+    picks = [(run, itemgetter(*(first[kind] + index for kind, index in found))) for run, found in positions]
+    return Recording(tuple(constants), tuple(addresses), tuple(descriptors), tuple(picks), outputs, workspace)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -140,36 +253,10 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _overlap(extents: list[tuple[int, int]]) -> bool:
+def _overlap(extents: Sequence[Sequence[int]]) -> bool:
     """Whether two of the arrays share memory: then an address does not tell which it belongs to."""
-    ordered = sorted(extent for extent in extents if extent[0] < extent[1])
+    ordered = sorted(tuple(extent) for extent in extents if extent[0] < extent[1])
     return any(first[1] > second[0] for first, second in pairwise(ordered))
-
-
-def _recorded(place: Callable[[int], Place], direct: launch.Direct, grid: Any, kinds: Any, values: Any) -> _Launch:
-    """Returns a launch in the form that is replayed. `kinds` says which values are addresses."""
-    arguments: list[Any] = []
-    pointers: list[tuple[int, Place]] = []
-    descriptors: list[tuple[int, Place, tuple[Any, ...]]] = []
-    metadata = iter(direct.descriptors)
-    for is_pointer, value in zip(kinds, values, strict=True):
-        if is_pointer:
-            pointers.append((len(arguments), place(value)))
-            arguments.append(None)
-        elif type(value) is launch.Blocks:
-            shape, strides = list(value.shape), list(value.strides)
-            where, known = place(value.base.data_ptr()), next(metadata)
-            if known is None:  # no TMA: the kernel takes the address and strides
-                pointers.append((len(arguments), where))
-                arguments += [None, *shape, *strides, False]
-            else:
-                descriptors.append((len(arguments), where, (*known, shape, strides, 0)))
-                arguments.append(None)
-            arguments += [*shape, *strides]
-        else:
-            arguments.append(value)
-    arguments += direct.tail
-    return _Launch(direct.raw, grid, direct.function, direct.options, arguments, tuple(pointers), tuple(descriptors))
 
 
 _recordings: dict[tuple[Any, ...], Recording | None] = {}  # None: the call did more than launch
@@ -214,12 +301,13 @@ def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torc
             results.append(torch.empty_strided(output.shape, output.strides, dtype=output.dtype, device=device))
     workspace = torch.empty(recording.workspace, dtype=torch.uint8, device=device)
     bases = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *results, workspace)]
-    stream, descriptor = torch._C._cuda_getCurrentRawStream(device.index), launch.make_descriptor()
-    for run, (x, y, z), function, options, template, pointers, descriptors in recording.launches:
-        arguments = template.copy()
-        for position, (array, offset) in pointers:
-            arguments[position] = bases[array] + offset
-        for position, (array, offset), rest in descriptors:
-            arguments[position] = descriptor(bases[array] + offset, *rest)
-        run(x, y, z, stream, function, *options, *arguments)
+    descriptor = launch.make_descriptor()
+    values = [
+        torch._C._cuda_getCurrentRawStream(device.index),
+        *recording.constants,
+        *[bases[array] + offset for array, offset in recording.addresses],
+        *[descriptor(bases[array] + offset, *rest) for (array, offset), rest in recording.descriptors],
+    ]
+    for run, arguments in recording.launches:
+        run(*arguments(values))
     return tuple(results)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_triton.kernels import LOG2_E, slope, tanh
 from core_triton.launch import At, cdiv, column_block, device_info, launch
-from core_triton.problem import Problem
+from core_triton.problem import Gradients, Problem
 from core_triton.tile_config import TileConfig
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -99,18 +99,18 @@ def pack_kernel(
     packed_target_ptr,
     packed_weight_ptr,
     count_ptr,
-    flag_ptr,
+    zeros_ptr,
     hit_ptr,
     tokens,
-    flags,
+    zeros,
     hits,
     BLOCK: tl.constexpr,
 ):
     """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
 
     Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes flag (flags,) and hit (hits,). One program does it all: two passes over
-    N numbers.
+    how many of the first kind there are; zeroes zeros (zeros,) int32 and hit (hits,). One program does it all: two
+    passes over N numbers.
     """
     count = tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
@@ -118,9 +118,9 @@ def pack_kernel(
         weight = tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0)
         count += tl.sum((weight != 0).to(tl.int32), 0)
     tl.store(count_ptr, count)
-    for start in range(0, flags, BLOCK):
-        flag = start + tl.arange(0, BLOCK)
-        tl.store(flag_ptr + flag, tl.zeros_like(flag), mask=flag < flags)
+    for start in range(0, zeros, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(zeros_ptr + place, tl.zeros_like(place), mask=place < zeros)
     if hit_ptr is not None:
         for start in range(0, hits, 4 * BLOCK):
             hit = start + tl.arange(0, 4 * BLOCK)
@@ -147,12 +147,12 @@ def pack(
     packed_target: Tensor,
     packed_weight: Tensor,
     count: Tensor,
-    flag: Tensor,
+    zeros: Tensor,
     hit: Tensor | None,
 ) -> None:
     """Launches `pack_kernel`."""
-    arrays = target, row_weight, order, packed_target, packed_weight, count, flag, hit
-    sizes = len(target), flag.numel(), 0 if hit is None else hit.numel()
+    arrays = target, row_weight, order, packed_target, packed_weight, count, zeros, hit
+    sizes = len(target), len(zeros), 0 if hit is None else hit.numel()
     launch(pack_kernel, (1,), *arrays, *sizes, BLOCK=4096, num_warps=8)
 
 
@@ -167,6 +167,7 @@ def pick_kernel(
     result_ptr,
     target_logit_ptr,
     anchor_ptr,
+    top_ptr,
     hit_ptr,
     hidden,
     classes,
@@ -188,8 +189,9 @@ def pick_kernel(
     hold anything.
 
     Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
-    0 where it gives none: (29). Reads the targets' rows of weight (V, D). One program owns a row. It also sets hit
-    (chunks, halves of row blocks, class blocks) int8, where that is there, for the half tile that holds the target.
+    0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One program owns a row.
+    It also sets hit (chunks, halves of row blocks, class blocks) int8, where that is there, for the half tile that
+    holds the target.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -214,6 +216,7 @@ def pick_kernel(
     finite = is_class & (tl.abs(logit) < float("inf"))
     tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
     tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+    tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
         place = half * tl.cdiv(classes, BLOCK_V) + target // BLOCK_V
@@ -230,6 +233,7 @@ def pick(
     rows: Tensor,
     target_logit: At,
     anchor: At,
+    top: At,
     hit: At | None,
     chunk_rows: int,
     tile: TileConfig,
@@ -248,6 +252,7 @@ def pick(
         rows,
         target_logit,
         anchor,
+        top,
         hit,
         x.shape[1],
         problem.classes,
@@ -278,26 +283,15 @@ def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLO
 
 
 @triton.jit
-def anchor_kernel(max_ptr, anchor_ptr, flag_ptr, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Replaces the anchors of flagged row blocks by ones made of the rows' largest logits, max (class blocks, rows):
-    (30). One program a row block."""
-    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.load(flag_ptr + tl.program_id(0)) != 0:
-        acc = tl.full((BLOCK_T, BLOCK_N), float("-inf"), dtype=tl.float32)
-        for start in range(0, class_blocks, BLOCK_T):
-            blocks = start + tl.arange(0, BLOCK_T)
-            mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
-            place = max_ptr + blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
-            acc = tl.maximum(acc, tl.load(place, mask=mask, other=float("-inf")))
-        top = tl.max(acc, 0)
-        anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
-        tl.store(anchor_ptr + row_ids, anchor, mask=row_ids < rows)
-
-
-def repair_anchors(n: int, class_blocks: int, block_n: int, *, tops: At, anchor: At, flag: At) -> None:
-    """Launches `anchor_kernel` for row blocks of block_n rows."""
-    sizes = {"BLOCK_N": block_n, "BLOCK_T": BLOCKS_AT_ONCE}
-    launch(anchor_kernel, (cdiv(n, block_n),), tops, anchor, flag, n, class_blocks, **sizes, num_warps=8)
+def column_maxima(max_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Returns the largest over class blocks of max (class_blocks, rows), (BLOCK_N,)."""
+    top = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    for start in range(0, class_blocks, BLOCK_T):
+        blocks = start + tl.arange(0, BLOCK_T)
+        mask = (blocks < class_blocks)[:, None] & (row_ids < rows)[None, :]
+        place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
+        top = tl.maximum(top, tl.load(max_ptr + place, mask=mask, other=float("-inf")))
+    return tl.max(top, 0)
 
 
 @triton.jit
@@ -310,6 +304,7 @@ def log1p(t):
 @triton.jit
 def finish_rows_kernel(
     sum_ptr,
+    max_ptr,
     anchor_ptr,
     target_logit_ptr,
     target_ptr,
@@ -323,6 +318,7 @@ def finish_rows_kernel(
     loss_out_ptr,
     lse_out_ptr,
     target_logit_out_ptr,
+    top_out_ptr,
     rows,
     class_blocks,
     classes,
@@ -340,8 +336,8 @@ def finish_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Finishes packed rows: loss, lse and target_logit (N,) go to their rows of the call, row (rows,) int64, with
-    zeros for rows of row_weight 0: (6), (10), (27), (29).
+    """Finishes packed rows: loss, lse, target_logit and, if there, the largest logit top (N,) go to their rows of the
+    call, row (rows,) int64, with zeros for rows of row_weight 0: (6), (10), (27), (29).
 
     With GRADIENTS also writes rho and theta, (rows,) float32, both times the scale: (31), and zeroes the target's
     column of e (rows, V), whose term theta is. With SCALES multiplies x (rows, D) by rho, rounded once, zeros where rho
@@ -373,6 +369,9 @@ def finish_rows_kernel(
     tl.store(loss_out_ptr + out, tl.where(contributes, loss, 0.0), mask=inside)
     tl.store(lse_out_ptr + out, tl.where(contributes, lse, 0.0), mask=inside)
     tl.store(target_logit_out_ptr + out, tl.where(contributes, target_logit, 0.0), mask=inside)
+    if top_out_ptr is not None:
+        top = column_maxima(max_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
+        tl.store(top_out_ptr + out, tl.where(contributes, top, 0.0), mask=inside)
     if GRADIENTS:
         upstream = kept + 2.0 * z_loss_weight * row_weight * lse
         theta = (upstream - kept) * prob - kept * other_prob
@@ -404,6 +403,7 @@ def finish_rows(
     class_blocks: int,
     *,
     sums: At,
+    tops: At | None,
     anchor: At,
     target_logit: At,
     target: At,
@@ -416,6 +416,7 @@ def finish_rows(
     loss_out: Tensor,
     lse_out: Tensor,
     target_logit_out: Tensor,
+    top_out: Tensor | None,
 ) -> None:
     """Launches `finish_rows_kernel` for n packed rows."""
     spec = problem.spec
@@ -423,6 +424,7 @@ def finish_rows(
         finish_rows_kernel,
         (cdiv(n, FINISHED_ROWS),),
         sums,
+        tops,
         anchor,
         target_logit,
         target,
@@ -436,6 +438,7 @@ def finish_rows(
         loss_out,
         lse_out,
         target_logit_out,
+        top_out,
         n,
         class_blocks,
         problem.classes,
@@ -526,9 +529,12 @@ def finish_d_input(
 
 @triton.jit
 def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0. One program owns BLOCK_N rows."""
+    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0, all if it is not there. One program owns BLOCK_N
+    rows."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    excluded = tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
+    excluded = row < tokens
+    if row_weight_ptr is not None:
+        excluded &= tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
     if tl.max(excluded.to(tl.int32), 0) != 0:
         for start in range(0, hidden, BLOCK_D):
             columns = start + tl.arange(0, BLOCK_D)
@@ -537,8 +543,8 @@ def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.con
             tl.store(result_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
 
 
-def zero_rows(row_weight: Tensor, matrix: Tensor) -> None:
-    """Launches `zero_rows_kernel`: zeroes the rows of matrix (N, D) whose row_weight is 0."""
+def zero_rows(row_weight: Tensor | None, matrix: Tensor) -> None:
+    """Launches `zero_rows_kernel`: zeroes the rows of a contiguous matrix (N, D) whose row_weight is 0, or all."""
     tokens, hidden = matrix.shape
     sizes = {"BLOCK_N": SMALL_BLOCK, "BLOCK_D": column_block(hidden)}
     launch(zero_rows_kernel, (cdiv(tokens, SMALL_BLOCK),), row_weight, matrix, tokens, hidden, **sizes, num_warps=4)
@@ -583,6 +589,23 @@ def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor | At, *, first:
 
 
 @triton.jit
+def class_gradient_kernel(sum_ptr, result_ptr, summed, classes, BLOCK: tl.constexpr):
+    """Writes sum (summed,) float32 to result (classes,), rounded, with zeros past its end. One program owns BLOCK."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(sum_ptr + place, mask=place < summed, other=0.0)
+    tl.store(result_ptr + place, values.to(result_ptr.dtype.element_ty), mask=place < classes)
+
+
+def class_gradient(total: Tensor, like: Tensor) -> Tensor:
+    """Launches `class_gradient_kernel`: returns `total` (v,) in the shape and dtype of `like` (V,); 0 past v."""
+    result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    launch(
+        class_gradient_kernel, (cdiv(len(like), 1024),), total, result, len(total), len(like), BLOCK=1024, num_warps=4
+    )
+    return result
+
+
+@triton.jit
 def merge_kernel(
     max_ptr,
     sum_ptr,
@@ -590,52 +613,44 @@ def merge_kernel(
     sum_exp_log_ptr,
     rows,
     class_blocks,
-    SUMS: tl.constexpr,
     WEIGHTED: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Merges statistics (class blocks, rows) over class blocks into their first row: (26). One program owns BLOCK_N
-    rows; without SUMS only max."""
+    rows."""
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
-    top = tl.full((BLOCK_T, BLOCK_N), float("-inf"), tl.float32)
+    top = column_maxima(max_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
+    total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    weighted = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    logs = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in range(0, class_blocks, BLOCK_T):
         blocks = start + tl.arange(0, BLOCK_T)
         mask = (blocks < class_blocks)[:, None] & inside[None, :]
         place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
-        top = tl.maximum(top, tl.load(max_ptr + place, mask=mask, other=float("-inf")))
-    top = tl.max(top, 0)
-    if SUMS:
-        total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        weighted = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        logs = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-        for start in range(0, class_blocks, BLOCK_T):
-            blocks = start + tl.arange(0, BLOCK_T)
-            mask = (blocks < class_blocks)[:, None] & inside[None, :]
-            place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
-            part_top = tl.load(max_ptr + place, mask=mask, other=float("-inf"))
-            masked = part_top == float("-inf")  # a block of nothing but -inf logits: its sums are 0
-            shift = tl.where(masked, 0.0, part_top - top[None, :])
-            factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
-            part = tl.load(sum_ptr + place, mask=mask, other=0.0)
-            total += factor * part
-            if ENTROPY:
-                logs += factor * (tl.load(sum_exp_log_ptr + place, mask=mask, other=0.0) + shift * part)
-            if WEIGHTED:
-                weighted += tl.load(weighted_sum_ptr + place, mask=mask, other=0.0)
-        tl.store(sum_ptr + row_ids, tl.sum(total, 0), mask=inside)
+        part_top = tl.load(max_ptr + place, mask=mask, other=float("-inf"))
+        masked = part_top == float("-inf")  # a block of nothing but -inf logits: its sums are 0
+        shift = tl.where(masked, 0.0, part_top - top[None, :])
+        factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
+        part = tl.load(sum_ptr + place, mask=mask, other=0.0)
+        total += factor * part
         if ENTROPY:
-            tl.store(sum_exp_log_ptr + row_ids, tl.sum(logs, 0), mask=inside)
+            logs += factor * (tl.load(sum_exp_log_ptr + place, mask=mask, other=0.0) + shift * part)
         if WEIGHTED:
-            tl.store(weighted_sum_ptr + row_ids, tl.sum(weighted, 0), mask=inside)
+            weighted += tl.load(weighted_sum_ptr + place, mask=mask, other=0.0)
+    tl.store(sum_ptr + row_ids, tl.sum(total, 0), mask=inside)
+    if ENTROPY:
+        tl.store(sum_exp_log_ptr + row_ids, tl.sum(logs, 0), mask=inside)
+    if WEIGHTED:
+        tl.store(weighted_sum_ptr + row_ids, tl.sum(weighted, 0), mask=inside)
     tl.store(max_ptr + row_ids, top, mask=inside)
 
 
 def merge(
-    tops: Tensor | At,
-    sums: Tensor | None,
+    tops: Tensor,
+    sums: Tensor,
     weighted_sums: Tensor | None,
     sums_exp_log: Tensor | None,
     class_blocks: int,
@@ -651,7 +666,6 @@ def merge(
         sums_exp_log,
         n,
         class_blocks,
-        SUMS=sums is not None,
         WEIGHTED=weighted_sums is not None,
         ENTROPY=sums_exp_log is not None,
         BLOCK_N=SMALL_BLOCK,
@@ -678,25 +692,38 @@ def total(values: Tensor) -> Tensor:
 
 
 @triton.jit
-def scale_kernel(gradient_ptr, factor_ptr, numel, BLOCK: tl.constexpr):
-    """Multiplies a gradient by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
+def scaled_block(gradient_ptr, factor, numel, block, BLOCK: tl.constexpr):
+    offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+    inside = offsets < numel
+    gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
+    tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)
 
-    Programs take turns at blocks of BLOCK contiguous elements of gradient (numel,), read and write each once, and read
-    factor ().
+
+@triton.jit
+def scale_kernel(d_input_ptr, d_weight_ptr, d_bias_ptr, factor_ptr, inputs, weights, biases, BLOCK: tl.constexpr):
+    """Multiplies gradients by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
+
+    Programs take turns at blocks of BLOCK contiguous elements of d_input (inputs,), d_weight (weights,) and d_bias
+    (biases,), where they are there, read and write each element once, and read factor ().
     """
     factor = tl.load(factor_ptr)
     if factor != 1.0:  # true of NaN as well
-        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
-            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-            inside = offsets < numel
-            gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
-            tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)
+        if d_input_ptr is not None:
+            for block in range(tl.program_id(0), tl.cdiv(inputs, BLOCK), tl.num_programs(0)):
+                scaled_block(d_input_ptr, factor, inputs, block, BLOCK)
+        if d_weight_ptr is not None:
+            for block in range(tl.program_id(0), tl.cdiv(weights, BLOCK), tl.num_programs(0)):
+                scaled_block(d_weight_ptr, factor, weights, block, BLOCK)
+        if d_bias_ptr is not None:
+            for block in range(tl.program_id(0), tl.cdiv(biases, BLOCK), tl.num_programs(0)):
+                scaled_block(d_bias_ptr, factor, biases, block, BLOCK)
 
 
-def scale(gradient: Tensor, factor: Tensor) -> None:
-    """Launches `scale_kernel`: multiplies a contiguous gradient by factor () in place."""
+def scale(gradients: Gradients, factor: Tensor) -> None:
+    """Launches `scale_kernel`: multiplies contiguous gradients by factor () in place."""
     block = 4096  # 16 elements a thread: 16-byte accesses
-    if gradient.numel():
-        programs = 16 * device_info(gradient.device)[1]
-        grid = (min(programs, cdiv(gradient.numel(), block)),)
-        launch(scale_kernel, grid, gradient, factor, gradient.numel(), BLOCK=block, num_warps=8)
+    sizes = [0 if gradient is None else gradient.numel() for gradient in gradients]
+    if any(sizes):
+        programs = 16 * device_info(factor.device)[1]
+        grid = (min(programs, max(cdiv(size, block) for size in sizes)),)
+        launch(scale_kernel, grid, *gradients, factor, *sizes, BLOCK=block, num_warps=8)

@@ -14,7 +14,7 @@ The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B 
 but the sums, in any dtype.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ class PackedRows(NamedTuple):
     row_weight: Tensor
     count: Tensor  # () int32, how many contribute
     flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
+    ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
     hit: Tensor | None  # (chunks, halves of row blocks, class blocks) int8: a half tile holds a row's target
     target_logit: Tensor
     anchor: Tensor
+    top: Tensor  # the largest logit of rows whose anchor is too low
     rho: Tensor
     theta: Tensor
     loss_out: Tensor
@@ -52,7 +54,8 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
-    chunks, hit = cdiv(len(target), rows), None
+    chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
+    zeros = count.new_empty(chunks * (row_blocks + 2))
     half = plan.tile.block_n // 2
     # Where the tiles of all chunks together are those of the whole call.
     if plan.hopper and not plan.casts_head and (rows % half == 0 or chunks <= 1):
@@ -63,9 +66,10 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         torch.empty_like(target),
         torch.empty_like(row_weight),
         count,
-        count.new_empty((chunks, cdiv(rows, plan.tile.block_n))),
+        zeros[2 * chunks :].view(chunks, row_blocks),
+        zeros[: 2 * chunks].view(chunks, 2),
         hit,
-        *(torch.empty_like(row_weight) for _ in range(7)),
+        *(torch.empty_like(row_weight) for _ in range(8)),
         top_out=torch.empty_like(row_weight) if statistics else None,
     )
     row_kernels.pack(
@@ -75,7 +79,7 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         packed_target=found.target,
         packed_weight=found.row_weight,
         count=count,
-        flag=found.flag,
+        zeros=zeros,
         hit=hit,
     )
     return found
@@ -129,15 +133,12 @@ def _scaled_exp(
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so all of them must be numbers.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
         _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
-        if rows.top_out is not None:
-            tops = At(scratch, config.blocks * n)
-            row_kernels.merge(tops, None, None, None, config.blocks, n)
-            rows.top_out.index_copy_(0, rows.order[chunk], scratch[tops.start : tops.start + n])
         row_kernels.finish_rows(
             problem,
             n,
             config.blocks,
             sums=At(scratch, 0),
+            tops=None if rows.top_out is None else At(scratch, config.blocks * n),
             anchor=At(rows.anchor, start),
             target_logit=At(rows.target_logit, start),
             target=At(rows.target, start),
@@ -150,6 +151,7 @@ def _scaled_exp(
             loss_out=rows.loss_out,
             lse_out=rows.lse_out,
             target_logit_out=rows.target_logit_out,
+            top_out=rows.top_out,
         )
         if e is None:
             continue
@@ -165,11 +167,15 @@ def _scaled_exp(
         row_kernels.zero_rows(problem.row_weight, d_input)
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
+    if d_weight is not None and not tokens:
+        d_weight.total.zero_()
+    elif d_weight is not None and classes < len(w):
+        row_kernels.zero_rows(None, d_weight.total[classes:])
     if d_bias is not None:
         assert b is not None
-        d_bias = d_bias.to(b.dtype)
-        d_bias = d_bias if classes == len(b) else torch.cat([d_bias, b.new_zeros(len(b) - classes)])
-    gradients = Gradients(d_input, None if d_weight is None else d_weight.result(empty=not tokens), d_bias)
+        same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
+        d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
+    gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
     return row_kernels.total(rows.loss_out) if reduce else rows.loss_out, found, gradients
 
@@ -188,6 +194,7 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         rows=result,
         target_logit=At(rows.target_logit, start),
         anchor=At(rows.anchor, start),
+        top=At(rows.top, start),
         hit=None if rows.hit is None else At(rows.hit, start // config.rows),
         chunk_rows=config.rows,
         tile=plan.tile,
@@ -208,44 +215,47 @@ def _store_exponentials(
     (blocks, n), and the targets' logits. If the rows' largest logits are needed, those of class blocks come next.
 
     Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
-    host does not know which: the launches that see to it find nothing to do where none is. Rows past the active ones
+    host does not know which: the launch that sees to it finds nothing to do where none is. Rows past the active ones
     may be left as they are.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
-    tile, anchor = plan.tile, At(rows.anchor, start)
-    flag = At(rows.flag, start // config.rows)
-    pieces, first_block = [], 0
+    number, first_block = start // config.rows, 0
+    pieces: list[tuple[slice, dict[str, Any]]] = []
     for slab in problem.slabs(config.head_rows):
-        pieces.append((slab, first_block * n))
-        first_block += cdiv(slab.stop - slab.start, tile.block_v)
-
-    def store(*, repair: bool) -> None:
-        for slab, place in pieces:
-            options = {
-                "target": At(rows.target, start),
-                "anchor": anchor,
-                "flag": flag,
-                "sums": At(scratch, place),
-                "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
-                "target_logit": At(rows.target_logit, start),
-                "e": None if e is None else e[:, slab],
-            }
-            # The slab of the head goes before the next one is there: it may be a copy.
-            if plan.hopper and not repair:
-                hit = None if rows.hit is None else At(rows.hit, start // config.rows)
-                w = _head_slab(problem, slab)
-                hopper_logits.exponentials(problem, x, w, slab, active, **options, hit=hit)
-                del w
-            else:
-                kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, repair=repair)
-
-    store(repair=False)
-    for slab, place in pieces:
-        kernels.largest_logits(problem, x, _head_slab(problem, slab), slab, flag=flag, tops=At(scratch, place))
-    tops = At(scratch, 0)  # in place of the sums, which the flagged rows get anew
-    row_kernels.repair_anchors(n, config.blocks, tile.block_n, tops=tops, anchor=anchor, flag=flag)
-    store(repair=True)
+        place = first_block * n
+        options = {
+            "target": At(rows.target, start),
+            "anchor": At(rows.anchor, start),
+            "flag": At(rows.flag, number),
+            "sums": At(scratch, place),
+            "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
+            "target_logit": At(rows.target_logit, start),
+            "e": None if e is None else e[:, slab],
+        }
+        pieces.append((slab, options))
+        first_block += cdiv(slab.stop - slab.start, plan.tile.block_v)
+    for slab, options in pieces:
+        # The slab of the head goes before the next one is there: it may be a copy.
+        if plan.hopper:
+            hit = None if rows.hit is None else At(rows.hit, number)
+            hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, hit=hit)
+        else:
+            kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)
+    # The new anchors are made of the largest logits of all slabs.
+    for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
+        for slab, options in pieces:
+            kernels.repair(
+                problem,
+                x,
+                _head_slab(problem, slab),
+                slab,
+                **options,
+                top=At(rows.top, start),
+                ticket=At(rows.ticket, number),
+                finds=finds,
+                redoes=redoes,
+            )
 
 
 def _head_slab(problem: Problem, slab: slice) -> Tensor:

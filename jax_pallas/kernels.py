@@ -180,16 +180,20 @@ def _exponentials_kernel(
         part = _part(product, blocks, scalars_ref, x_ref, w_ref, bias_ref)
         if top_ref is not None:
             store(top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
-        anchor = load(anchor_ref, part.row, mask=part.inside)
-        exponents = part.logits * LOG2_E - anchor[:, None]
+        reference = load(anchor_ref, part.row, mask=part.inside) * LN_2
 
-        def put_target(exponent: Array, owns: Array) -> None:
-            store(target_exp_ref, part.row, values=jnp.exp2(exponent), mask=owns)
-            store(target_logit_ref, part.row, values=(exponent + anchor) * LN_2, mask=owns)
+        # Subtracted first: Triton under XLA fuses no multiplication with a subtraction, and a large logit times LOG2_E,
+        # once rounded, says little of its distance to the anchor.
+        def exponential(logits: Array, reference: Array) -> Array:
+            return jnp.exp2((logits - reference) * LOG2_E)
+
+        def put_target(logit: Array, owns: Array) -> None:
+            store(target_exp_ref, part.row, values=exponential(logit, reference), mask=owns)
+            store(target_logit_ref, part.row, values=logit, mask=owns)
 
         if target_ref is not None:  # one look at the tile for both, or registers would spill
-            _with_targets(part, target_ref, exponents, put_target)
-        exponentials = part.only_seen(jnp.exp2(exponents))
+            _with_targets(part, target_ref, part.logits, put_target)
+        exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
         if sum_ref is not None:
             store(sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
         if e_ref is not None:

@@ -410,18 +410,21 @@ def run_chunks() -> None:
 
 
 def run_scale() -> None:
-    """Scales more elements than whole blocks, in place, before a guard."""
+    """Scales more elements than whole blocks, in place, before guards."""
     scale_kernel: Any = row_kernels.scale_kernel
+    guard = torch.full((23,), 7.0)
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for value in (1.0, 1 / 3, 65536.0 / 4096, float("nan")):
-            before = torch.randn(1001, generator=generator).to(dtype)
-            buffer = torch.cat([before, torch.full((23,), 7.0, dtype=dtype)])
+            sizes = (1001, 300, 0)
+            before = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+            buffers = [torch.cat([one, guard.to(dtype)]) for one in before]
             factor = torch.tensor(value)
-            scale_kernel[(4,)](buffer, factor, 1001, BLOCK=256)
-            expected = before if value == 1.0 else (before.float() * factor).to(dtype)
-            torch.testing.assert_close(buffer[:1001], expected, rtol=0, atol=0, equal_nan=True)
-            assert (buffer[1001:] == 7.0).all(), "written past the end"
+            scale_kernel[(4,)](*buffers[:2], None, factor, *sizes, BLOCK=256)
+            for size, one, buffer in zip(sizes, before, buffers, strict=True):
+                expected = one if value == 1.0 else (one.float() * factor).to(dtype)
+                torch.testing.assert_close(buffer[:size], expected, rtol=0, atol=0, equal_nan=True)
+                assert (buffer[size:] == 7.0).all(), "written past the end"
             say(name=f"{dtype}-{value}")
 
 

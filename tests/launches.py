@@ -114,7 +114,8 @@ def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any
             continue
         signature[name] = type_of(value)
         address = value.data_ptr() if isinstance(value, Tensor) else value
-        if isinstance(address, int) and address % 16 == 0 and specialize:
+        aligns = specialize and not parameter.do_not_specialize_on_alignment
+        if isinstance(address, int) and address % 16 == 0 and aligns:
             divisible.append(name)
     return Launch(
         kernel, tuple(signature.items()), tuple(constexprs.items()), tuple(divisible), tuple(sorted(options.items()))

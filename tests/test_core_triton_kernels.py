@@ -22,7 +22,7 @@ import core_triton
 from benchmarks.shapes import SHAPES
 from core_triton import chunked, ops, row_kernels
 from core_triton.plan import Stage
-from core_triton.problem import NeedsGrad, Problem
+from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.recompute import KERNEL_TILES
 from core_triton.rows import Coefficients
 from core_triton.scaled_exp import scaled_exp
@@ -129,6 +129,7 @@ CALLS = {
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
     "none": Call("none", "llama3-8b"),
     "eval": Call("eval", "qwen2.5-0.5b"),
+    "eval-fp32": Call("eval", "llama3-8b", torch.float32, bias=True),
     "eval-stats": Call("eval-stats", "llama3-8b", torch.float16, bias=True),
     "entropy": Call("entropy", "gemma2-2b", bias=True, softcap=30.0),
     "log_probs": Call("log_probs", "llama3-8b", bias=True, softcap=30.0),
@@ -137,7 +138,9 @@ CALLS = {
 
 
 def scale(dtype: torch.dtype) -> Callable[[], None]:
-    return lambda: row_kernels.scale(array(128256, 4096, dtype=dtype), array())
+    return lambda: row_kernels.scale(
+        Gradients(array(8192, 4096, dtype=dtype), array(128256, 4096, dtype=dtype), None), array()
+    )
 
 
 def row_weights() -> None:
@@ -154,7 +157,16 @@ SCALES = {"row_weights": row_weights, "total": total} | {
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
 # Compiled for Hopper alone, to save time: the other cards' kernels differ by a switch from what they compile anyhow.
-FOR_HOPPER = ("train-long", "train-transposed", "train-head32", "entropy", "eval", "eval-stats", "scale-fp32")
+FOR_HOPPER = (
+    "train-long",
+    "train-transposed",
+    "train-head32",
+    "entropy",
+    "eval",
+    "eval-fp32",
+    "eval-stats",
+    "scale-fp32",
+)
 COMPILED = [(arch, name) for arch in SHARED_MEMORY for name in LAUNCHING if arch == 90 or name not in FOR_HOPPER]
 
 
@@ -340,13 +352,17 @@ def test_launches_are_recorded_as_triton_specialises_them() -> None:
     [launch] = launches_of(90, scale(torch.bfloat16))
     assert launch.kernel is row_kernels.scale_kernel
     assert dict(launch.signature) == {
-        "gradient_ptr": "*bf16",
+        "d_input_ptr": "*bf16",
+        "d_weight_ptr": "*bf16",
+        "d_bias_ptr": "constexpr",
         "factor_ptr": "*fp32",
-        "numel": "i32",
+        "inputs": "i32",
+        "weights": "i32",
+        "biases": "i32",
         "BLOCK": "constexpr",
     }
-    assert launch.divisible == ("gradient_ptr", "factor_ptr", "numel")
-    assert dict(launch.constexprs) == {"BLOCK": 4096}
+    assert launch.divisible == ("d_input_ptr", "d_weight_ptr", "factor_ptr", "inputs", "weights", "biases")
+    assert dict(launch.constexprs) == {"d_bias_ptr": None, "BLOCK": 4096}
     assert dict(launch.options) == {"num_warps": 8}
 
 

@@ -68,6 +68,33 @@ def test_a_replay_gives_the_same_bits(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bias", "padding", "class weights", "statistics"])
+def test_what_adds_launches_alone_is_recorded(kind: str) -> None:
+    x, w, target = arrays_of(0)
+    bias = torch.randn(len(w), generator=torch.Generator().manual_seed(1)).bfloat16().cuda().requires_grad_()
+    options: dict[str, Any] = {
+        "bias": {"linear_bias": bias},
+        "padding": {"linear_bias": bias, "vocab_size": 990},
+        "class weights": {"weight": torch.linspace(0.5, 2, len(w), device="cuda")},
+        "statistics": {},
+    }[kind]
+    target = target % 990
+
+    def made() -> list[Tensor]:
+        loss, *rest = core_triton.linear_cross_entropy_with_stats(x, w, target, **options)
+        if kind != "statistics":
+            loss, rest = core_triton.linear_cross_entropy(x, w, target, **options), []
+        leaves = (x, w, bias) if "linear_bias" in options else (x, w)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves), *(value for one in rest for value in one)]
+
+    want = made()
+    for _ in range(2):
+        assert_same(made(), want)
+    assert replay._recordings
+    assert None not in replay._recordings.values()
+
+
+@pytest.mark.gpu
 def test_options_and_layouts_are_recorded_apart() -> None:
     kinds: list[dict[str, Any]] = [
         {}, {"logit_scale": 0.5}, {"z_loss_weight": 0.1}, {"ignore_index": 7}, {"reduction": "sum"}
@@ -179,3 +206,65 @@ def test_overlapping_extents_are_found() -> None:
     assert not replay._overlap([(8, 8), (0, 16)])
     x = torch.zeros(4, 6)
     assert replay._extent(x[1:3, ::2]) == (x.data_ptr() + 24, x.data_ptr() + 24 + 4 * 11)
+
+
+# What the recorder makes of a call, without a GPU.
+
+KERNEL = launch.Direct(print, print, None, None, (), (), ())
+
+
+def test_arrays_of_a_recording_share_memory_where_they_do_not_live_together() -> None:
+    x = torch.zeros(64)
+    with replay.Recorder((x,)) as recorder:
+        result = torch.empty(64)
+        for size in (4096, 1024, 4096):  # each is freed before the next is there
+            scratch = torch.empty(size)
+            addresses = [x.data_ptr() + 4, scratch.data_ptr() + 8, result.data_ptr()]
+            recorder.add(KERNEL, (2, 1, 1), [True, True, True, False], [*addresses, size])
+            del scratch
+    recording = recorder.recording((result, None))
+    assert recording is not None
+    assert recording.workspace == 4 * 4096
+    assert recording.outputs[1] is None
+    values = [7, *recording.constants, *recording.addresses]  # 7 is the stream
+    for (_, arguments), size in zip(recording.launches, (4096, 1024, 4096), strict=True):
+        grid, stream, function, (first, second, third, last) = (
+            arguments(values)[:3], arguments(values)[3], arguments(values)[4], arguments(values)[5:]
+        )  # fmt: skip
+        assert (grid, stream, function, last) == ((2, 1, 1), 7, None, size)
+        assert (first, second, third) == ((0, 4), (3, 8), (1, 0))  # inputs, outputs, workspace
+
+
+def test_arrays_that_live_together_lie_side_by_side() -> None:
+    with replay.Recorder(()) as recorder:
+        long = torch.empty(1024)
+        short = torch.empty(1024)
+        recorder.add(KERNEL, (1, 1, 1), [True, True], [long.data_ptr(), short.data_ptr()])
+        del short
+        later = torch.empty(512)
+        recorder.add(KERNEL, (1, 1, 1), [True, True], [long.data_ptr(), later.data_ptr()])
+    recording = recorder.recording(())
+    assert recording is not None
+    assert recording.workspace == 8 * 1024
+    assert {place.offset for place in recording.addresses} == {0, 4096}
+
+
+def test_the_recorder_keeps_nothing_alive() -> None:
+    """Not even of a call that turns out to do more than launch."""
+    with replay.Recorder(()) as recorder:
+        matrix = torch.empty(32, 32)
+        blocks = launch.Blocks(matrix, (16, 16))
+        recorder.add(KERNEL._replace(descriptors=(None,)), (1, 1, 1), [False], [blocks])
+        storage = replay.StorageWeakRef(matrix.untyped_storage())
+        del matrix, blocks
+        assert storage.expired()
+        torch.ones(2).add_(1)
+        recorder.add(KERNEL, (1, 1, 1), [True], [0])
+    assert recorder.recording(()) is None
+
+
+def test_an_address_of_neither_an_input_nor_an_allocation_is_not_recorded() -> None:
+    hidden = torch.zeros(8)
+    with replay.Recorder((torch.zeros(8),)) as recorder:
+        recorder.add(KERNEL, (1, 1, 1), [True], [hidden.data_ptr()])
+    assert recorder.recording(()) is None

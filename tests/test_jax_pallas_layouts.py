@@ -13,7 +13,7 @@ import pytest
 from jax import Array, lax
 from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
-from programs import Printed, python, run_checks
+from programs import Printed, each, python, run_checks
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
 
@@ -198,8 +198,7 @@ ON_A_GPU = {
 
 
 @pytest.mark.gpu
-@pytest.mark.programs(python(Path(__file__).name, *ON_A_GPU), seconds=300)
-@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.parametrize("name", each({name: python(Path(__file__).name, name) for name in ON_A_GPU}, seconds=90))
 def test_layouts_on_a_gpu(name: str, printed: Printed) -> None:
     assert not printed[name]["failure"], printed[name]["failure"]
 
