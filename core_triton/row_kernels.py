@@ -528,26 +528,52 @@ def finish_d_input(
 
 
 @triton.jit
-def zero_rows_kernel(row_weight_ptr, result_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Zeroes the rows of result (N, D) whose row_weight (N,) is 0, all if it is not there. One program owns BLOCK_N
-    rows."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    excluded = row < tokens
-    if row_weight_ptr is not None:
-        excluded &= tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
-    if tl.max(excluded.to(tl.int32), 0) != 0:
-        for start in range(0, hidden, BLOCK_D):
-            columns = start + tl.arange(0, BLOCK_D)
-            mask = excluded[:, None] & (columns < hidden)[None, :]
-            zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(result_ptr.dtype.element_ty)
-            tl.store(result_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
+def finish_call_kernel(
+    row_weight_ptr, d_input_ptr, loss_ptr, sum_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeroes the rows of d_input (N, D) whose row_weight (N,) is 0, and writes the sum of loss (N,) to sum (), float32,
+    in one fixed order: each where it is there. One program owns BLOCK_N rows, and the first sums."""
+    if d_input_ptr is not None:
+        row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        excluded = tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
+        if tl.max(excluded.to(tl.int32), 0) != 0:
+            for start in range(0, hidden, BLOCK_D):
+                columns = start + tl.arange(0, BLOCK_D)
+                mask = excluded[:, None] & (columns < hidden)[None, :]
+                zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(d_input_ptr.dtype.element_ty)
+                tl.store(d_input_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
+    if sum_ptr is not None:
+        if tl.program_id(0) == 0:
+            acc = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, tokens, BLOCK):
+                place = start + tl.arange(0, BLOCK)
+                acc += tl.load(loss_ptr + place, mask=place < tokens, other=0.0)
+            tl.store(sum_ptr, tl.sum(acc, 0))
 
 
-def zero_rows(row_weight: Tensor | None, matrix: Tensor) -> None:
-    """Launches `zero_rows_kernel`: zeroes the rows of a contiguous matrix (N, D) whose row_weight is 0, or all."""
-    tokens, hidden = matrix.shape
-    sizes = {"BLOCK_N": SMALL_BLOCK, "BLOCK_D": column_block(hidden)}
-    launch(zero_rows_kernel, (cdiv(tokens, SMALL_BLOCK),), row_weight, matrix, tokens, hidden, **sizes, num_warps=4)
+def finish_call(row_weight: Tensor, d_input: Tensor | None, loss: Tensor | None) -> Tensor | None:
+    """Launches `finish_call_kernel`: zeroes rows of d_input (N, D) and returns the sum () of loss (N,), if there."""
+    tokens, hidden = len(row_weight), 0 if d_input is None else d_input.shape[1]
+    total = None if loss is None else row_weight.new_empty(())
+    programs = 1 if d_input is None else max(1, cdiv(tokens, SMALL_BLOCK))
+    sizes = {"BLOCK_N": SMALL_BLOCK, "BLOCK_D": column_block(max(hidden, 1)), "BLOCK": 2048}
+    arrays = row_weight, d_input, loss, total, tokens, hidden
+    launch(finish_call_kernel, (programs,), *arrays, **sizes, num_warps=4)
+    return total
+
+
+@triton.jit
+def zero_kernel(result_ptr, size, BLOCK: tl.constexpr):
+    """Zeroes result (size,). One program owns BLOCK elements."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(result_ptr + place, tl.zeros((BLOCK,), tl.float32).to(result_ptr.dtype.element_ty), mask=place < size)
+
+
+def zero(result: Tensor) -> None:
+    """Launches `zero_kernel` on a contiguous tensor that is not empty."""
+    size = result.numel()
+    launch(zero_kernel, (cdiv(size, 4096),), result, size, BLOCK=4096, num_warps=8)
 
 
 @triton.jit
@@ -672,23 +698,6 @@ def merge(
         BLOCK_T=BLOCKS_AT_ONCE,
         num_warps=4,
     )
-
-
-@triton.jit
-def sum_kernel(values_ptr, sum_ptr, count, BLOCK: tl.constexpr):
-    """Writes the sum of values (count,) to sum (), float32, in one fixed order. One program does it all."""
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, count, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        acc += tl.load(values_ptr + place, mask=place < count, other=0.0)
-    tl.store(sum_ptr, tl.sum(acc, 0))
-
-
-def total(values: Tensor) -> Tensor:
-    """Launches `sum_kernel`; returns the sum () of values (N,)."""
-    result = torch.empty((), dtype=torch.float32, device=values.device)
-    launch(sum_kernel, (1,), values, result, len(values), BLOCK=4096, num_warps=8)
-    return result
 
 
 @triton.jit

@@ -163,21 +163,23 @@ def _scaled_exp(
             _store_d_input(problem, config, rows, chunk, e, scratch, d_input)
         del e
     del stored, held, scratch
-    if tokens and d_input is not None:
-        row_kernels.zero_rows(problem.row_weight, d_input)
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
     if d_weight is not None and not tokens:
         d_weight.total.zero_()
     elif d_weight is not None and classes < len(w):
-        row_kernels.zero_rows(None, d_weight.total[classes:])
+        row_kernels.zero(d_weight.total[classes:])
     if d_bias is not None:
         assert b is not None
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
     gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
+    loss = rows.loss_out
+    if reduce or d_input is not None:
+        total = row_kernels.finish_call(problem.row_weight, d_input, loss if reduce else None)
+        loss = loss if total is None else total
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
-    return row_kernels.total(rows.loss_out) if reduce else rows.loss_out, found, gradients
+    return loss, found, gradients
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
