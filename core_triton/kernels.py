@@ -27,7 +27,7 @@ NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float
 # the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
-SIZES = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
+NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
 
@@ -48,16 +48,42 @@ def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -
     return Blocks(w.T, (block_d, block_v), gluon=gluon), False
 
 
-def bias_at(problem: Problem, slab: slice) -> At | None:
-    return None if problem.linear_bias is None else At(problem.linear_bias, slab.start)
-
-
 def _precision(x: Tensor) -> str:
     """Float32 matmuls are float32's unless PyTorch's own switch allows TF32."""
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _launch_tiles(
+class TileBlocks(NamedTuple):
+    """The blocks in which a kernel that makes logits loads and stores, rows x columns, and its last constexprs."""
+
+    x: tuple[int, int]
+    w: tuple[int, int]
+    result: tuple[int, int]
+    constexprs: dict[str, Any]  # then num_warps and num_stages
+    gluon: bool = False
+
+
+def _blocks(problem: Problem, *, repair: bool = False) -> TileBlocks:
+    """Returns how the kernels of this file take a tile.
+
+    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are.
+    """
+    tile = plan_of(problem).tile
+    assert tile is not None
+    block_n = tile.block_n // 2 if repair else tile.block_n
+    constexprs = {
+        "PRECISION": _precision(problem.input),
+        "BLOCK_N": block_n,
+        "BLOCK_V": tile.block_v,
+        "BLOCK_D": tile.block_d,
+        "GROUP": tile.group,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    return TileBlocks((block_n, tile.block_d), (tile.block_v, tile.block_d), (block_n, tile.block_v), constexprs)
+
+
+def launch_tiles(
     kernel: Any,
     problem: Problem,
     x: Tensor,
@@ -66,26 +92,27 @@ def _launch_tiles(
     result: tuple[Tensor | None, ...],
     pointers: tuple[Any, ...],
     switches: dict[str, bool],
-    *,
-    repair: bool = False,
+    blocks: TileBlocks,
 ) -> None:
-    """Launches one of the kernels of this file on the rows x (n, D) and the slab w (v, D) of the head.
+    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the slab w (v, D) of the head.
 
-    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are.
+    Args:
+        result: the matrix (n, v) that it writes, if it takes one.
+        pointers: its arguments between the bias and the sizes.
+        switches: its first constexprs.
     """
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
     assert tile is not None
     n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
-    block_n = tile.block_n // 2 if repair else tile.block_n
-    w_blocks, by_class = head_blocks(w, tile.block_v, tile.block_d)
+    w_blocks, by_class = head_blocks(w, *blocks.w, gluon=blocks.gluon)
     launch(
         kernel,
         (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs),),
-        Blocks(x, (block_n, tile.block_d)),
+        Blocks(x, blocks.x, gluon=blocks.gluon),
         w_blocks,
-        *(None if matrix is None else Blocks(matrix, (block_n, tile.block_v)) for matrix in result),
-        bias_at(problem, slab),
+        *(None if matrix is None else Blocks(matrix, blocks.result, gluon=blocks.gluon) for matrix in result),
+        None if problem.linear_bias is None else At(problem.linear_bias, slab.start),
         *pointers,
         problem.vocab_offset + slab.start,
         n,
@@ -97,13 +124,7 @@ def _launch_tiles(
         W_BY_CLASS=by_class,
         HAS_BIAS=problem.linear_bias is not None,
         HAS_SOFTCAP=spec.softcap is not None,
-        PRECISION=_precision(x),
-        BLOCK_N=block_n,
-        BLOCK_V=tile.block_v,
-        BLOCK_D=tile.block_d,
-        GROUP=tile.group,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **blocks.constexprs,
     )
 
 
@@ -195,7 +216,7 @@ def store_target_logit(
         tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_desc,
     w_desc,
@@ -290,7 +311,7 @@ def exponentials(
     """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
     pointers = target, anchor, flag, sums, tops, target_logit
     switches = {"REPAIR": repair, "STORES": e is not None, "STATISTICS": tops is not None}
-    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, repair=repair)
+    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem, repair=repair))
 
 
 @triton.jit
@@ -303,7 +324,7 @@ def any_flag(flag_ptr, row_blocks):
     return tl.max(found, 0) != 0
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
     x_desc,
     w_desc,
@@ -395,17 +416,17 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, None, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"REPAIR": False, "WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches)
+    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
 
 
 def largest_logits(problem: Problem, x: Tensor, w: Tensor, slab: slice, *, flag: At, tops: At) -> None:
     """Launches `statistics_kernel` with REPAIR: the largest logits of flagged row blocks."""
     pointers = None, None, flag, tops, None, None, None, None
     switches = {"REPAIR": True, "WEIGHTED": False, "ENTROPY": False}
-    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, repair=True)
+    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem, repair=True))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
     x_desc,
     w_desc,
@@ -494,4 +515,4 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    _launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches)
+    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))
