@@ -630,14 +630,14 @@ def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     fields: dict[str, Any] = {}
     for name, kind in kinds.items():
         fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
+    groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
 
     def operator(*arguments: Any) -> Any:
         flat = iter(arguments)
-        grouped = [kind(*islice(flat, len(kind._fields))) if _is_group(kind) else next(flat) for kind in kinds.values()]
-        found = function(*grouped)
+        found = function(*[make(islice(flat, size) if size else flat) for make, size in groups])
         if isinstance(found, Tensor):
             return found
-        return tuple(arguments[0].new_empty(0) if result is None else result for result in _leaves(found))
+        return tuple([arguments[0].new_empty(0) if result is None else result for result in _leaves(found)])
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
     returned: Any = Tensor if results == 1 else tuple[(Tensor,) * results]
@@ -656,9 +656,15 @@ def _tensors_in(kind: Any) -> int:
     return sum(map(_tensors_in, get_args(kind))) if get_origin(kind) is tuple else 1
 
 
-def _leaves(results: Any) -> Iterator[Tensor | None]:
+def _leaves(results: Any) -> list[Tensor | None]:
+    """Returns the results of a tuple of them and of groups."""
+    leaves = []
     for result in results:
-        yield from _leaves(result) if isinstance(result, tuple) else (result,)
+        if isinstance(result, tuple):
+            leaves += _leaves(result)
+        else:
+            leaves.append(result)
+    return leaves
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
