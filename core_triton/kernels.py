@@ -143,23 +143,10 @@ def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def logits_tile(
-    x_desc,
-    w_desc,
-    bias_ptr,
-    row,
-    column,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+    W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); 0 in columns past `classes`,
     unless x is not finite."""
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -218,34 +205,12 @@ def store_target_logit(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc,
-    w_desc,
-    e_desc,
-    bias_ptr,
-    target_ptr,
-    anchor_ptr,
-    flag_ptr,
-    sum_ptr,
-    max_ptr,
-    target_logit_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    REPAIR: tl.constexpr,
-    STORES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class,
+    rows, hidden, classes, scale, softcap,
+    REPAIR: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
 
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
@@ -326,35 +291,12 @@ def any_flag(flag_ptr, row_blocks):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
-    x_desc,
-    w_desc,
-    bias_ptr,
-    class_weight_ptr,
-    target_ptr,
-    flag_ptr,
-    max_ptr,
-    sum_ptr,
-    weighted_sum_ptr,
-    sum_exp_log_ptr,
-    target_logit_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    REPAIR: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, flag_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
+    sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    REPAIR: tl.constexpr, WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
     Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, and writes the target logit (rows,) of those that, less
@@ -428,40 +370,16 @@ def largest_logits(problem: Problem, x: Tensor, w: Tensor, slab: slice, *, flag:
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
-    x_desc,
-    w_desc,
-    d_logits_desc,
-    bias_ptr,
-    class_weight_ptr,
-    target_ptr,
-    row_weight_ptr,
-    lse_ptr,
-    alpha_ptr,
-    tau_ptr,
-    beta_ptr,
-    sigma_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    HAS_BETA: tl.constexpr,
-    HAS_SIGMA: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
+    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, scale, softcap,
+    HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
 
     Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64, of which column target - first_class is the
-    target's, lse and the coefficients
-    (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
+    target's, lse and the coefficients (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
