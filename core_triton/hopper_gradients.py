@@ -1,4 +1,4 @@
-"""The two gradient products of plan A with anchored exponentials for Hopper (sm_90), in Triton's Gluon dialect.
+"""The two gradient matmuls of plan A with scaled exponentials for Hopper (sm_90), in Triton's Gluon dialect.
 
     d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
@@ -7,6 +7,8 @@ Both compute transposed tiles, 128 columns of D by 256 of the other axis: D of r
 has none of 256. As in `hopper.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of a chunk
 that take part are counted on the device: what lies past them is skipped.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,17 +27,18 @@ from core_triton import tile_config
 from core_triton.hopper import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
-    SIZES,
+    NOT_SPECIALIZED,
     active_rows,
     halves,
+    make_buffers,
+    make_ring,
     next_stage,
     quarters,
-    rings,
 )
 from core_triton.kernels import Active, head_blocks
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
-from core_triton.tile_config import ScaledExpConfig
+from core_triton.tile_config import ScaledExpConfig, Shares
 
 # A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.
 PARTS = gl.constexpr(5)
@@ -47,17 +50,15 @@ D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def load_d_weight(
-    x_desc, e_desc, d_weight_desc, x_ring, e_ring, full, empty, active, hidden, classes, ADDS: gl.constexpr
-):
+def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, ADDS: gl.constexpr):
     """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2.
 
     With ADDS a stage after each part but the last holds a quarter of the old tile, where e would be.
     """
-    STAGES: gl.constexpr = e_ring.shape[0]
-    BLOCK_N: gl.constexpr = e_ring.shape[1]
-    BLOCK_V: gl.constexpr = e_ring.shape[2]
-    HALF: gl.constexpr = x_ring.shape[2]
+    STAGES: gl.constexpr = ring.b.shape[0]
+    BLOCK_N: gl.constexpr = ring.b.shape[1]
+    BLOCK_V: gl.constexpr = ring.b.shape[2]
+    HALF: gl.constexpr = ring.a.shape[2]
     WIDTH: gl.constexpr = BLOCK_V // 4
     d_blocks = gl.cdiv(hidden, 2 * HALF)
     tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
@@ -71,18 +72,18 @@ def load_d_weight(
             for part in gl.static_range(PARTS):
                 for step in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
                     k = step * BLOCK_N
-                    mbarrier.wait(empty.index(stage), phase ^ 1)
-                    bar = full.index(stage)
+                    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+                    bar = ring.full.index(stage)
                     mbarrier.expect(bar, (2 * HALF + BLOCK_V) * BLOCK_N * 2)
-                    tma.async_copy_global_to_shared(x_desc, [k, d], bar, x_ring.index(2 * stage))
-                    tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, x_ring.index(2 * stage + 1))
-                    tma.async_copy_global_to_shared(e_desc, [k, v], bar, e_ring.index(stage))
+                    tma.async_copy_global_to_shared(x_desc, [k, d], bar, ring.a.index(2 * stage))
+                    tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, ring.a.index(2 * stage + 1))
+                    tma.async_copy_global_to_shared(e_desc, [k, v], bar, ring.b.index(stage))
                     stage, phase = next_stage(stage, phase, STAGES)
                 if ADDS and part < PARTS - 1:
-                    mbarrier.wait(empty.index(stage), phase ^ 1)
-                    bar = full.index(stage)
+                    mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+                    bar = ring.full.index(stage)
                     mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
-                    old = old_quarters(e_ring, stage, d_weight_desc)
+                    old = old_quarters(ring.b, stage, d_weight_desc)
                     tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d], bar, old.index(0))
                     tma.async_copy_global_to_shared(d_weight_desc, [v + part * WIDTH, d + HALF], bar, old.index(1))
                     stage, phase = next_stage(stage, phase, STAGES)
@@ -111,14 +112,11 @@ def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.co
 
 
 @gluon.jit
-def d_weight_warpgroup(
-    d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, WHICH: gl.constexpr,
-    ADDS: gl.constexpr,
-):  # fmt: skip
-    STAGES: gl.constexpr = e_ring.shape[0]
-    BLOCK_N: gl.constexpr = e_ring.shape[1]
-    BLOCK_V: gl.constexpr = e_ring.shape[2]
-    HALF: gl.constexpr = x_ring.shape[2]
+def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, ADDS: gl.constexpr, WHICH: gl.constexpr):
+    STAGES: gl.constexpr = ring.b.shape[0]
+    BLOCK_N: gl.constexpr = ring.b.shape[1]
+    BLOCK_V: gl.constexpr = ring.b.shape[2]
+    HALF: gl.constexpr = ring.a.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V // 4, 16])
     d_blocks = gl.cdiv(hidden, 2 * HALF)
@@ -136,26 +134,27 @@ def d_weight_warpgroup(
             old = ()
             for part in gl.static_range(PARTS):
                 for k in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
-                    mbarrier.wait(full.index(stage), phase)
-                    x = x_ring.index(2 * stage + WHICH).permute((1, 0))
-                    acc = warpgroup_mma(x, e_ring.index(stage), acc, is_async=True)
+                    mbarrier.wait(ring.full.index(stage), phase)
+                    x = ring.a.index(2 * stage + WHICH).permute((1, 0))
+                    acc = warpgroup_mma(x, ring.b.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     before = stage - 1
                     if ADDS and part > 0:
                         before = gl.where(k == part * share, stage - 2, before)  # past the old quarter
-                    mbarrier.arrive(empty.index(gl.where(before < 0, before + STAGES, before)), count=1, pred=k > 0)
+                    before = gl.where(before < 0, before + STAGES, before)
+                    mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
                     stage, phase = next_stage(stage, phase, STAGES)
                 if part < PARTS - 1:
                     store_d_weight(d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part)
                     if ADDS:
-                        mbarrier.wait(full.index(stage), phase)
-                        old_quarter = old_quarters(e_ring, stage, d_weight_desc).index(WHICH)
+                        mbarrier.wait(ring.full.index(stage), phase)
+                        old_quarter = old_quarters(ring.b, stage, d_weight_desc).index(WHICH)
                         old = old + (old_quarter.permute((1, 0)).load(quarter),)
                         gl.thread_barrier()
-                        mbarrier.arrive(empty.index(stage), count=1)
+                        mbarrier.arrive(ring.empty.index(stage), count=1)
                         stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             first, second, third, fourth = quarters(acc, quarter)
             if ADDS:
                 first += old[0].to(gl.float32)
@@ -170,7 +169,7 @@ def d_weight_warpgroup(
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_weight_kernel(
     x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
     ADDS: gl.constexpr,
@@ -185,22 +184,13 @@ def d_weight_kernel(
     and the finished one waits there, packed, to be stored under those of the next.
     """
     active = active_rows(count_ptr, start, least, rows)
-    x_ring, e_ring, full, empty = rings(x_desc, e_desc, STAGES)
-    buffers = gl.allocate_shared_memory(d_weight_desc.dtype, [4] + d_weight_desc.block_type.shape, d_weight_desc.layout)
+    ring = make_ring(x_desc, e_desc, STAGES)
+    buffers = make_buffers(d_weight_desc)
     gl.warp_specialize(
         [
-            (
-                d_weight_warpgroup,
-                (d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, 0, ADDS),
-            ),
-            (
-                d_weight_warpgroup,
-                (d_weight_desc, x_ring, e_ring, buffers, full, empty, active, hidden, classes, 1, ADDS),
-            ),
-            (
-                load_d_weight,
-                (x_desc, e_desc, d_weight_desc, x_ring, e_ring, full, empty, active, hidden, classes, ADDS),
-            ),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, 0)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, 1)),
+            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, ADDS)),
         ],
         [4, 1],
         [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
@@ -227,9 +217,18 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
     )
 
 
+class Share(NamedTuple):
+    """A program's item of work."""
+
+    tile: Any
+    first: Any  # step
+    last: Any
+    slot: Any  # of the partial sums; -1: the whole tile
+
+
 @gluon.jit
-def share_of(item, rounds, rest, cuts, head, steps, spare):
-    """Returns tile, first and last step, and slot of a program's item of work; slot -1: the whole tile.
+def share_of(item, shares):
+    """Returns an item of a program's work.
 
     Programs first take whole tiles in `rounds` full rounds. The `rest` tiles are cut along the classes: the first
     `head` steps into `cuts` equal parts, so that programs march through the classes together and share what they read;
@@ -238,132 +237,139 @@ def share_of(item, rounds, rest, cuts, head, steps, spare):
     rows there are.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    tail = steps - head
+    tail = shares.steps - shares.head
     tile = program + item * programs
-    first, last, slot = 0, steps, -1
-    if item >= rounds:
-        if program < cuts * rest:
-            part = program // rest
-            tile = rounds * programs + program % rest
-            first, last = head * part // cuts, head * (part + 1) // cuts
-            slot = gl.where(last - first == steps, -1, program)
+    first, last, slot = 0, shares.steps, -1
+    if item >= shares.rounds:
+        if program < shares.cuts * shares.rest:
+            part = program // shares.rest
+            tile = shares.rounds * programs + program % shares.rest
+            first, last = shares.head * part // shares.cuts, shares.head * (part + 1) // shares.cuts
+            slot = gl.where(last - first == shares.steps, -1, program)
         else:
-            turn = program - cuts * rest
-            begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
-            index = begin // tail + item - rounds
-            tile = rounds * programs + index
-            first = head + gl.maximum(begin - index * tail, 0)
-            last = head + gl.minimum(end - index * tail, tail)
-            slot = cuts * rest + turn + index
-    return tile, first, last, slot
+            turn = program - shares.cuts * shares.rest
+            begin, end = tail * shares.rest * turn // shares.spare, tail * shares.rest * (turn + 1) // shares.spare
+            piece = begin // tail + item - shares.rounds
+            tile = shares.rounds * programs + piece
+            first = shares.head + gl.maximum(begin - piece * tail, 0)
+            last = shares.head + gl.minimum(end - piece * tail, tail)
+            slot = shares.cuts * shares.rest + turn + piece
+    return Share(tile, first, last, slot)
 
 
 @gluon.jit
-def items_of(rounds, rest, cuts, head, steps, spare):
+def items_of(shares):
     """Returns the number of a program's items of work."""
     program = gl.program_id(0)
-    tail = steps - head
-    items = rounds
-    if program < cuts * rest:
+    tail = shares.steps - shares.head
+    items = shares.rounds
+    if program < shares.cuts * shares.rest:
         items += 1
-    elif (spare > 0) & (program < cuts * rest + spare):
-        turn = program - cuts * rest
-        begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
+    elif (shares.spare > 0) & (program < shares.cuts * shares.rest + shares.spare):
+        turn = program - shares.cuts * shares.rest
+        begin, end = tail * shares.rest * turn // shares.spare, tail * shares.rest * (turn + 1) // shares.spare
         items += (end - 1) // tail - begin // tail + 1
     return items
 
 
 @gluon.jit
-def load_d_input(w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS: gl.constexpr):
+def load_d_input(w_desc, e_desc, ring, active, d_blocks, shares, W_BY_CLASS: gl.constexpr):
     """The loading warp."""
-    STAGES: gl.constexpr = e_ring.shape[0]
-    BLOCK_N: gl.constexpr = e_ring.shape[1]
-    BLOCK_V: gl.constexpr = e_ring.shape[2]
-    rounds, rest, cuts, head, steps, spare = shares
+    STAGES: gl.constexpr = ring.b.shape[0]
+    BLOCK_N: gl.constexpr = ring.b.shape[1]
+    BLOCK_V: gl.constexpr = ring.b.shape[2]
     stage = 0
     phase = 0
-    for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
-        tile, first, last, _ = share_of(item, rounds, rest, cuts, head, steps, spare)
-        row, d = (tile // d_blocks) * BLOCK_N, (tile % d_blocks) * 128
+    for item in range(items_of(shares)):
+        share = share_of(item, shares)
+        row, d = (share.tile // d_blocks) * BLOCK_N, (share.tile % d_blocks) * 128
         if row < active:
-            for step in range(first, last):
+            for step in range(share.first, share.last):
                 k = step * BLOCK_V
-                mbarrier.wait(empty.index(stage), phase ^ 1)
-                bar = full.index(stage)
+                mbarrier.wait(ring.empty.index(stage), phase ^ 1)
+                bar = ring.full.index(stage)
                 mbarrier.expect(bar, (128 + BLOCK_N) * BLOCK_V * 2)
                 if W_BY_CLASS:
-                    tma.async_copy_global_to_shared(w_desc, [k, d], bar, w_ring.index(2 * stage))
-                    tma.async_copy_global_to_shared(w_desc, [k, d + 64], bar, w_ring.index(2 * stage + 1))
+                    tma.async_copy_global_to_shared(w_desc, [k, d], bar, ring.a.index(2 * stage))
+                    tma.async_copy_global_to_shared(w_desc, [k, d + 64], bar, ring.a.index(2 * stage + 1))
                 else:
-                    tma.async_copy_global_to_shared(w_desc, [d, k], bar, w_ring.index(2 * stage))
-                    tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, w_ring.index(2 * stage + 1))
-                tma.async_copy_global_to_shared(e_desc, [row, k], bar, e_ring.index(stage))
+                    tma.async_copy_global_to_shared(w_desc, [d, k], bar, ring.a.index(2 * stage))
+                    tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(e_desc, [row, k], bar, ring.b.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
+
+
+class DInputIO(NamedTuple):
+    """What `d_input_kernel` reads and writes besides the matrices that it multiplies."""
+
+    part_ptr: Any
+    rho_ptr: Any
+    theta_ptr: Any
+    target_ptr: Any
+    row_ptr: Any
+    weight_ptr: Any
+    weight_stride: Any
+    weight_stride_d: Any
+    d_input_ptr: Any
 
 
 @gluon.jit
 def d_input_warpgroup(
-    w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, WHICH: gl.constexpr,
-    W_BY_CLASS: gl.constexpr,
-):  # fmt: skip
-    (
-        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
-    ) = arguments  # fmt: skip
-    STAGES: gl.constexpr = e_ring.shape[0]
-    BLOCK_N: gl.constexpr = e_ring.shape[1]
+    ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS: gl.constexpr, WHICH: gl.constexpr
+):
+    STAGES: gl.constexpr = ring.b.shape[0]
+    BLOCK_N: gl.constexpr = ring.b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rounds, rest, cuts, head, steps, spare = shares
     d_within = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
     n_within = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     within = gl.expand_dims(d_within, 1) * BLOCK_N + gl.expand_dims(n_within, 0)
     stage = 0
     phase = 0
-    for item in range(items_of(rounds, rest, cuts, head, steps, spare)):
-        tile, first, last, slot = share_of(item, rounds, rest, cuts, head, steps, spare)
-        row, d = (tile // d_blocks) * BLOCK_N, (tile % d_blocks) * 128 + WHICH * 64
+    for item in range(items_of(shares)):
+        share = share_of(item, shares)
+        row, d = (share.tile // d_blocks) * BLOCK_N, (share.tile % d_blocks) * 128 + WHICH * 64
         if row < active:
             acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
-            for step in range(first, last):
-                mbarrier.wait(full.index(stage), phase)
-                w = w_ring.index(2 * stage + WHICH)
+            for step in range(share.first, share.last):
+                mbarrier.wait(ring.full.index(stage), phase)
+                w = ring.a.index(2 * stage + WHICH)
                 if W_BY_CLASS:
                     w = w.permute((1, 0))
-                acc = warpgroup_mma(w, e_ring.index(stage).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(w, ring.b.index(stage).permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                mbarrier.arrive(empty.index(before), count=1, pred=step > first)
+                mbarrier.arrive(ring.empty.index(before), count=1, pred=step > share.first)
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-            if slot >= 0:
-                gl.store(part_ptr + slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
+            mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+            if share.slot >= 0:
+                gl.store(io.part_ptr + share.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
                 # A quarter of the rows at a time, turned so that a thread holds eight columns of D of a row.
                 left, right = halves(acc)
-                first_piece, second_piece = halves(left)
-                third_piece, fourth_piece = halves(right)
-                pieces = (first_piece, second_piece, third_piece, fourth_piece)
+                pieces = halves(left) + halves(right)
                 columns = d + gl.arange(0, 64, gl.SliceLayout(0, by_row))
                 for i in gl.static_range(4):
                     total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
                     row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
                     inside = row_ids < active
-                    rho = gl.load(rho_ptr + row_ids, mask=inside, other=0.0)
-                    theta = gl.load(theta_ptr + row_ids, mask=inside, other=0.0)
-                    target = gl.load(target_ptr + row_ids, mask=inside, other=-1)
-                    out = gl.load(row_ptr + row_ids, mask=inside, other=0)
+                    rho = gl.load(io.rho_ptr + row_ids, mask=inside, other=0.0)
+                    theta = gl.load(io.theta_ptr + row_ids, mask=inside, other=0.0)
+                    target = gl.load(io.target_ptr + row_ids, mask=inside, other=-1)
+                    out = gl.load(io.row_ptr + row_ids, mask=inside, other=0)
                     is_class = (target >= 0) & (target < classes)
                     keeps = gl.expand_dims(inside, 1) & gl.expand_dims(columns < hidden, 0)
-                    places = gl.expand_dims(target * weight_stride, 1) + gl.expand_dims(columns * weight_stride_d, 0)
-                    own = gl.load(weight_ptr + places, mask=keeps & gl.expand_dims(is_class, 1), other=0.0)
+                    places = gl.expand_dims(target * io.weight_stride, 1)
+                    places += gl.expand_dims(columns * io.weight_stride_d, 0)
+                    own = gl.load(io.weight_ptr + places, mask=keeps & gl.expand_dims(is_class, 1), other=0.0)
                     theta = gl.where(is_class, theta, 0.0)
                     result = total * gl.expand_dims(rho, 1) + own.to(gl.float32) * gl.expand_dims(theta, 1)
                     places = gl.expand_dims(out * hidden, 1) + gl.expand_dims(columns, 0)
-                    gl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
+                    gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
 
 
-@gluon.jit(do_not_specialize=[*SIZES, "rounds", "rest", "cuts", "head", "steps", "spare"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *Shares._fields])
 def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
     d_input_ptr, count_ptr, start, rows, hidden, classes, rounds, rest, cuts, head, steps, spare,
@@ -376,30 +382,24 @@ def d_input_kernel(
     which row of d_input (N, D) a row is. Rows past count - start are left alone.
     """
     active = active_rows(count_ptr, start, 0, rows)
-    w_ring, e_ring, full, empty = rings(w_desc, e_desc, STAGES)
+    ring = make_ring(w_desc, e_desc, STAGES)
     d_blocks = gl.cdiv(hidden, 128)
-    shares = (rounds, rest, cuts, head, steps, spare)
-    arguments = (
-        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
-    )  # fmt: skip
+    shares = Shares(rounds, rest, cuts, head, steps, spare)
+    io = DInputIO(
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
+    )
     gl.warp_specialize(
         [
-            (
-                d_input_warpgroup,
-                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 0, W_BY_CLASS),
-            ),
-            (
-                d_input_warpgroup,
-                (w_ring, e_ring, full, empty, arguments, active, hidden, classes, d_blocks, shares, 1, W_BY_CLASS),
-            ),
-            (load_d_input, (w_desc, e_desc, w_ring, e_ring, full, empty, active, d_blocks, shares, W_BY_CLASS)),
+            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS, 0)),
+            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS, 1)),
+            (load_d_input, (w_desc, e_desc, ring, active, d_blocks, shares, W_BY_CLASS)),
         ],
         [4, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
 
 
-@triton.jit(do_not_specialize=[*SIZES, "first_tile", "rest", "cuts", "tail", "spare"])
+@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "first_tile", "rest", "cuts", "tail", "spare"])
 def d_input_sum_kernel(
     part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
     count_ptr, start, rows, hidden, classes, first_tile, rest, cuts, tail, spare,
@@ -470,12 +470,7 @@ def store_d_input(
         Blocks(e, (tile_rows, step), gluon=True),
         *pointers,
         *sizes,
-        shares.rounds,
-        shares.rest,
-        shares.cuts,
-        shares.head,
-        shares.steps,
-        shares.spare,
+        *shares,
         STAGES=tile_config.D_INPUT_STAGES,
         W_BY_CLASS=by_class,
         num_warps=4,

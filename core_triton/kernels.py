@@ -27,7 +27,7 @@ NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float
 # the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
-SIZES = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
+NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
 # Of a chunk; its address is a multiple of 4.
 PLACES = ["target_ptr", "anchor_ptr", "top_ptr", "flag_ptr", "ticket_ptr", "sum_ptr", "max_ptr", "target_logit_ptr"]
@@ -51,16 +51,44 @@ def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -
     return Blocks(w.T, (block_d, block_v), gluon=gluon), False
 
 
-def bias_at(problem: Problem, slab: slice) -> At | None:
-    return None if problem.linear_bias is None else At(problem.linear_bias, slab.start)
-
-
 def _precision(x: Tensor) -> str:
     """Float32 matmuls are float32's unless PyTorch's own switch allows TF32."""
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _launch_tiles(
+class TileBlocks(NamedTuple):
+    """The blocks in which a kernel that makes logits loads and stores, rows x columns, and its last constexprs."""
+
+    x: tuple[int, int]
+    w: tuple[int, int]
+    result: tuple[int, int]
+    constexprs: dict[str, Any]  # then num_warps, num_stages and maxnreg
+    gluon: bool = False
+
+
+def _blocks(problem: Problem, *, repair: bool = False) -> TileBlocks:
+    """Returns how the kernels of this file take a tile.
+
+    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are. And registers are
+    not rationed: ptxas would spill a few for the sake of a second program on a multiprocessor.
+    """
+    tile = plan_of(problem).tile
+    assert tile is not None
+    block_n = tile.block_n // 2 if repair else tile.block_n
+    constexprs = {
+        "PRECISION": _precision(problem.input),
+        "BLOCK_N": block_n,
+        "BLOCK_V": tile.block_v,
+        "BLOCK_D": tile.block_d,
+        "GROUP": tile.group,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **({"maxnreg": 255} if repair else {}),
+    }
+    return TileBlocks((block_n, tile.block_d), (tile.block_v, tile.block_d), (block_n, tile.block_v), constexprs)
+
+
+def launch_tiles(
     kernel: Any,
     problem: Problem,
     x: Tensor,
@@ -69,27 +97,27 @@ def _launch_tiles(
     result: tuple[Tensor | None, ...],
     pointers: tuple[Any, ...],
     switches: dict[str, bool],
-    *,
-    repair: bool = False,
+    blocks: TileBlocks,
 ) -> None:
-    """Launches one of the kernels of this file on the rows x (n, D) and the slab w (v, D) of the head.
+    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the slab w (v, D) of the head.
 
-    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are. And registers are
-    not rationed: ptxas would spill a few for the sake of a second program on a multiprocessor.
+    Args:
+        result: the matrix (n, v) that it writes, if it takes one.
+        pointers: its arguments between the bias and the sizes.
+        switches: its first constexprs.
     """
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
     assert tile is not None
     n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
-    block_n = tile.block_n // 2 if repair else tile.block_n
-    w_blocks, by_class = head_blocks(w, tile.block_v, tile.block_d)
+    w_blocks, by_class = head_blocks(w, *blocks.w, gluon=blocks.gluon)
     launch(
         kernel,
         (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs),),
-        Blocks(x, (block_n, tile.block_d)),
+        Blocks(x, blocks.x, gluon=blocks.gluon),
         w_blocks,
-        *(None if matrix is None else Blocks(matrix, (block_n, tile.block_v)) for matrix in result),
-        bias_at(problem, slab),
+        *(None if matrix is None else Blocks(matrix, blocks.result, gluon=blocks.gluon) for matrix in result),
+        None if problem.linear_bias is None else At(problem.linear_bias, slab.start),
         *pointers,
         problem.vocab_offset + slab.start,
         n,
@@ -101,14 +129,7 @@ def _launch_tiles(
         W_BY_CLASS=by_class,
         HAS_BIAS=problem.linear_bias is not None,
         HAS_SOFTCAP=spec.softcap is not None,
-        PRECISION=_precision(x),
-        BLOCK_N=block_n,
-        BLOCK_V=tile.block_v,
-        BLOCK_D=tile.block_d,
-        GROUP=tile.group,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **({"maxnreg": 255} if repair else {}),
+        **blocks.constexprs,
     )
 
 
@@ -127,23 +148,10 @@ def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
 
 @triton.jit
 def logits_tile(
-    x_desc,
-    w_desc,
-    bias_ptr,
-    row,
-    column,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+    W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); 0 in columns past `classes`,
     unless x is not finite."""
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
@@ -193,35 +201,14 @@ def store_target_logit(
     tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc,
-    w_desc,
-    e_desc,
-    bias_ptr,
-    target_ptr,
-    anchor_ptr,
-    flag_ptr,
-    sum_ptr,
-    max_ptr,
-    target_logit_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    STORES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class,
+    rows, hidden, classes, scale, softcap,
+    STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
 
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
@@ -276,7 +263,7 @@ def exponentials(
     """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
     pointers = target, anchor, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    _launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches)
+    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem))
 
 
 @triton.jit
@@ -290,39 +277,14 @@ def flagged(flag_ptr, row_blocks):
     return tl.sum(acc, 0)
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PLACES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
-    x_desc,
-    w_desc,
-    e_desc,
-    bias_ptr,
-    target_ptr,
-    anchor_ptr,
-    top_ptr,
-    flag_ptr,
-    ticket_ptr,
-    sum_ptr,
-    max_ptr,
-    target_logit_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    FINDS: tl.constexpr,
-    REDOES: tl.constexpr,
-    STORES: tl.constexpr,
-    STATISTICS: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
+    target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Does the flagged row blocks again, in halves of them, under anchors made of their largest logits: (30).
 
     With FINDS it computes their logits and raises top (rows,), -inf before, to the largest. With REDOES it computes the
@@ -404,38 +366,17 @@ def repair(
     """Launches `repair_kernel`."""
     pointers = target, anchor, top, flag, ticket, sums, tops, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
-    _launch_tiles(repair_kernel, problem, x, w, slab, (e,), pointers, switches, repair=True)
+    launch_tiles(repair_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem, repair=True))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
-    x_desc,
-    w_desc,
-    bias_ptr,
-    class_weight_ptr,
-    target_ptr,
-    max_ptr,
-    sum_ptr,
-    weighted_sum_ptr,
-    sum_exp_log_ptr,
-    target_logit_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    WEIGHTED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
+    sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
     Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, and writes the target logit (rows,) of those that, less
@@ -486,45 +427,21 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    _launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches)
+    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
-    x_desc,
-    w_desc,
-    d_logits_desc,
-    bias_ptr,
-    class_weight_ptr,
-    target_ptr,
-    row_weight_ptr,
-    lse_ptr,
-    alpha_ptr,
-    tau_ptr,
-    beta_ptr,
-    sigma_ptr,
-    first_class,
-    rows,
-    hidden,
-    classes,
-    scale,
-    softcap,
-    HAS_BETA: tl.constexpr,
-    HAS_SIGMA: tl.constexpr,
-    W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
+    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, scale, softcap,
+    HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
 
     Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64, of which column target - first_class is the
-    target's, lse and the coefficients
-    (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
+    target's, lse and the coefficients (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -578,4 +495,4 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    _launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches)
+    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))

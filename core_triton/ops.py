@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from typing import Any, NamedTuple
+from inspect import Parameter, Signature
+from itertools import islice
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -92,7 +94,7 @@ def loss_and_gradients(arrays: Arrays, options: Options, *, statistics: bool, re
             *arrays, *options, statistics, reduce, *needs_grad
         )
         return Losses(loss, lse, target_logit, top if statistics else None)
-    results: Any = _LossAndGradients.apply(*arrays, options, statistics, reduce, arrays.needs_grad())
+    results: Any = _LossAndGradients.apply(options, statistics, reduce, arrays.needs_grad(), *arrays)
     return Losses(*results)
 
 
@@ -105,7 +107,7 @@ def losses(arrays: Arrays, options: Options, *, statistics: bool, reduce: bool) 
     elif not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
         return _run_losses(arrays, options, statistics, needs_grad, reduce=reduce)
     else:
-        results: Any = _RowLosses.apply(*arrays, options, statistics, needs_grad)
+        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays)
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
@@ -117,10 +119,10 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
         return LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
     if not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
         return _run_log_probs(arrays, options, needs_grad)
-    return LogProbs(*_LogProbs.apply(*arrays, options, needs_grad))
+    return LogProbs(*_LogProbs.apply(options, needs_grad, *arrays))
 
 
-# Their autograd.
+# Their autograd: the arrays are the last inputs.
 
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -144,27 +146,23 @@ class _LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        row_weight: Tensor,
-        class_weight: Tensor | None,
         options: Options,
         statistics: bool,
         reduce: bool,
         needs_grad: NeedsGrad,
+        *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
-        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        arrays = Arrays(*inputs)
         if is_eager(arrays.input, arrays.linear_weight):
             found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                results = torch.ops.linear_ce.loss_and_gradients(*arrays, *options, statistics, reduce, *needs_grad)
-            found, gradients = Losses(*results[:4]), Gradients(*results[4:7])
-            scales = results[7] if input.dtype == torch.float16 else None
+                loss, lse, target_logit, top, *gradients, scales = torch.ops.linear_ce.loss_and_gradients(
+                    *arrays, *options, statistics, reduce, *needs_grad
+                )
+            found, scales = Losses(loss, lse, target_logit, top), scales if scales.numel() else None
         ctx.needs_grad, ctx.reduce, ctx.memory_budget = needs_grad, reduce, options.memory_budget
-        ctx.save_for_backward(row_weight, *gradients, scales)
+        ctx.save_for_backward(arrays.row_weight, *gradients, scales)
         ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -172,9 +170,8 @@ class _LossAndGradients(torch.autograd.Function):
     @staticmethod
     @_no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        unused = (None,) * 7  # of target, row_weight, class_weight, and what is no array
         if d_loss is None:
-            return None, None, None, *unused
+            return (None,) * len(ctx.needs_input_grad)
         row_weight, *saved, scales = ctx.saved_tensors
         if not ctx.reduce:  # a row that does not contribute takes nothing from any upstream gradient
             d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
@@ -182,24 +179,20 @@ class _LossAndGradients(torch.autograd.Function):
         if scales is not None:
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
         needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
-        return *_scaled(needed, (input_factor, head_factor, head_factor), ctx.memory_budget), *unused
+        gradients = _scaled(needed, (input_factor, head_factor, head_factor), ctx.memory_budget)
+        return None, None, None, None, *gradients, None, None, None
 
 
 class _RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        row_weight: Tensor,
-        class_weight: Tensor | None,
         options: Options,
         statistics: bool,
         needs_grad: NeedsGrad,
+        *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
-        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        arrays = Arrays(*inputs)
         if is_eager(arrays.input, arrays.linear_weight):
             found = _run_losses(arrays, options, statistics, needs_grad)
         else:
@@ -214,32 +207,27 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     @_no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        unused = (None,) * 6  # of target, row_weight, class_weight, and what is no array
         if d_loss is None:
-            return None, None, None, *unused
+            return (None,) * len(ctx.needs_input_grad)
         *saved, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         upstream = torch.where(arrays.row_weight != 0, d_loss * arrays.row_weight, 0.0)
         coefficients = rows.loss_coefficients(
             options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
         )
-        return *_gradients(arrays, options, lse, coefficients, NeedsGrad(*ctx.needs_input_grad[:3])), *unused
+        gradients = _gradients(arrays, options, lse, coefficients, _asked(ctx))
+        return None, None, None, *gradients, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
-        input: Tensor,
-        linear_weight: Tensor,
-        linear_bias: Tensor | None,
-        target: Tensor,
-        row_weight: Tensor,
-        class_weight: Tensor | None,
         options: Options,
         needs_grad: NeedsGrad,
+        *inputs: Any,
     ) -> tuple[Tensor, ...]:
-        arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
+        arrays = Arrays(*inputs)
         if is_eager(arrays.input, arrays.linear_weight):
             found = _run_log_probs(arrays, options, needs_grad)
         else:
@@ -252,13 +240,19 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @_no_double_backward
     def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        unused = (None,) * 5  # of target, row_weight, class_weight, and what is no array
         *saved, entropy, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         coefficients = rows.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
-        return *_gradients(arrays, options, lse, coefficients, NeedsGrad(*ctx.needs_input_grad[:3])), *unused
+        gradients = _gradients(arrays, options, lse, coefficients, _asked(ctx))
+        return None, None, *gradients, None, None, None
+
+
+def _asked(ctx: Any) -> NeedsGrad:
+    """Which gradients a backward pass is asked for."""
+    *_, d_input, d_weight, d_bias, _target, _row_weight, _class_weight = ctx.needs_input_grad
+    return NeedsGrad(d_input, d_weight, d_bias)
 
 
 def _gradients(
@@ -549,150 +543,11 @@ def _exact_matmuls(input: Tensor) -> Iterator[None]:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
-# The operators, for torch.compile.
+# The operators, for torch.compile. Each is a function of the groups above, its fake form and its autograd.
 
 
-def _loss_and_gradients_op(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor,
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: float | None,
-    logit_scale: float,
-    vocab_size: int,
-    memory_budget: int,
-    implementation: str,
-    statistics: bool,
-    reduce: bool,
-    d_input: bool,
-    d_weight: bool,
-    d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns `Losses`, `Gradients` and scales (2,), empty where there is none: a schema has no optional results."""
-    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
-    needs_grad = NeedsGrad(d_input, d_weight, d_bias)
-    found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
-    return *_filled(found, row_weight), *_filled(gradients, input), *_filled((scales,), row_weight)  # pyright: ignore[reportReturnType]
-
-
-def _loss_and_gradients_fake(
-    input, linear_weight, linear_bias, target, row_weight, class_weight,
-    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
-    statistics, reduce, d_input, d_weight, d_bias,
-):  # fmt: skip
-    loss, lse, target_logit, top = _fake_losses(row_weight, statistics)
-    loss = row_weight.new_empty(()) if reduce else loss
-    gradients = _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias))
-    return loss, lse, target_logit, top, *gradients, row_weight.new_empty(2 if input.dtype == torch.float16 else 0)
-
-
-def _losses_op(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor,
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: float | None,
-    logit_scale: float,
-    vocab_size: int,
-    memory_budget: int,
-    implementation: str,
-    statistics: bool,
-    d_input: bool,
-    d_weight: bool,
-    d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns `Losses`."""
-    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
-    found = _run_losses(arrays, options, statistics, NeedsGrad(d_input, d_weight, d_bias))
-    return _filled(found, row_weight)  # pyright: ignore[reportReturnType]
-
-
-def _losses_fake(
-    input, linear_weight, linear_bias, target, row_weight, class_weight,
-    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
-    statistics, d_input, d_weight, d_bias,
-):  # fmt: skip
-    return _fake_losses(row_weight, statistics)
-
-
-def _log_probs_op(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor,
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: float | None,
-    logit_scale: float,
-    vocab_size: int,
-    memory_budget: int,
-    implementation: str,
-    d_input: bool,
-    d_weight: bool,
-    d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `LogProbs`."""
-    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
-    return _run_log_probs(arrays, options, NeedsGrad(d_input, d_weight, d_bias))
-
-
-def _log_probs_fake(
-    input, linear_weight, linear_bias, target, row_weight, class_weight,
-    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
-    d_input, d_weight, d_bias,
-):  # fmt: skip
-    return torch.empty_like(row_weight), torch.empty_like(row_weight), torch.empty_like(row_weight)
-
-
-def _gradients_op(
-    input: Tensor,
-    linear_weight: Tensor,
-    linear_bias: Tensor | None,
-    target: Tensor,
-    row_weight: Tensor,
-    class_weight: Tensor | None,
-    label_smoothing: float,
-    z_loss_weight: float,
-    softcap: float | None,
-    logit_scale: float,
-    vocab_size: int,
-    memory_budget: int,
-    implementation: str,
-    lse: Tensor,
-    alpha: Tensor,
-    tau: Tensor,
-    beta: Tensor | None,
-    sigma: Tensor | None,
-    d_input: bool,
-    d_weight: bool,
-    d_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns `Gradients`, empty where not needed."""
-    arrays = Arrays(input, linear_weight, linear_bias, target, row_weight, class_weight)
-    options = Options(label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation)
-    coefficients, needs_grad = Coefficients(alpha, tau, beta, sigma), NeedsGrad(d_input, d_weight, d_bias)
-    return _filled(_run_gradients(arrays, options, lse, coefficients, needs_grad), input)  # pyright: ignore[reportReturnType]
-
-
-def _gradients_fake(
-    input, linear_weight, linear_bias, target, row_weight, class_weight,
-    label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, memory_budget, implementation,
-    lse, alpha, tau, beta, sigma, d_input, d_weight, d_bias,
-):  # fmt: skip
-    return _fake_gradients(input, linear_weight, linear_bias, NeedsGrad(d_input, d_weight, d_bias))
+def _losses_op(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
+    return _run_losses(arrays, options, statistics, needs_grad)
 
 
 def _scaled_op(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
@@ -702,80 +557,130 @@ def _scaled_op(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
     return result
 
 
-def _scaled_fake(gradient, factor, memory_budget):
+def _loss_and_gradients_fake(
+    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    found = _losses_fake(arrays, options, statistics, needs_grad)
+    if reduce:
+        found = found._replace(loss=arrays.row_weight.new_empty(()))
+    scales = arrays.row_weight.new_empty(2) if arrays.input.dtype == torch.float16 else None
+    return found, _fake_gradients(arrays, needs_grad), scales
+
+
+def _losses_fake(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
+    loss, lse, target_logit, top = (torch.empty_like(arrays.row_weight) for _ in Losses._fields)
+    return Losses(loss, lse, target_logit, top if statistics else None)
+
+
+def _log_probs_fake(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    return LogProbs(*(torch.empty_like(arrays.row_weight) for _ in LogProbs._fields))
+
+
+def _gradients_fake(
+    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+) -> Gradients:
+    return _fake_gradients(arrays, needs_grad)
+
+
+def _scaled_fake(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
     return torch.empty_like(gradient)
 
 
-def _filled(values: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
-    """Returns the values with an empty tensor for each None: a schema has no optional results."""
-    return tuple(like.new_empty(0) if value is None else value for value in values)
-
-
-def _fake_losses(row_weight: Tensor, statistics: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    loss, lse, target_logit = (torch.empty_like(row_weight) for _ in range(3))
-    return loss, lse, target_logit, torch.empty_like(row_weight) if statistics else row_weight.new_empty(0)
-
-
-def _fake_gradients(
-    input: Tensor, linear_weight: Tensor, linear_bias: Tensor | None, needs_grad: NeedsGrad
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_input, d_weight, d_bias = (
-        torch.empty_like(like, memory_format=torch.contiguous_format)
-        if needed and like is not None
-        else input.new_empty(0)
-        for like, needed in zip((input, linear_weight, linear_bias), needs_grad, strict=True)
+def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
+    likes = arrays.input, arrays.linear_weight, arrays.linear_bias
+    return Gradients(
+        *(
+            torch.empty_like(like, memory_format=torch.contiguous_format) if needed and like is not None else None
+            for like, needed in zip(likes, needs_grad, strict=True)
+        )
     )
-    return d_input, d_weight, d_bias
 
 
-def _split(arguments: tuple[Any, ...]) -> tuple[Arrays, Options, tuple[Any, ...]]:
-    """Returns an operator's arguments as its arrays, its options and what follows them."""
-    arrays, options = len(Arrays._fields), len(Options._fields)
-    end = arrays + options
-    return Arrays(*arguments[:arrays]), Options(*arguments[arrays:end]), arguments[end:]
-
-
-def _loss_and_gradients_autograd(*arguments: Any) -> tuple[Any, ...]:
-    arrays, options, (statistics, reduce, *needs_grad) = _split(arguments)
+def _loss_and_gradients_autograd(
+    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
     if not any(arrays.needs_grad()):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.loss_and_gradients(*arguments)
-    found = _LossAndGradients.apply(*arrays, options, statistics, reduce, NeedsGrad(*needs_grad))
-    # The gradients and their scales are saved: they are nobody else's.
-    return _filled((*found, None, None, None, None), arrays.row_weight)
+            return torch.ops.linear_ce.loss_and_gradients(*arrays, *options, statistics, reduce, *needs_grad)
+    results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays)
+    return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
 
 
-def _losses_autograd(*arguments: Any) -> tuple[Any, ...]:
-    arrays, options, (statistics, *needs_grad) = _split(arguments)
+def _losses_autograd(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
     if not any(arrays.needs_grad()):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.losses(*arguments)
-    return _filled(_RowLosses.apply(*arrays, options, statistics, NeedsGrad(*needs_grad)), arrays.row_weight)
+            return torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
+    results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays)
+    return Losses(*results)
 
 
-def _log_probs_autograd(*arguments: Any) -> tuple[Any, ...]:
-    arrays, options, needs_grad = _split(arguments)
+def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     if not any(arrays.needs_grad()):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.log_probs(*arguments)
-    return _LogProbs.apply(*arrays, options, NeedsGrad(*needs_grad))
+            return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+    return LogProbs(*_LogProbs.apply(options, needs_grad, *arrays))
+
+
+def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function in the form of an operator, whose schema knows no groups and no optional results: it takes the
+    fields of each group one after the other, and returns those of its results, an empty tensor for each None."""
+    kinds = get_type_hints(function)
+    results = _tensors_in(kinds.pop("return"))
+    fields: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
+    groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
+
+    def operator(*arguments: Any) -> Any:
+        flat = iter(arguments)
+        found = function(*[make(islice(flat, size) if size else flat) for make, size in groups])
+        if isinstance(found, Tensor):
+            return found
+        return tuple([arguments[0].new_empty(0) if result is None else result for result in _leaves(found)])
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
+    returned: Any = Tensor if results == 1 else tuple[(Tensor,) * results]
+    operator.__signature__ = Signature(parameters, return_annotation=returned)  # pyright: ignore[reportFunctionMemberAccess]
+    return operator
+
+
+def _is_group(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _tensors_in(kind: Any) -> int:
+    """Returns how many results there are in a result's type: a Tensor, a group, or a tuple of them."""
+    if _is_group(kind):
+        return len(kind._fields)
+    return sum(map(_tensors_in, get_args(kind))) if get_origin(kind) is tuple else 1
+
+
+def _leaves(results: Any) -> list[Tensor | None]:
+    """Returns the results of a tuple of them and of groups."""
+    leaves = []
+    for result in results:
+        if isinstance(result, tuple):
+            leaves += _leaves(result)
+        else:
+            leaves.append(result)
+    return leaves
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    IMPLEMENTATIONS[f"linear_ce::{name}"] = function
+    operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function)
+    schema = torch.library.infer_schema(operator, mutates_args=())
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linear_ce::{name}", fake, lib=_library)
+    _library.impl(name, operator, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linear_ce::{name}", _flattened(fake), lib=_library)
     if autograd is not None:
-        _library.impl(name, autograd, "Autograd")
+        _library.impl(name, _flattened(autograd), "Autograd")
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
 
 _library = torch.library.Library("linear_ce", "DEF")
-_register("loss_and_gradients", _loss_and_gradients_op, _loss_and_gradients_fake, _loss_and_gradients_autograd)
+_register("loss_and_gradients", _run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
 _register("losses", _losses_op, _losses_fake, _losses_autograd)
-_register("log_probs", _log_probs_op, _log_probs_fake, _log_probs_autograd)
-_register("gradients", _gradients_op, _gradients_fake)
+_register("log_probs", _run_log_probs, _log_probs_fake, _log_probs_autograd)
+_register("gradients", _run_gradients, _gradients_fake)
 _register("scaled", _scaled_op, _scaled_fake)

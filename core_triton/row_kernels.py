@@ -543,13 +543,12 @@ def finish_call_kernel(
                 mask = excluded[:, None] & (columns < hidden)[None, :]
                 zeros = tl.zeros((BLOCK_N, BLOCK_D), tl.float32).to(d_input_ptr.dtype.element_ty)
                 tl.store(d_input_ptr + row.to(tl.int64)[:, None] * hidden + columns[None, :], zeros, mask=mask)
-    if sum_ptr is not None:
-        if tl.program_id(0) == 0:
-            acc = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, tokens, BLOCK):
-                place = start + tl.arange(0, BLOCK)
-                acc += tl.load(loss_ptr + place, mask=place < tokens, other=0.0)
-            tl.store(sum_ptr, tl.sum(acc, 0))
+    if sum_ptr is not None and tl.program_id(0) == 0:
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, tokens, BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            acc += tl.load(loss_ptr + place, mask=place < tokens, other=0.0)
+        tl.store(sum_ptr, tl.sum(acc, 0))
 
 
 def finish_call(row_weight: Tensor, d_input: Tensor | None, loss: Tensor | None) -> Tensor | None:

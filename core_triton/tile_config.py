@@ -3,7 +3,7 @@ result beyond rounding.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
@@ -45,8 +45,7 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """How a card's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
 
     Args:

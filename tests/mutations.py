@@ -98,7 +98,7 @@ TRITON_KERNELS = (
     Mutation(
         "core_triton/hopper.py", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(0, deps=[acc])", COMPILED
     ),
-    Mutation("core_triton/hopper_gradients.py", "e_ring.index(stage).permute((1, 0))", "e_ring.index(stage)", COMPILED),
+    Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
     Mutation(
         "core_triton/tile_config.py",
