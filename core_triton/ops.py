@@ -179,7 +179,7 @@ class _LossAndGradients(torch.autograd.Function):
         if scales is not None:
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
         needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
-        gradients = _scaled(needed, (input_factor, head_factor, head_factor), ctx.memory_budget)
+        gradients = _scaled(needed, Factors(input_factor, head_factor), ctx.memory_budget)
         return None, None, None, None, *gradients, None, None, None
 
 
@@ -268,50 +268,67 @@ def _gradients(
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
 
-def _scaled(saved: Gradients, factors: tuple[Tensor, Tensor, Tensor], memory_budget: int) -> Gradients:
+class Factors(NamedTuple):
+    """What the saved gradients are multiplied by, () or (N, 1) float32 on their device: as autograd gives them."""
+
+    input: Tensor
+    head: Tensor
+
+    def of(self, gradients: Gradients) -> list[tuple[Tensor | None, Tensor]]:
+        """Returns each gradient with its factor."""
+        return list(zip(gradients, (self.input, self.head, self.head), strict=True))
+
+
+def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
     """Returns saved * factors: in place where no second backward pass can come, otherwise in new tensors."""
-    pairs = [(one, factor) for one, factor in zip(saved, factors, strict=True) if one is not None]
-    traced = any(type(one) is not Tensor for one, _ in pairs) or torch.compiler.is_compiling()
+    traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
-        made = iter([torch.ops.linear_ce.scaled(one, factor, memory_budget) for one, factor in pairs])
-        return Gradients(*(None if one is None else next(made) for one in saved))
-    if not _modes() and all(factor is factors[0] and _scaled_by_kernel(one, factor) for one, factor in pairs):
-        from core_triton import replay, row_kernels  # Triton is not on every machine that has PyTorch
+        found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
+        return Gradients(*(None if one is None else new for one, new in zip(saved, found, strict=True)))
+    _scale(saved, factors, saved, memory_budget)
+    return saved
+
+
+def _scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget: int) -> None:
+    """Writes saved * factors, rounded once, to results, which may be the saved ones."""
+    if all(one is None or _scaled_by_kernel(one, factor) for one, factor in factors.of(saved)):
+        from core_triton import launch, replay, row_kernels  # Triton is not on every machine that has PyTorch
 
         def run() -> tuple[None, ...]:
-            row_kernels.scale(saved, factors[0])
+            row_kernels.scale(saved, factors.input, factors.head, results)
             return ()
 
-        replay.call(("scale",), (*saved, factors[0]), run)
-        return saved
-    for one, factor in pairs:
-        _scale_(one, factor, memory_budget)
-    return saved
+        if _modes():
+            with launch.on_device(factors.input.device):
+                run()
+        else:
+            new = () if results is saved else results
+            two = factors.head is not factors.input
+            replay.call(("scale", two), (*saved, factors.input, factors.head if two else None, *new), run)
+        return
+    for (one, factor), result in zip(factors.of(saved), results, strict=True):
+        if one is not None and result is not None:
+            _scale_one(one, factor, result, memory_budget)
 
 
 def _scaled_by_kernel(gradient: Tensor, factor: Tensor) -> bool:
     return factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous()
 
 
-def _scale_(gradient: Tensor, factor: Tensor, memory_budget: int) -> None:
-    """Multiplies gradient by factor, () or (N, 1) float32 on the device, rounded once."""
-    if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:
-        return  # a plain loss.backward(); on a GPU the kernel sees it: reading it here would wait for the device
-    if _scaled_by_kernel(gradient, factor):
-        from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
-        from core_triton.launch import on_device
-
-        with on_device(gradient.device):
-            row_kernels.scale(Gradients(gradient, None, None), factor)
+def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: int) -> None:
+    if factor.ndim == 0 and factor.device.type == "cpu" and factor.item() == 1.0:  # a plain loss.backward()
+        if result is not gradient:
+            result.copy_(gradient)
         return
     if gradient.dtype == torch.float32:
-        gradient *= factor
+        torch.mul(gradient, factor, out=result)
         return
     # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces.
     pieces = max(1, -(-4 * gradient.numel() // min(PIECE_BYTES, max(memory_budget // 2, 1))))
     factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
-    for piece, piece_factor in zip(gradient.tensor_split(pieces), factors, strict=True):
-        piece.copy_(piece.float().mul_(piece_factor))
+    split = gradient.tensor_split(pieces), factors, result.tensor_split(pieces)
+    for piece, piece_factor, result_piece in zip(*split, strict=True):
+        result_piece.copy_(piece.float().mul_(piece_factor))
 
 
 # The plans.
@@ -550,11 +567,10 @@ def _losses_op(arrays: Arrays, options: Options, statistics: bool, needs_grad: N
     return _run_losses(arrays, options, statistics, needs_grad)
 
 
-def _scaled_op(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
-    """Returns gradient * factor, rounded once; factor is () or (N, 1) float32 on the device."""
-    result = gradient.clone()
-    _scale_(result, factor, memory_budget)
-    return result
+def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+    results = _scaled_fake(factors, saved, memory_budget)
+    _scale(saved, factors, results, memory_budget)
+    return results
 
 
 def _loss_and_gradients_fake(
@@ -582,8 +598,8 @@ def _gradients_fake(
     return _fake_gradients(arrays, needs_grad)
 
 
-def _scaled_fake(gradient: Tensor, factor: Tensor, memory_budget: int) -> Tensor:
-    return torch.empty_like(gradient)
+def _scaled_fake(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+    return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
 
 
 def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:

@@ -700,38 +700,41 @@ def merge(
 
 
 @triton.jit
-def scaled_block(gradient_ptr, factor, numel, block, BLOCK: tl.constexpr):
-    offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
-    inside = offsets < numel
-    gradient = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(gradient_ptr + offsets, (gradient * factor).to(gradient_ptr.dtype.element_ty), mask=inside)
+def scale_array(source_ptr, factor_ptr, result_ptr, numel, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes source * factor to result, (numel,): programs take turns at blocks of BLOCK contiguous elements."""
+    factor = tl.load(factor_ptr)
+    if (factor != 1.0) | (not IN_PLACE):  # true of NaN as well
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)  # (BLOCK,)
+            inside = offsets < numel
+            source = tl.load(source_ptr + offsets, mask=inside).to(tl.float32)
+            tl.store(result_ptr + offsets, (source * factor).to(result_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def scale_kernel(d_input_ptr, d_weight_ptr, d_bias_ptr, factor_ptr, inputs, weights, biases, BLOCK: tl.constexpr):
-    """Multiplies gradients by a scalar of the device in float32, rounded once; leaves early where that is exactly 1.
+def scale_kernel(
+    d_input_ptr, d_weight_ptr, d_bias_ptr, input_factor_ptr, head_factor_ptr, new_d_input_ptr, new_d_weight_ptr,
+    new_d_bias_ptr, inputs, weights, biases, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Multiplies gradients by scalars of the device in float32, rounded once; in place, not where that is exactly 1.
 
-    Programs take turns at blocks of BLOCK contiguous elements of d_input (inputs,), d_weight (weights,) and d_bias
-    (biases,), where they are there, read and write each element once, and read factor ().
+    Reads d_input (inputs,), d_weight (weights,) and d_bias (biases,), where they are there, and the factors () of the
+    first and of the others; writes the new ones.
     """
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:  # true of NaN as well
-        if d_input_ptr is not None:
-            for block in range(tl.program_id(0), tl.cdiv(inputs, BLOCK), tl.num_programs(0)):
-                scaled_block(d_input_ptr, factor, inputs, block, BLOCK)
-        if d_weight_ptr is not None:
-            for block in range(tl.program_id(0), tl.cdiv(weights, BLOCK), tl.num_programs(0)):
-                scaled_block(d_weight_ptr, factor, weights, block, BLOCK)
-        if d_bias_ptr is not None:
-            for block in range(tl.program_id(0), tl.cdiv(biases, BLOCK), tl.num_programs(0)):
-                scaled_block(d_bias_ptr, factor, biases, block, BLOCK)
+    if d_input_ptr is not None:
+        scale_array(d_input_ptr, input_factor_ptr, new_d_input_ptr, inputs, IN_PLACE, BLOCK)
+    if d_weight_ptr is not None:
+        scale_array(d_weight_ptr, head_factor_ptr, new_d_weight_ptr, weights, IN_PLACE, BLOCK)
+    if d_bias_ptr is not None:
+        scale_array(d_bias_ptr, head_factor_ptr, new_d_bias_ptr, biases, IN_PLACE, BLOCK)
 
 
-def scale(gradients: Gradients, factor: Tensor) -> None:
-    """Launches `scale_kernel`: multiplies contiguous gradients by factor () in place."""
+def scale(gradients: Gradients, input_factor: Tensor, head_factor: Tensor, results: Gradients) -> None:
+    """Launches `scale_kernel` on contiguous gradients; `results` may be the same."""
     block = 4096  # 16 elements a thread: 16-byte accesses
     sizes = [0 if gradient is None else gradient.numel() for gradient in gradients]
     if any(sizes):
-        programs = 16 * device_info(factor.device)[1]
+        programs = 16 * device_info(input_factor.device)[1]
         grid = (min(programs, max(cdiv(size, block) for size in sizes)),)
-        launch(scale_kernel, grid, *gradients, factor, *sizes, BLOCK=block, num_warps=8)
+        arrays = *gradients, input_factor, head_factor, *results, *sizes
+        launch(scale_kernel, grid, *arrays, IN_PLACE=results is gradients, BLOCK=block, num_warps=8)

@@ -410,7 +410,7 @@ def run_chunks() -> None:
 
 
 def run_scale() -> None:
-    """Scales more elements than whole blocks, in place, before guards."""
+    """Scales more elements than whole blocks, in place and not, before guards."""
     scale_kernel: Any = row_kernels.scale_kernel
     guard = torch.full((23,), 7.0)
     generator = torch.Generator().manual_seed(0)
@@ -420,11 +420,15 @@ def run_scale() -> None:
             before = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
             buffers = [torch.cat([one, guard.to(dtype)]) for one in before]
             factor = torch.tensor(value)
-            scale_kernel[(4,)](*buffers[:2], None, factor, *sizes, BLOCK=256)
-            for size, one, buffer in zip(sizes, before, buffers, strict=True):
-                expected = one if value == 1.0 else (one.float() * factor).to(dtype)
-                torch.testing.assert_close(buffer[:size], expected, rtol=0, atol=0, equal_nan=True)
-                assert (buffer[size:] == 7.0).all(), "written past the end"
+            other, new = torch.tensor(0.5), [torch.full_like(buffer, 7.0) for buffer in buffers]
+            scale_kernel[(4,)](*buffers[:2], None, other, factor, *new[:2], None, *sizes, IN_PLACE=False, BLOCK=256)
+            in_place = *buffers[:2], None
+            scale_kernel[(4,)](*in_place, other, factor, *in_place, *sizes, IN_PLACE=True, BLOCK=256)
+            for size, one, by, *results in zip(sizes, before, (other, factor, factor), buffers, new, strict=True):
+                expected = one if by == 1.0 else (one.float() * by).to(dtype)
+                for result in results:
+                    torch.testing.assert_close(result[:size], expected, rtol=0, atol=0, equal_nan=True)
+                    assert (result[size:] == 7.0).all(), "written past the end"
             say(name=f"{dtype}-{value}")
 
 

@@ -71,7 +71,8 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("factor", [torch.tensor(2.0), torch.linspace(0.0, 3.0, 12)[:, None]])
 def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
     gradient = torch.linspace(-1.0, 1.0, 96).reshape(12, 8).to(dtype)
-    torch.library.opcheck(torch.ops.linear_ce.scaled.default, (gradient, factor, 100))
+    head = torch.linspace(-1.0, 1.0, 80).reshape(10, 8).to(dtype)
+    torch.library.opcheck(torch.ops.linear_ce.scaled.default, (factor, torch.tensor(0.5), gradient, head, None, 100))
 
 
 def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:

@@ -114,7 +114,9 @@ def test_check(name: str, printed: Printed) -> None:
 def test_opcheck_of_the_scaling(dtype: torch.dtype, rows: bool) -> None:
     gradient = torch.linspace(-1.0, 1.0, 96, device=DEVICE).reshape(12, 8).to(dtype)
     factor = torch.linspace(0.0, 3.0, 12, device=DEVICE)[:, None] if rows else torch.tensor(2.0, device=DEVICE)
-    torch.library.opcheck(torch.ops.linear_ce.scaled.default, (gradient, factor, 100))
+    head = torch.linspace(-1.0, 1.0, 80, device=DEVICE).reshape(10, 8).to(dtype)
+    given = (factor, torch.tensor(0.5, device=DEVICE), gradient, head, None, 100)
+    torch.library.opcheck(torch.ops.linear_ce.scaled.default, given)
 
 
 if __name__ == "__main__":

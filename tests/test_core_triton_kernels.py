@@ -138,9 +138,11 @@ CALLS = {
 
 
 def scale(dtype: torch.dtype) -> Callable[[], None]:
-    return lambda: row_kernels.scale(
-        Gradients(array(8192, 4096, dtype=dtype), array(128256, 4096, dtype=dtype), None), array()
-    )
+    def run() -> None:
+        gradients = Gradients(array(8192, 4096, dtype=dtype), array(128256, 4096, dtype=dtype), None)
+        row_kernels.scale(gradients, array(), array(), gradients)
+
+    return run
 
 
 def row_weights() -> None:
@@ -152,7 +154,11 @@ def total() -> None:
     row_kernels.finish_call(array(8192), None, array(8192))
 
 
-SCALES = {"row_weights": row_weights, "total": total} | {
+def zero() -> None:
+    row_kernels.zero(array(64, 4096, dtype=torch.bfloat16))
+
+
+SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
@@ -355,14 +361,21 @@ def test_launches_are_recorded_as_triton_specialises_them() -> None:
         "d_input_ptr": "*bf16",
         "d_weight_ptr": "*bf16",
         "d_bias_ptr": "constexpr",
-        "factor_ptr": "*fp32",
+        "input_factor_ptr": "*fp32",
+        "head_factor_ptr": "*fp32",
+        "new_d_input_ptr": "*bf16",
+        "new_d_weight_ptr": "*bf16",
+        "new_d_bias_ptr": "constexpr",
         "inputs": "i32",
         "weights": "i32",
         "biases": "i32",
+        "IN_PLACE": "constexpr",
         "BLOCK": "constexpr",
     }
-    assert launch.divisible == ("d_input_ptr", "d_weight_ptr", "factor_ptr", "inputs", "weights", "biases")
-    assert dict(launch.constexprs) == {"d_bias_ptr": None, "BLOCK": 4096}
+    pointers = [name for name, kind in launch.signature if kind.startswith("*")]
+    assert launch.divisible == (*pointers, "inputs", "weights", "biases")
+    constexprs = dict(launch.constexprs)
+    assert constexprs == {"d_bias_ptr": None, "new_d_bias_ptr": None, "IN_PLACE": True, "BLOCK": 4096}
     assert dict(launch.options) == {"num_warps": 8}
 
 
