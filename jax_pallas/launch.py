@@ -57,8 +57,8 @@ def load(implementation: str) -> Kernels:
             statistics=hopper_logits.statistics,
             d_logits=hopper_logits.d_logits,
             add_target_rows=target_kernels.add_target_rows,
-            d_weight=hopper_gradients.d_weight,
-            d_input=hopper_d_input.d_input,
+            d_weight=hopper_gradients.add_d_weight,
+            d_input=hopper_d_input.store_d_input,
             d_input_scratch=hopper_d_input.d_input_scratch,
         )
     from jax_pallas import kernels
