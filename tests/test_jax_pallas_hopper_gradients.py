@@ -327,7 +327,7 @@ def test_add_target_rows(hidden: int, vocab_axis: int) -> None:
     x = jnp.asarray(x, jnp.bfloat16)
     arrays = (before if vocab_axis == 0 else before.T, x, *map(jnp.asarray, (target, row, theta)))
     with plgpu.force_gpu_interpret_mode():
-        found = target_kernels.add_target_rows(*arrays, vocab_axis=vocab_axis, classes=classes)
+        found = target_kernels.add_targets(*arrays, vocab_axis=vocab_axis, classes=classes)
     found = found if vocab_axis == 0 else found.T
     wanted = float64(before)
     for y, i, t in zip(target, row, theta, strict=True):
