@@ -15,10 +15,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a product's accumulator
+ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a matmul's accumulator
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one for each column
 
-MULTIPROCESSORS = 132  # of an H100 SXM and an H200: what is compiled for where there is no card to ask
+MULTIPROCESSORS = 132  # of an H100 SXM and an H200: what is compiled for where there is no GPU to ask
 
 
 def cdiv(a: int, b: int) -> int:
@@ -54,7 +54,7 @@ def views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
 
 
 def programs() -> int:
-    """Returns how many persistent programs fill the card."""
+    """Returns how many persistent programs fill the GPU."""
     try:
         return jax.local_devices(backend="gpu")[0].core_count
     except RuntimeError:

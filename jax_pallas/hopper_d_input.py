@@ -42,7 +42,7 @@ from jax_pallas.hopper_gradients import D_BLOCK, in_order
 
 @dataclass(frozen=True)
 class Shares:
-    """How a card's programs share d_input's few tiles, whose sums run over all classes: `item_of`.
+    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `item_of`.
 
     Args:
         tile_rows: rows of a tile, of 128 columns of D.
@@ -77,7 +77,7 @@ class Shares:
     def cost(self) -> float:
         """An estimate of the time, in steps of one row of a tile, that orders what was measured on an H200.
 
-        A step costs 16 rows more than its own: narrow tiles read more for each product. Tails are read out of step
+        A step costs 16 rows more than its own: narrow tiles read more for each matmul. Tails are read out of step
         with the heads; and partial tiles are written and read.
         """
         tail = self.steps - self.head

@@ -332,17 +332,17 @@ def statistics(
     target: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array | None, ...]:
-    """Returns statistics of rows over a stretch of classes, (rows,) float32 each: (25).
+    """Returns statistics of rows over a chunk of classes, (rows,) float32 each: (25).
 
     Args:
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap, interpret: of `exponentials`; bias is indexed as w.
         class_weight: (V,) float32, indexed as w is; None means ones.
-        first_class, classes: the stretch is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
+        first_class, classes: the chunk is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
             where `vocab_axis` is 1 `first_class` is a multiple of 64.
-        skip: how many classes at the stretch's start are left out.
+        skip: how many classes at the chunk's start are left out.
         weighted: whether the sum of class_weight * logits is wanted.
         entropy: whether the sum of exp(logits - max) * (logits - max) is.
-        target: (rows,) int32, columns of the stretch, none of which is left out, -1 for none; or None.
+        target: (rows,) int32, columns of the chunk, none of which is left out, -1 for none; or None.
 
     Returns:
         The largest logit, the sum of exp(logits - max), and the two above or None; the target's summand of the former,
@@ -448,7 +448,7 @@ def d_logits(
     softcap: float | None,
     interpret: bool = False,
 ) -> Array:
-    """Returns d_logits of rows and a stretch of classes, (rows or up to 7 more, padded) of x's dtype, 0 past the last
+    """Returns d_logits of rows and a chunk of classes, (rows or up to 7 more, padded) of x's dtype, 0 past the last
     row and class: (23), (15).
 
     Args:

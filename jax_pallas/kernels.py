@@ -1,4 +1,4 @@
-"""Pallas kernels for any card from Ampere on, through Pallas' Triton backend: the implementation "pallas_triton".
+"""Pallas kernels for any GPU from Ampere on, through Pallas' Triton backend: the implementation "pallas_triton".
 
 How they are launched is in `triton_launch.py`; core_triton/kernels.py and target_kernels.py are the same in Triton. A
 program owns a tile and writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by
@@ -20,7 +20,7 @@ from jax_pallas.triton_launch import arange, load, run, store
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
 BLOCK_N, GROUP = 128, 8  # rows of a tile, and of a flag of `redo`; row blocks beside each other on a block of classes
-REDO_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large card
+REDO_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
 ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address
 FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
 
@@ -56,8 +56,8 @@ def padded(classes: int) -> int:  # columns of a matrix of so many, here as in t
     return pl.cdiv(classes, 64) * 64
 
 
-class Product(NamedTuple):
-    """The product that a kernel makes of rows of x and classes of w."""
+class Matmul(NamedTuple):
+    """The matmul that a kernel makes of rows of x and classes of w, and what makes logits of it."""
 
     rows: int
     classes: int
@@ -65,11 +65,11 @@ class Product(NamedTuple):
     logit_scale: float
     softcap: float | None
     tile: Tile
-    stretch: bool = True  # of w, whose start and first `skip` classes, to be left out, the device knows
+    ranged: bool = True  # of w only some classes: the device knows the first, and how many after it are left out
 
     @property
     def class_blocks(self) -> int:
-        return pl.cdiv(self.classes + (ALIGNED - 1 if self.stretch and self.vocab_axis == 1 else 0), self.tile.block_v)
+        return pl.cdiv(self.classes + (ALIGNED - 1 if self.ranged and self.vocab_axis == 1 else 0), self.tile.block_v)
 
     @property
     def tiles(self) -> int:
@@ -90,7 +90,7 @@ class LogitsTile(NamedTuple):
     row: Array  # (block_n,)
     inside: Array  # (block_n,) bool: these rows are there
     column: Array  # (block_v,) of w
-    place: Array  # (block_v,) within the stretch of classes
+    place: Array  # (block_v,) within the chunk of classes
     first: Array  # the first of it
     seen: Array | None  # (1, block_v) bool: these classes count; None: all
     by_block: tuple[Array, Array]  # where a value for each row goes in (class blocks, rows)
@@ -99,32 +99,32 @@ class LogitsTile(NamedTuple):
         return values if self.seen is None else jnp.where(self.seen, values, other)
 
 
-def blocks_of(product: Product, tile: Any) -> tuple[Array, Array]:
+def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
     """Returns the row block and the class block of a tile: GROUP row blocks first, then the next class block."""
-    group = lax.div(tile, GROUP * product.class_blocks)
-    within = tile - group * (GROUP * product.class_blocks)
-    size = lax.min(pl.cdiv(product.rows, BLOCK_N) - group * GROUP, jnp.int32(GROUP))
+    group = lax.div(tile, GROUP * matmul.class_blocks)
+    within = tile - group * (GROUP * matmul.class_blocks)
+    size = lax.min(pl.cdiv(matmul.rows, BLOCK_N) - group * GROUP, jnp.int32(GROUP))
     return group * GROUP + lax.rem(within, size), lax.div(within, size)
 
 
 def logits_tile(
-    product: Product, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
+    matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
 ) -> LogitsTile:
     """Computes a tile of logits: (1), (2). Past the last row it repeats it; columns not seen hold anything."""
-    tile, axis, hidden, end = product.tile, product.vocab_axis, x_ref.shape[1], w_ref.shape[product.vocab_axis]
+    tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
     row = arange(blocks[0] * BLOCK_N, BLOCK_N)
     first_place = blocks[1] * tile.block_v
     column = place = arange(first_place, tile.block_v)
-    seen = (place < product.classes)[None, :] if product.classes % tile.block_v else None
-    if product.stretch:
+    seen = (place < matmul.classes)[None, :] if matmul.classes % tile.block_v else None
+    if matmul.ranged:
         first, skip = scalars_ref[1], scalars_ref[2]
         if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded by itself
             before = lax.rem(first, jnp.int32(ALIGNED))
             place, first_place = place - before, first_place - before
             first = pl.multiple_of(first - before, ALIGNED)
         column = first + column
-        seen = ((place >= skip) & (place < product.classes))[None, :]
-    x_row = (scalars_ref[0] + lax.min(row, jnp.int32(product.rows - 1)))[:, None]
+        seen = ((place >= skip) & (place < matmul.classes))[None, :]
+    x_row = (scalars_ref[0] + lax.min(row, jnp.int32(matmul.rows - 1)))[:, None]
 
     def step(index: Any, raw: Array) -> Array:
         depth = arange(index * tile.block_d, tile.block_d)
@@ -142,12 +142,12 @@ def logits_tile(
     logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((BLOCK_N, tile.block_v), jnp.float32))
     if bias_ref is not None:
         logits = logits + load(bias_ref, column, mask=column < bias_ref.shape[0])[None, :]
-    if product.logit_scale != 1.0:
-        logits = logits * product.logit_scale
-    if product.softcap is not None:  # by way of tanh(t) = 1 - 2 / (1 + exp(2 t)): one number a logit, no branch
-        root = lax.rsqrt(1.0 + jnp.exp2(logits * (2.0 * LOG2_E / product.softcap)))
-        logits = product.softcap - (2.0 * product.softcap) * (root * root)
-    return LogitsTile(logits, row, row < product.rows, column, place, first_place, seen, (blocks[1], row))
+    if matmul.logit_scale != 1.0:
+        logits = logits * matmul.logit_scale
+    if matmul.softcap is not None:  # by way of tanh(t) = 1 - 2 / (1 + exp(2 t)): one number a logit, no branch
+        root = lax.rsqrt(1.0 + jnp.exp2(logits * (2.0 * LOG2_E / matmul.softcap)))
+        logits = matmul.softcap - (2.0 * matmul.softcap) * (root * root)
+    return LogitsTile(logits, row, row < matmul.rows, column, place, first_place, seen, (blocks[1], row))
 
 
 def slope(logits: Array, softcap: float) -> Array:
@@ -179,11 +179,11 @@ class ExponentialsIO(NamedTuple):
 
 
 def exponentials_tile(
-    product: Product, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any,
+    matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any,
     io: ExponentialsIO,
 ) -> None:  # fmt: skip
     """Does a tile of `exponentials_kernel`."""
-    part = logits_tile(product, blocks, scalars_ref, x_ref, w_ref, bias_ref)
+    part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
     if io.top_ref is not None:
         store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
     anchor = load(io.anchor_ref, part.row, mask=part.inside)
@@ -199,14 +199,14 @@ def exponentials_tile(
     if io.sum_ref is not None:
         store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
     if io.e_ref is not None:
-        if product.softcap is not None:
-            exponentials = part.only_seen(exponentials * slope(part.logits, product.softcap))
+        if matmul.softcap is not None:
+            exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
         mask = part.inside[:, None] & (part.place < io.e_ref.shape[1])[None, :]
         store(io.e_ref, part.row[:, None], part.place[None, :], values=exponentials, mask=mask)
 
 
 def exponentials_kernel(
-    product: Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
+    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
     redo_ref: Any, _: Any, *results: Any,
 ) -> None:  # fmt: skip
     """Writes what is asked for of `ExponentialsIO`: (29), (31).
@@ -215,15 +215,15 @@ def exponentials_kernel(
     """
     io, operands, program = ExponentialsIO(anchor_ref, target_ref, *results), (x_ref, w_ref, bias_ref), pl.program_id(0)
     if redo_ref is None:
-        return exponentials_tile(product, blocks_of(product, program), scalars_ref, *operands, io)
+        return exponentials_tile(matmul, blocks_of(matmul, program), scalars_ref, *operands, io)
 
     def step(index: Any, _: None) -> None:
         tile = program + index * REDO_PROGRAMS
-        blocks = blocks_of(product, lax.min(tile, jnp.int32(product.tiles - 1)))
-        wanted = (tile < product.tiles) & (redo_ref[1 + blocks[0]] != 0)
-        pl.when(wanted)(lambda: exponentials_tile(product, blocks, scalars_ref, *operands, io))
+        blocks = blocks_of(matmul, lax.min(tile, jnp.int32(matmul.tiles - 1)))
+        wanted = (tile < matmul.tiles) & (redo_ref[1 + blocks[0]] != 0)
+        pl.when(wanted)(lambda: exponentials_tile(matmul, blocks, scalars_ref, *operands, io))
 
-    steps = jnp.where(redo_ref[0] != 0, jnp.int32(pl.cdiv(product.tiles, REDO_PROGRAMS)), jnp.int32(0))
+    steps = jnp.where(redo_ref[0] != 0, jnp.int32(pl.cdiv(matmul.tiles, REDO_PROGRAMS)), jnp.int32(0))
     lax.fori_loop(jnp.int32(0), steps, step, None)
 
 
@@ -253,27 +253,27 @@ def exponentials(
     tile = tile_of(x.dtype, sloped=stores and softcap is not None)
     if redo is not None:
         tile = tile._replace(block_d=32)  # the loop over tiles takes registers
-    product = Product(rows, classes, vocab_axis, logit_scale, softcap, tile, stretch=False)
-    by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     wanted = redo is None or not largest, largest
     of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
     operands = (x, w, bias, anchor, target, redo, e)
     results = (stored, *(by_block if one else None for one in wanted), of_target, of_target)
-    programs = product.tiles if redo is None else min(product.tiles, REDO_PROGRAMS)
-    found = product.run(exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
+    programs = matmul.tiles if redo is None else min(matmul.tiles, REDO_PROGRAMS)
+    found = matmul.run(exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
     e, sums, tops, *of_target = found
     sums, tops = None if sums is None else sums.sum(0), None if tops is None else tops.max(0)
     return e, sums, tops, *(None if target is None else jnp.where(target >= 0, value, 0.0) for value in of_target)
 
 
 def statistics_kernel(
-    product: Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
+    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
     top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any, target_logit_ref: Any,
 ) -> None:  # fmt: skip
     """Writes the statistics of a tile's rows over its classes, (class blocks, rows) each, and the logits of the targets
     in it, (rows,): (25)."""
-    part = logits_tile(product, blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
+    part = logits_tile(matmul, blocks_of(matmul, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
     put = partial(store, mask=part.inside)
     if weighted_sum_ref is not None:
         weighted = part.logits
@@ -302,26 +302,26 @@ def statistics(
     skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float, softcap: float | None,
     weighted: bool, entropy: bool, target: Array | None = None,
 ) -> tuple[Array | None, ...]:  # fmt: skip
-    """Returns statistics of rows over a stretch of the classes, (rows,) float32 each: (25).
+    """Returns statistics of rows over a chunk of the classes, (rows,) float32 each: (25).
 
     Args:
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap: of `exponentials`; bias is indexed as w is.
         class_weight: (V,) float32, indexed as w is, or None, which means ones.
-        first_class, classes: the stretch, from class `first_class` of w on. A number or a scalar, as `skip` is.
+        first_class, classes: the chunk, from class `first_class` of w on. A number or a scalar, as `skip` is.
         skip: how many classes at its start are left out.
         weighted, entropy: whether the third, the fourth are wanted.
-        target: (rows,) int32, places in the stretch, none of which is left out, -1 for none; or None.
+        target: (rows,) int32, places in the chunk, none of which is left out, -1 for none; or None.
 
     Returns:
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
         target's summand of the first sum, and its logit, 0 where there is none. None what is not wanted.
     """
-    product = Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
-    by_block = jax.ShapeDtypeStruct((product.class_blocks, rows), jnp.float32)
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     operands = (x, w, bias, class_weight if weighted else None, target)
     of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
     results = (by_block, by_block, by_block if weighted else None, by_block if entropy else None, of_target)
-    found = product.run(statistics_kernel, (start, first_class, skip), operands, results, product.tiles)
+    found = matmul.run(statistics_kernel, (start, first_class, skip), operands, results, matmul.tiles)
     tops, sums, weighted_sums, sums_exp_log, target_logit = found
     top = tops.max(0)  # (26), all blocks at once
     shift = jnp.where(tops == -jnp.inf, NO_PROBABILITY, tops - top)
@@ -337,11 +337,11 @@ def statistics(
 
 
 def d_logits_kernel(
-    product: Product, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
+    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
     lse_ref: Any, alpha_ref: Any, tau_ref: Any, beta_ref: Any, sigma_ref: Any, contributes_ref: Any, d_logits_ref: Any,
 ) -> None:  # fmt: skip
     """Writes a tile of d_logits (rows, padded): (23), (15)."""
-    part = logits_tile(product, blocks_of(product, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
+    part = logits_tile(matmul, blocks_of(matmul, pl.program_id(0)), scalars_ref, x_ref, w_ref, bias_ref)
 
     def of_row(ref: Any) -> Array:
         return load(ref, part.row, mask=part.inside)[:, None]
@@ -357,8 +357,8 @@ def d_logits_kernel(
             sigma = sigma * load(class_weight_ref, part.column, mask=part.column < class_weight_ref.shape[0])
         d_logits = d_logits - sigma
     d_logits = jnp.where(part.column[None, :] == of_row(target_ref), d_logits - of_row(tau_ref), d_logits)
-    if product.softcap is not None:
-        d_logits = d_logits * slope(part.logits, product.softcap)
+    if matmul.softcap is not None:
+        d_logits = d_logits * slope(part.logits, matmul.softcap)
     d_logits = part.only_seen(jnp.where(of_row(contributes_ref) != 0, d_logits, 0.0))
     mask = part.inside[:, None] & ((part.place >= 0) & (part.place < d_logits_ref.shape[1]))[None, :]
     store(d_logits_ref, part.row[:, None], part.place[None, :], values=d_logits, mask=mask)
@@ -370,7 +370,7 @@ def d_logits(
     first_class: Array | int, skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float,
     softcap: float | None,
 ) -> Array:  # fmt: skip
-    """Returns d_logits of rows and a stretch of the classes, (rows, padded) of x's dtype: (23), (15).
+    """Returns d_logits of rows and a chunk of the classes, (rows, padded) of x's dtype: (23), (15).
 
     Args:
         x, w, bias, class_weight, start, first_class, skip, rows, classes, vocab_axis, logit_scale, softcap: of
@@ -379,11 +379,11 @@ def d_logits(
         lse, alpha, tau, beta, sigma: (rows,) float32; the last two may be None, which means zeros.
         contributes: (rows,) bool; the other rows are 0.
     """
-    product = Product(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=True))
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=True))
     of_rows = (target, lse, alpha, tau, beta, sigma, contributes.astype(jnp.int32))
     operands = (x, w, bias, None if sigma is None else class_weight, *of_rows)
     result = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)
-    return product.run(d_logits_kernel, (start, first_class, skip), operands, (result,), product.tiles)[0]
+    return matmul.run(d_logits_kernel, (start, first_class, skip), operands, (result,), matmul.tiles)[0]
 
 
 class TargetRows(NamedTuple):
