@@ -322,8 +322,9 @@ def d_input_kernel(
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
     io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came)
     load = partial(load_d_input, kernel, ring, w_ref, e_ref)
-    multiply = partial(d_input_warpgroup, kernel, ring, warpgroup, io, part_ref[0] if part_ref else None)
-    as_roles(lax.axis_index("warpgroup"), load, multiply)
+    multiply_items = partial(d_input_warpgroup, kernel, ring, warpgroup, io, part_ref[0] if part_ref else None)
+    # The index is read again here: with one read the machine code is not the one that was measured.
+    as_roles(lax.axis_index("warpgroup"), load, multiply_items)
 
 
 def d_input_sum_kernel(

@@ -284,8 +284,9 @@ def d_weight_kernel(
         views(buffers, interpret=kernel.interpret),
         old,
     )
-    load, multiply = partial(load_d_weight, own, e_ref, x_ref), partial(d_weight_warpgroup, own)
-    as_roles(lax.axis_index("warpgroup"), load, multiply)
+    load, multiply_tiles = partial(load_d_weight, own, e_ref, x_ref), partial(d_weight_warpgroup, own)
+    # The index is read again here: with one read the machine code is not the one that was measured.
+    as_roles(lax.axis_index("warpgroup"), load, multiply_tiles)
 
 
 @partial(
