@@ -1,15 +1,15 @@
-"""d_weight of plan A with anchored exponentials for Hopper (sm_90), and what d_input's kernels share with it.
+"""d_weight of plan A with scaled exponentials for Hopper (sm_90), and what d_input's kernels share with it.
 
     d_weight = E^T (rho x)                      (V, D), summed over rows
 
 In Pallas' Mosaic dialect. Both gradients compute transposed tiles, 128 columns of D by up to 256 of the other axis: D
-of real models has multiples of 128 where it has none of 256. As in `hopper_logits.py` one warpgroup loads and two
+of real models has multiples of 128 where it has none of 256. As in `hopper_tiles.py` one warpgroup loads and two
 multiply, 64 columns of D each.
 """
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +19,37 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas.hopper import (
     BLOCK_V,
-    COMPILER,
     HALF,
-    LOAD_REGISTERS,
-    MULTIPLY_REGISTERS,
     PIECE,
     PIECES,
     STAGES,
     STEP,
+    Ring,
+    arrive_at_all,
+    as_roles,
     cdiv,
+    in_pieces,
+    make_ring,
     over_steps,
+    own_pauses,
     padded,
     pauses,
     programs,
+    ring_barriers,
+    run_kernel,
     slot_of,
     transforms,
     two_views,
     views,
+    wait_for_all,
+    zero_piece,
 )
 
 D_BLOCK = 2 * HALF  # columns of D of a tile
+
+OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
+
+OLD_AHEAD = 1  # how many pieces before they are wanted
 
 
 def limits(dtype: Any, hidden: int, vocab: int) -> str | None:
@@ -52,50 +63,6 @@ def limits(dtype: Any, hidden: int, vocab: int) -> str | None:
     return None
 
 
-def run_kernel(
-    body: Callable[..., None], name: str, operands: Sequence[Any], results: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[Any], grid: tuple[int, ...], interpret: bool, threads: int = 3,
-) -> Any:  # fmt: skip
-    """Runs a kernel of so many warpgroups; references among the operands are updated in place."""
-    return plgpu.kernel(
-        body,
-        out_type=tuple(results),
-        scratch_types=list(scratch),
-        grid=grid,
-        grid_names=("program", "piece")[: len(grid)],
-        num_threads=threads,
-        thread_name="warpgroup",
-        compiler_params=COMPILER,
-        kernel_name=name,
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(*operands)
-
-
-def barriers(copies: int) -> list[Any]:
-    """Returns the types of the ring's barriers: a stage is full after so many copies, empty after two warpgroups."""
-    return [plgpu.Barrier(num_arrivals=count, num_barriers=STAGES) for count in (copies, 2)]
-
-
-def as_roles(empty: Any, load: Callable[[], None], multiply: Callable[[], None]) -> None:
-    """Has the last warpgroup load and the first two multiply."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == 2)
-    def _load() -> None:
-        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
-        load()
-        for i in range(STAGES):  # the interpreter wants no phase of a barrier left unseen
-            plgpu.barrier_wait(empty.at[i])
-
-    @pl.when(warpgroup < 2)
-    def _multiply() -> None:
-        plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
-        for i in range(STAGES):
-            plgpu.barrier_arrive(empty.at[i])
-        multiply()
-        plgpu.wait_smem_to_gmem(0)
-
-
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
     """Returns the index of classes and of columns of D as an array with this vocab_axis has them."""
     return (first, second) if vocab_axis == 0 else (second, first)
@@ -106,10 +73,226 @@ OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
 OLD_AHEAD = 1  # how many pieces before they are wanted
 
 
+@dataclass(frozen=True)
+class DWeightKernel:
+    """`d_weight_kernel` as it is known when the call is traced: arguments of `add_d_weight`.
+
+    Args:
+        rows: of x and e, summed.
+        hidden: D.
+        vocab: V.
+        classes: K, of e.
+        vocab_axis: of d_weight.
+        adds: to an old d_weight; otherwise classes past K get zeros.
+        has_first_class: the class of e's first column is in the scalars.
+        interpret: whether it runs in Pallas' interpreter, on a CPU.
+    """
+
+    rows: int
+    hidden: int
+    vocab: int
+    classes: int
+    vocab_axis: int
+    adds: bool
+    has_first_class: bool
+    interpret: bool
+
+    @property
+    def steps(self) -> int:
+        return cdiv(self.rows, STEP)
+
+    @property
+    def d_blocks(self) -> int:
+        return cdiv(self.hidden, D_BLOCK)
+
+    @property
+    def tiles(self) -> int:
+        return self.d_blocks * cdiv(self.classes if self.adds else self.vocab, BLOCK_V)
+
+    @property
+    def programs(self) -> int:
+        return min(self.tiles, programs())
+
+    @property
+    def piece_shape(self) -> tuple[int, int]:
+        return in_order(PIECE, HALF, self.vocab_axis)
+
+
+class OldRing(NamedTuple):
+    """The pieces of old tiles in shared memory, as `Ring`: (OLD_STAGES, 2, ...), one for each warpgroup."""
+
+    moved: Any
+    pieces: Any
+    full: Any
+    empty: Any
+
+
+class DWeightProgram(NamedTuple):
+    """A program of `d_weight_kernel`: its tiles, and what its warpgroups share."""
+
+    kernel: DWeightKernel
+    program: Array
+    count: Array  # of its tiles: every `kernel.programs`-th, from number `program` on
+    warpgroup: Array
+    scalar_ref: Any  # the pauses, the first row of x, and, if known to the device alone, the first class
+    first_class: Any
+    d_weight_ref: Any
+    ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
+    buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
+    old: OldRing | None
+
+    def tile_at(self, index: Any) -> tuple[Any, Any]:
+        """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
+        tile = self.program + index * self.kernel.programs
+        return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
+
+    def piece_at(self, d: Any, v: Any) -> Any:
+        """Returns the piece of d_weight from a column of D and a class on."""
+        place = in_order(pl.ds(self.first_class + v, PIECE), pl.ds(d, HALF), self.kernel.vocab_axis)
+        return self.d_weight_ref.at[place]
+
+
+def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
+    """The loading warpgroup."""
+    steps, ring = own.kernel.steps, own.ring
+    start = own.scalar_ref[2 * PIECES]
+    for piece in range(OLD_AHEAD):
+        load_old(own, 0, piece)
+
+    @pl.loop(0, own.count)
+    def _tile(index: Any) -> None:
+        d, v = own.tile_at(index)
+
+        def step(s: Any) -> None:
+            slot = slot_of(index * steps + s)
+            plgpu.barrier_wait(ring.empty.at[slot])
+            for i in range(2):
+                source = x_ref.at[pl.ds(start + s * STEP, STEP), pl.ds(d + i * HALF, HALF)]
+                plgpu.copy_gmem_to_smem(source, ring.a_moved.at[slot, i], ring.full.at[slot])
+            source = e_ref.at[pl.ds(s * STEP, STEP), pl.ds(v, BLOCK_V)]
+            plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
+
+        for piece in over_steps(steps, own_pauses(own.scalar_ref, 0), step, begin=0):
+            load_old(own, index, piece + OLD_AHEAD)
+
+    for piece in range(OLD_AHEAD, PIECES):
+        load_old(own, own.count, piece)
+    if own.old is not None:
+        wait_for_all(own.old.empty, OLD_STAGES)
+    wait_for_all(ring.empty, STAGES)  # the interpreter wants no phase of a barrier left unseen
+
+
+def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
+    """Loads a piece of the old tile that is wanted while tile `index` is multiplied, if there is any."""
+    if own.old is None:
+        return
+    index, piece = index + piece // PIECES, piece % PIECES
+    d, v = own.tile_at(jnp.maximum(index - 1, 0))
+    slot = old_slot_of(index, piece)
+    plgpu.barrier_wait(own.old.empty.at[slot])
+    for i in range(2):
+        source = own.piece_at(d + i * HALF, v + piece * PIECE)
+        plgpu.copy_gmem_to_smem(source, own.old.moved.at[slot, i], own.old.full.at[slot])
+
+
+def old_slot_of(index: Any, piece: int) -> Any:
+    return (index * PIECES + piece) & (OLD_STAGES - 1)
+
+
+def d_weight_warpgroup(own: DWeightProgram) -> None:
+    """A multiplying warpgroup: its halves of all tiles of this program, each stored under the next."""
+    arrive_at_all(own.ring.empty, STAGES)
+    pauses = own_pauses(own.scalar_ref, own.warpgroup)
+    if own.old is not None:
+        arrive_at_all(own.old.empty, OLD_STAGES)
+
+    def tile(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        accumulator = plgpu.WGMMAAccumulatorRef((HALF, BLOCK_V), jnp.float32)
+        found = pl.run_scoped(lambda acc: multiply(acc, own, pauses, index, carry), accumulator)
+        d, v = own.tile_at(index)
+        return d + own.warpgroup * HALF, v, *found
+
+    zeros = zero_piece()
+    outside = jnp.int32(cdiv(own.kernel.vocab, BLOCK_V) * BLOCK_V)  # the first stores are dropped
+    d, v, *done = lax.fori_loop(0, own.count, tile, (jnp.int32(0), outside, *[zeros] * PIECES))
+    for piece, sums in enumerate(done):
+        store_d_weight(own, sums, own.count, d, v, piece)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry: tuple[Any, ...]) -> tuple[Array, ...]:
+    """Returns the sums of a half tile, PIECES of (HALF, PIECE) float32, and stores those of the one before meanwhile:
+    `carry`, its first column of D and class, and its sums."""
+    (d, v, *done), steps, ring = carry, own.kernel.steps, own.ring
+
+    def step(s: Any, *, releases: bool = True) -> None:
+        slot = slot_of(index * steps + s)
+        plgpu.barrier_wait(ring.full.at[slot])
+        plgpu.wgmma(acc, ring.a.at[slot, own.warpgroup].transpose((1, 0)), ring.b.at[slot])
+        plgpu.wgmma_wait(1)
+        if releases:
+            plgpu.barrier_arrive(ring.empty.at[slot_of(index * steps + s - 1)])
+
+    step(0, releases=False)
+    for piece in over_steps(steps, pauses, step):
+        store_d_weight(own, done[piece], index, d, v, piece)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(ring.empty.at[slot_of(index * steps + steps - 1)])
+    return in_pieces(acc)
+
+
+def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
+    """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
+    moved, buffers = own.buffers
+    if own.old is not None:
+        slot = old_slot_of(index, piece)
+        plgpu.barrier_wait(own.old.full.at[slot])
+        old = own.old.pieces.at[slot, own.warpgroup]
+        old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
+        sums += plgpu.load(old, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        plgpu.barrier_arrive(own.old.empty.at[slot])
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
+    buffer = buffers.at[own.warpgroup, piece % 2]
+    buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
+    buffer[...] = sums.astype(own.d_weight_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
+
+
+def d_weight_kernel(
+    kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any
+) -> None:
+    """Writes e^T x, or adds it to what is there.
+
+    A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
+    matmul of the next tile (`hopper.over_steps`).
+    """
+    x_all, e_ring, buffers, full, empty, *of_old = scratch
+    ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
+    old = OldRing(*views(of_old[0], interpret=kernel.interpret), *of_old[1:]) if of_old else None
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    count = lax.div(kernel.tiles - program + kernel.programs - 1, kernel.programs)
+    own = DWeightProgram(
+        kernel,
+        program,
+        count,
+        warpgroup,
+        scalar_ref,
+        scalar_ref[2 * PIECES + 1] if kernel.has_first_class else 0,
+        d_weight_ref,
+        ring,
+        views(buffers, interpret=kernel.interpret),
+        old,
+    )
+    load, multiply_tiles = partial(load_d_weight, own, e_ref, x_ref), partial(d_weight_warpgroup, own)
+    # The index is read again here: with one read the machine code is not the one that was measured.
+    as_roles(lax.axis_index("warpgroup"), load, multiply_tiles)
+
+
 @partial(
     jax.jit, static_argnames=("vocab", "classes", "vocab_axis", "rows", "interpret")
 )  # chunks of one size are lowered once
-def d_weight(
+def add_d_weight(
     e: Array,
     x: Array,
     start: int | Array,
@@ -122,11 +305,9 @@ def d_weight(
     first_class: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns e^T @ x[start : start + n], or that added to `old` or a stretch of it, rounded once: (33).
+    """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes, rounded once: (33).
 
-    A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
-    products of the next tile (`hopper.over_steps`). What the last tile of a stretch has past its end is added to too,
-    by products with zeros.
+    What the last tile of a range has past its end is added to too, by matmuls with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
@@ -142,136 +323,25 @@ def d_weight(
             a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a multiple of 16 bytes.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
-    (n, columns), hidden, adds = (rows or len(e), e.shape[1]), x.shape[1], old is not None
-    if columns != padded(classes):
-        raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {columns}")
-    d_blocks, steps = cdiv(hidden, D_BLOCK), cdiv(n, STEP)
-    tiles = d_blocks * cdiv(classes if adds else vocab, BLOCK_V)
-    many = min(tiles, programs())
-    piece_shape = in_order(PIECE, HALF, vocab_axis)
-
-    def body(scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any) -> None:
-        x_all, e_ring, buffers, full, empty, *of_old = scratch
-        (x_moved, x_ring), (moved, buffer) = (views(ref, interpret=interpret) for ref in (x_all, buffers))
-        program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-        mine = lax.div(tiles - program + many - 1, many)
-        first = 0 if first_class is None else scalar_ref[2 * PIECES + 1]
-
-        def place(index: Any) -> tuple[Any, Any]:
-            """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
-            tile = program + index * many
-            return lax.rem(tile, d_blocks) * D_BLOCK, lax.div(tile, d_blocks) * BLOCK_V
-
-        def at(d: Any, v: Any) -> tuple[Any, Any]:
-            return in_order(pl.ds(first + v, PIECE), pl.ds(d, HALF), vocab_axis)
-
-        def load() -> None:
-            start = scalar_ref[2 * PIECES]
-
-            def fetch(index: Any, piece: int) -> None:
-                """Loads a piece of the old tile that is wanted while tile `index` is multiplied."""
-                if not adds:
-                    return
-                index, piece = index + piece // PIECES, piece % PIECES
-                (old_moved, _), old_full, old_empty = views(of_old[0], interpret=interpret), *of_old[1:]
-                d, v = place(jnp.maximum(index - 1, 0))
-                slot = (index * PIECES + piece) & (OLD_STAGES - 1)
-                plgpu.barrier_wait(old_empty.at[slot])
-                for i in range(2):
-                    source = d_weight_ref.at[at(d + i * HALF, v + piece * PIECE)]
-                    plgpu.copy_gmem_to_smem(source, old_moved.at[slot, i], old_full.at[slot])
-
-            for piece in range(OLD_AHEAD):
-                fetch(0, piece)
-
-            @pl.loop(0, mine)
-            def _tile(index: Any) -> None:
-                d, v = place(index)
-
-                def step(s: Any) -> None:
-                    slot = slot_of(index * steps + s)
-                    plgpu.barrier_wait(empty.at[slot])
-                    for i in range(2):
-                        source = x_ref.at[pl.ds(start + s * STEP, STEP), pl.ds(d + i * HALF, HALF)]
-                        plgpu.copy_gmem_to_smem(source, x_moved.at[slot, i], full.at[slot])
-                    source = e_ref.at[pl.ds(s * STEP, STEP), pl.ds(v, BLOCK_V)]
-                    plgpu.copy_gmem_to_smem(source, e_ring.at[slot], full.at[slot])
-
-                first_pauses = [scalar_ref[i] for i in range(PIECES)]
-                over_steps(steps, first_pauses, step, lambda i: fetch(index, i + OLD_AHEAD), begin=0)
-
-            for piece in range(OLD_AHEAD, PIECES):
-                fetch(mine, piece)
-            for slot in range(OLD_STAGES * adds):
-                plgpu.barrier_wait(of_old[2].at[slot])
-
-        def multiply() -> None:
-            own_pauses = [scalar_ref[warpgroup * PIECES + i] for i in range(PIECES)]
-            for slot in range(OLD_STAGES * adds):
-                plgpu.barrier_arrive(of_old[2].at[slot])
-
-            def finish(sums: Array, index: Any, d: Any, v: Any, i: int) -> None:
-                """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
-                if adds:
-                    (_, old), old_full, old_empty = views(of_old[0], interpret=interpret), *of_old[1:]
-                    slot = (index * PIECES + i) & (OLD_STAGES - 1)
-                    plgpu.barrier_wait(old_full.at[slot])
-                    piece = old.at[slot, warpgroup]
-                    piece = piece.transpose((1, 0)) if vocab_axis == 0 else piece
-                    sums += plgpu.load(piece, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                    plgpu.barrier_arrive(old_empty.at[slot])
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
-                target = buffer.at[warpgroup, i % 2]
-                target = target.transpose((1, 0)) if vocab_axis == 0 else target
-                target[...] = sums.astype(e.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(moved.at[warpgroup, i % 2], d_weight_ref.at[at(d, v + i * PIECE)])
-
-            def tile(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-                d, v, *done = carry
-
-                def products(acc: Any) -> tuple[Any, ...]:
-                    def step(s: Any, *, releases: bool = True) -> None:
-                        slot = slot_of(index * steps + s)
-                        plgpu.barrier_wait(full.at[slot])
-                        plgpu.wgmma(acc, x_ring.at[slot, warpgroup].transpose((1, 0)), e_ring.at[slot])
-                        plgpu.wgmma_wait(1)
-                        if releases:
-                            plgpu.barrier_arrive(empty.at[slot_of(index * steps + s - 1)])
-
-                    step(0, releases=False)
-                    over_steps(steps, own_pauses, step, lambda i: finish(done[i], index, d, v, i))
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[slot_of(index * steps + steps - 1)])
-                    sums = acc[...]
-                    return tuple(sums[:, i : i + PIECE] for i in range(0, BLOCK_V, PIECE))
-
-                found = pl.run_scoped(products, plgpu.WGMMAAccumulatorRef((HALF, BLOCK_V), jnp.float32))
-                new_d, new_v = place(index)
-                return new_d + warpgroup * HALF, new_v, *found
-
-            zeros = plgpu.layout_cast(jnp.zeros((HALF, PIECE), jnp.float32), plgpu.Layout.WGMMA)
-            outside = jnp.int32(cdiv(vocab, BLOCK_V) * BLOCK_V)  # the first stores are dropped
-            d, v, *done = lax.fori_loop(0, mine, tile, (jnp.int32(0), outside, *[zeros] * PIECES))
-            for i, sums in enumerate(done):
-                finish(sums, mine, d, v, i)
-
-        as_roles(empty, load, multiply)
-
+    if e.shape[1] != padded(classes):
+        raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
+    sizes = (rows or len(e), x.shape[1], vocab, classes, vocab_axis)
+    kernel = DWeightKernel(*sizes, old is not None, first_class is not None, interpret)
     offsets = [start] if first_class is None else [start, first_class]
-    scalars = jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)])
+    scalars = jnp.concatenate([pauses(kernel.steps), jnp.array(offsets, jnp.int32)])
     scratch = [
         two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
-        two_views((2, 2, *piece_shape), e.dtype, interpret=interpret),
-        *barriers(3),
+        two_views((2, 2, *kernel.piece_shape), e.dtype, interpret=interpret),
+        *ring_barriers(3),
     ]
-    if adds:
-        scratch.append(two_views((OLD_STAGES, 2, *piece_shape), e.dtype, interpret=interpret))
+    if kernel.adds:
+        scratch.append(two_views((OLD_STAGES, 2, *kernel.piece_shape), e.dtype, interpret=interpret))
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=OLD_STAGES) for _ in range(2)]
+    body, grid = partial(d_weight_kernel, kernel), (kernel.programs,)
     if old is None:
-        result = jax.ShapeDtypeStruct(in_order(vocab, hidden, vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, (many,), interpret)[0]
+        result = jax.ShapeDtypeStruct(in_order(vocab, kernel.hidden, vocab_axis), e.dtype)
+        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, grid, interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, (many,), interpret)
+    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, grid, interpret)
     return jax.freeze(ref)

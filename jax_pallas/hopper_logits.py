@@ -1,7 +1,8 @@
 """Kernels for Hopper (sm_90) whose epilogues take tiles of logits: exponentials, statistics and d_logits.
 
 In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 192 classes
-(`hopper.over_tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its products 12 per unit of it.
+(`hopper_tiles.Tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its matmul 12 per unit of it.
+All three are one kernel with an epilogue of their own (`hopper_tiles.py`): each epilogue is above its launcher.
 
 What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
 blocks: nothing is added in an order that could change. Equations: linear_ce/MATH.md.
@@ -9,7 +10,7 @@ blocks: nothing is added in an order that could change. Equations: linear_ce/MAT
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import BLOCK_N, BLOCK_V, HALF, PIECE, PIECES, ROW, Half, Tiles, cdiv, over_tiles, padded
+from jax_pallas.hopper import BLOCK_N, BLOCK_V, HALF, PIECE, PIECES, ROW, cdiv, padded
+from jax_pallas.hopper_tiles import Half, Tiles, launch_tiles
 
 LOG2_E = 1.4426950408889634
 
-SHARED = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
+STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
+OF_TARGETS = ("target_exps", "target_logits")
 
 
 def limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
@@ -41,8 +45,10 @@ def limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None
     return None
 
 
-def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float | None) -> tuple[Array, Array | None]:
-    """Returns logits of raw products, and their ratio to the cap: MATH.md (1), (2)."""
+def to_logits(
+    half: Half, raw: Array, piece: int, logit_scale: float, softcap: float | None
+) -> tuple[Array, Array | None]:
+    """Returns logits of raw logits, and their ratio to the cap: MATH.md (1), (2)."""
     if "bias" in half.refs:
         raw = raw + half.of_columns("bias", piece)
     logits = raw * logit_scale if logit_scale != 1.0 else raw
@@ -55,7 +61,7 @@ def _cap(half: Half, raw: Array, piece: int, logit_scale: float, softcap: float 
     return softcap * ratio, ratio
 
 
-def _places(tiles: Tiles, target: Array | None) -> Array | None:
+def places_of(tiles: Tiles, target: Array | None) -> Array | None:
     """Returns (half row blocks, class blocks) int32: which of HALF places has what the targets of the half row block
     have in the class block, -1 where there is none of them; `target` (rows,) int32 columns, -1 for none."""
     if target is None:
@@ -66,7 +72,7 @@ def _places(tiles: Tiles, target: Array | None) -> Array | None:
     return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
 
 
-def _target_logits(half: Half, piece: int, capped: Array, carried: Any) -> Array:
+def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Array:
     """Returns (HALF,) logits of the rows' targets in this piece or an earlier one, 0 for those elsewhere, of `capped`
     (HALF, PIECE). Most half tiles hold no target, and hand on zeros."""
     if half.place is None:
@@ -78,7 +84,7 @@ def _target_logits(half: Half, piece: int, capped: Array, carried: Any) -> Array
     return found if carried is None else carried["target_logits"] + found
 
 
-def _put_targets(half: Half, piece: int, exponentials: Callable[[], Array], target_logits: Array) -> None:
+def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], target_logits: Array) -> None:
     """Writes, with the last piece, what the targets of a half tile have to its place: logits, and what the same
     instructions make of these as of all others."""
     if half.place is None or piece < PIECES - 1:
@@ -91,14 +97,57 @@ def _put_targets(half: Half, piece: int, exponentials: Callable[[], Array], targ
             half.refs[name][place, pl.ds(half.row, HALF)] = value
 
 
-def _by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Array:
-    """Returns (rows,) of what `_put_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
+def by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Array:
+    """Returns (rows,) of what `store_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
     row = jnp.arange(tiles.rows, dtype=jnp.int32)
     place = places[row // HALF, target.clip(0) // BLOCK_V].clip(0)
     return jnp.where(target >= 0, values[place, row], 0.0)
 
 
-OF_TARGETS = ("target_exps", "target_logits")
+class ExponentialsSwitches(NamedTuple):
+    """What `exponentials_epilogue` is asked for.
+
+    Args:
+        logit_scale, softcap: of the logits.
+        stores: the exponentials.
+        largest: the rows' largest logits.
+        repair: of flagged row blocks only, sums or, where the first flag is TOPS, largest logits.
+        has_target: what the targets have.
+    """
+
+    logit_scale: float
+    softcap: float | None
+    stores: bool
+    largest: bool
+    repair: bool
+    has_target: bool
+
+
+TOPS = 2  # in place of a first flag of 1: sums are the largest logits. So both passes are one kernel, compiled once
+
+
+def exponentials_epilogue(
+    switches: ExponentialsSwitches, half: Half, piece: int, raw: Array, carried: Any
+) -> tuple[Any, Array | None]:
+    """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
+    capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
+    # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
+    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
+    found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
+    if switches.largest or switches.repair:
+        top = half.masked(capped, piece, -jnp.inf).max(1)
+        found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
+    last = found
+    if switches.repair:
+        finds = jnp.full(found["sums"].shape, half.refs["redo"][0] == TOPS)
+        last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
+    half.put_last(piece, last)
+    if switches.has_target:
+        logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
+        store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
+    if not switches.stores:
+        return found, None
+    return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
 
 def exponentials(
@@ -120,7 +169,7 @@ def exponentials(
     e: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array | None, ...]:
-    """Returns anchored exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
+    """Returns scaled exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
@@ -162,10 +211,7 @@ def exponentials(
     return found.get("out"), sums, top, None, None
 
 
-TOPS = 2  # in place of a first flag of 1: sums are the largest logits. So both passes are one kernel, compiled once
-
-
-@partial(jax.jit, static_argnames=(*SHARED, "stores", "largest"))  # chunks of one size are lowered once
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest"))  # chunks of one size are lowered once
 def _exponentials(
     x: Array,
     w: Array,
@@ -188,40 +234,22 @@ def _exponentials(
     """Returns "out", if stored, "sums" and, if wanted, "tops" by block, and OF_TARGETS, of `exponentials`."""
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
-    places = _places(tiles, target)
+    places = places_of(tiles, target)
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
     names = ["sums", *["tops"] * largest]
     results = dict.fromkeys(names, tiles.by_block)
     if target is not None:
         results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
-    updates = stores and redo is not None
-    if updates:
+    if stores and redo is not None:
         operands["out"] = e
     elif stores:
         results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
-
-    def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, Array | None]:
-        capped, ratio = _cap(half, raw, piece, logit_scale, softcap)
-        # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
-        values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
-        found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
-        if largest or redo is not None:
-            top = half.masked(capped, piece, -jnp.inf).max(1)
-            found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
-        last = found
-        if redo is not None:
-            finds = jnp.full(found["sums"].shape, half.refs["redo"][0] == TOPS)
-            last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
-        half.put_last(piece, last)
-        if target is not None:
-            logits = found["target_logits"] = _target_logits(half, piece, capped, carried)
-            _put_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
-        if not stores:
-            return found, None
-        return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
-
-    found = over_tiles(
-        "exponentials" if redo is None else "exponentials_again",
+    operands["redo"] = redo
+    repair, has_target = redo is not None, target is not None
+    switches = ExponentialsSwitches(logit_scale, softcap, stores, largest, repair, has_target)
+    found = launch_tiles(
+        "exponentials_again" if repair else "exponentials",
+        partial(exponentials_epilogue, switches),
         tiles,
         x,
         w,
@@ -229,18 +257,62 @@ def _exponentials(
         by_row,
         operands,
         results,
-        epilogue,
         stored=jnp.bfloat16 if stores else None,
-        updates=updates,
-        redo=redo,
         interpret=interpret,
     )
     if target is None or places is None:
         return found
-    return found | {name: _by_target(tiles, places, target, found[name]) for name in OF_TARGETS}
+    return found | {name: by_target(tiles, places, target, found[name]) for name in OF_TARGETS}
 
 
-@partial(jax.jit, static_argnames=(*SHARED, "weighted", "entropy"))
+class StatisticsSwitches(NamedTuple):
+    """What `statistics_epilogue` is asked for: sums of class_weight * logits and of exp(logits - max) * (logits - max),
+    and what the targets have."""
+
+    logit_scale: float
+    softcap: float | None
+    weighted: bool
+    has_class_weight: bool  # otherwise they are ones
+    entropy: bool
+    has_target: bool
+
+
+def statistics_epilogue(
+    switches: StatisticsSwitches, half: Half, piece: int, raw: Array, carried: Any
+) -> tuple[Any, None]:
+    """Writes the statistics of a half tile's rows over its classes: (25)."""
+    capped, _ = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
+    if switches.logit_scale != 1.0 or switches.softcap is not None:
+        # Keeps the multiplication apart from the subtraction of the maximum: rounded together, the exponential
+        # of that logit is not 1, and a confident target's is not its summand.
+        capped = jnp.where(capped == capped, capped, raw)
+    logits = half.masked(capped, piece, -jnp.inf)
+    top = logits.max(1) if carried is None else jnp.maximum(carried["tops"], logits.max(1))
+    shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
+    shifted = logits - lax.broadcast_in_dim(shift, logits.shape, (0,))
+    exponentials = jnp.exp2(shifted * LOG2_E)
+    found = {"tops": top, "sums": exponentials.sum(1)}
+    if switches.entropy:
+        found["sums_exp_log"] = (exponentials * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
+    if switches.weighted:
+        terms = capped * half.of_columns("class_weight", piece) if switches.has_class_weight else capped
+        found["weighted_sums"] = half.masked(terms, piece, 0.0).sum(1)
+    if carried is not None:  # pieces are joined as chunks of the vocabulary are: (26)
+        moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
+        factor = jnp.exp2(moved * LOG2_E)
+        found["sums"] += factor * carried["sums"]
+        if switches.entropy:
+            found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
+        if switches.weighted:
+            found["weighted_sums"] += carried["weighted_sums"]
+    half.put_last(piece, found)
+    if switches.has_target:
+        target_logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
+        store_targets(half, piece, lambda: jnp.exp2((target_logits - shift) * LOG2_E), target_logits)
+    return found, None
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "weighted", "entropy"))
 def statistics(
     x: Array,
     w: Array,
@@ -260,17 +332,17 @@ def statistics(
     target: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array | None, ...]:
-    """Returns statistics of rows over a stretch of classes, (rows,) float32 each: (25).
+    """Returns statistics of rows over a chunk of classes, (rows,) float32 each: (25).
 
     Args:
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap, interpret: of `exponentials`; bias is indexed as w.
         class_weight: (V,) float32, indexed as w is; None means ones.
-        first_class, classes: the stretch is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
+        first_class, classes: the chunk is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
             where `vocab_axis` is 1 `first_class` is a multiple of 64.
-        skip: how many classes at the stretch's start are left out.
+        skip: how many classes at the chunk's start are left out.
         weighted: whether the sum of class_weight * logits is wanted.
         entropy: whether the sum of exp(logits - max) * (logits - max) is.
-        target: (rows,) int32, columns of the stretch, none of which is left out, -1 for none; or None.
+        target: (rows,) int32, columns of the chunk, none of which is left out, -1 for none; or None.
 
     Returns:
         The largest logit, the sum of exp(logits - max), and the two above or None; the target's summand of the former,
@@ -278,7 +350,7 @@ def statistics(
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     weights = class_weight if weighted else None
-    places = _places(tiles, target)
+    places = places_of(tiles, target)
     operands = {
         "bias": tiles.by_column(bias, first_class),
         "class_weight": tiles.by_column(weights, first_class),
@@ -287,63 +359,72 @@ def statistics(
     }
     names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
 
-    def epilogue(half: Half, piece: int, raw: Array, carried: Any) -> tuple[Any, None]:
-        capped, _ = _cap(half, raw, piece, logit_scale, softcap)
-        if logit_scale != 1.0 or softcap is not None:
-            # Keeps the multiplication apart from the subtraction of the maximum: rounded together, the exponential
-            # of that logit is not 1, and a confident target's is not its summand.
-            capped = jnp.where(capped == capped, capped, raw)
-        logits = half.masked(capped, piece, -jnp.inf)
-        top = logits.max(1) if carried is None else jnp.maximum(carried["tops"], logits.max(1))
-        shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
-        shifted = logits - lax.broadcast_in_dim(shift, logits.shape, (0,))
-        exponentials = jnp.exp2(shifted * LOG2_E)
-        found = {"tops": top, "sums": exponentials.sum(1)}
-        if entropy:
-            found["sums_exp_log"] = (exponentials * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
-        if weighted:
-            products = capped if weights is None else capped * half.of_columns("class_weight", piece)
-            found["weighted_sums"] = half.masked(products, piece, 0.0).sum(1)
-        if carried is not None:  # pieces are joined as stretches of the vocabulary are: (26)
-            moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
-            factor = jnp.exp2(moved * LOG2_E)
-            found["sums"] += factor * carried["sums"]
-            if entropy:
-                found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
-            if weighted:
-                found["weighted_sums"] += carried["weighted_sums"]
-        half.put_last(piece, found)
-        if target is not None:
-            target_logits = found["target_logits"] = _target_logits(half, piece, capped, carried)
-            _put_targets(half, piece, lambda: jnp.exp2((target_logits - shift) * LOG2_E), target_logits)
-        return found, None
-
     results = dict.fromkeys(names, tiles.by_block)
     if target is not None:
         results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
-    offsets = (start, first_class, skip)
-    found = over_tiles("statistics", tiles, x, w, offsets, {}, operands, results, epilogue, interpret=interpret)
-    out = {key: found[key][:, :rows] for key in names}
+    switches = StatisticsSwitches(logit_scale, softcap, weighted, weights is not None, entropy, target is not None)
+    epilogue, offsets = partial(statistics_epilogue, switches), (start, first_class, skip)
+    found = launch_tiles("statistics", epilogue, tiles, x, w, offsets, {}, operands, results, interpret=interpret)
+    targets = None
+    if target is not None and places is not None:
+        target_exp, target_logit = (by_target(tiles, places, target, found[name]) for name in OF_TARGETS)
+        targets = target, target_exp, target_logit
+    return _merged({key: found[key][:, :rows] for key in names}, targets)
+
+
+def _merged(out: dict[str, Array], targets: tuple[Array, Array, Array] | None) -> tuple[Array | None, ...]:
+    """Returns what `statistics` does, of its numbers by block, (class blocks, rows); targets, their summands and their
+    logits, (rows,): (26), all blocks at once."""
     tops = out["tops"]
-    top = tops.max(0)  # (26), all blocks at once
+    top = tops.max(0)
     masked = tops == -jnp.inf
     shift = jnp.where(masked, 0.0, tops - top)
     scale = jnp.where(masked, 0.0, jnp.exp(shift))
     target_exp = target_logit = None
-    if target is not None and places is not None:
-        target_exp, target_logit = (_by_target(tiles, places, target, found[name]) for name in OF_TARGETS)
-        target_exp *= scale[target.clip(0) // BLOCK_V, jnp.arange(rows)]
+    if targets is not None:
+        target, target_exp, target_logit = targets
+        target_exp *= scale[target.clip(0) // BLOCK_V, jnp.arange(len(target))]
     return (
         top,
         (scale * out["sums"]).sum(0),
-        out["weighted_sums"].sum(0) if weighted else None,
-        (scale * (out["sums_exp_log"] + shift * out["sums"])).sum(0) if entropy else None,
+        out["weighted_sums"].sum(0) if "weighted_sums" in out else None,
+        (scale * (out["sums_exp_log"] + shift * out["sums"])).sum(0) if "sums_exp_log" in out else None,
         target_exp,
         target_logit,
     )
 
 
-@partial(jax.jit, static_argnames=SHARED)
+class DLogitsSwitches(NamedTuple):
+    """What `d_logits_epilogue` computes with: `beta` and `sigma` are not 0 everywhere, and class weights not 1."""
+
+    logit_scale: float
+    softcap: float | None
+    has_beta: bool
+    has_sigma: bool
+    has_class_weight: bool
+
+
+def d_logits_epilogue(switches: DLogitsSwitches, half: Half, piece: int, raw: Array, _: None) -> tuple[None, Array]:
+    """Returns a piece of d_logits: (23), (15)."""
+    row = {key: half.of_rows(key) for key in half.by_row}
+    logits, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
+    log_prob = logits - row["lse"]
+    factor = row["alpha"]
+    if switches.has_beta:
+        log_prob = jnp.maximum(log_prob, NO_PROBABILITY)
+        factor = factor + row["beta"] * log_prob
+    values = jnp.exp2(log_prob * LOG2_E) * factor
+    if switches.has_sigma:
+        sigma = row["sigma"]
+        values = values - (sigma * half.of_columns("class_weight", piece) if switches.has_class_weight else sigma)
+    values = jnp.where(half.columns(piece) == row["target"], values - row["tau"], values)
+    if ratio is not None:
+        values = values * (1.0 - jnp.square(ratio))
+    values = jnp.where(row["contributes"] != 0, values, 0.0)
+    return None, half.masked(values, piece, 0.0)
+
+
+@partial(jax.jit, static_argnames=STATIC)
 def d_logits(
     x: Array,
     w: Array,
@@ -367,7 +448,7 @@ def d_logits(
     softcap: float | None,
     interpret: bool = False,
 ) -> Array:
-    """Returns d_logits of rows and a stretch of classes, (rows or up to 7 more, padded) of x's dtype, 0 past the last
+    """Returns d_logits of rows and a chunk of classes, (rows or up to 7 more, padded) of x's dtype, 0 past the last
     row and class: (23), (15).
 
     Args:
@@ -391,27 +472,18 @@ def d_logits(
     by_row = {key: tiles.by_row(value) for key, value in values.items()}
     operands = {"bias": tiles.by_column(bias, first_class), "class_weight": tiles.by_column(weights, first_class)}
 
-    def epilogue(half: Half, piece: int, raw: Array, _: None) -> tuple[None, Array]:
-        row = {key: half.of_rows(key) for key in half.by_row}
-        logits, ratio = _cap(half, raw, piece, logit_scale, softcap)
-        log_prob = logits - row["lse"]
-        factor = row["alpha"]
-        if beta is not None:
-            log_prob = jnp.maximum(log_prob, NO_PROBABILITY)
-            factor = factor + row["beta"] * log_prob
-        values = jnp.exp2(log_prob * LOG2_E) * factor
-        if sigma is not None:
-            smooth = row["sigma"] if weights is None else row["sigma"] * half.of_columns("class_weight", piece)
-            values = values - smooth
-        values = jnp.where(half.columns(piece) == row["target"], values - row["tau"], values)
-        if ratio is not None:
-            values = values * (1.0 - jnp.square(ratio))
-        values = jnp.where(row["contributes"] != 0, values, 0.0)
-        return None, half.masked(values, piece, 0.0)
-
-    results = {"out": jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), x.dtype)}
-    offsets = (start, first_class, skip)
-    found = over_tiles(
-        "d_logits", tiles, x, w, offsets, by_row, operands, results, epilogue, stored=x.dtype, interpret=interpret
+    switches = DLogitsSwitches(logit_scale, softcap, beta is not None, sigma is not None, weights is not None)
+    found = launch_tiles(
+        "d_logits",
+        partial(d_logits_epilogue, switches),
+        tiles,
+        x,
+        w,
+        (start, first_class, skip),
+        by_row,
+        operands,
+        {"out": jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), x.dtype)},
+        stored=x.dtype,
+        interpret=interpret,
     )
     return found["out"]

@@ -56,9 +56,9 @@ def load(implementation: str) -> Kernels:
             exponentials=hopper_logits.exponentials,
             statistics=hopper_logits.statistics,
             d_logits=hopper_logits.d_logits,
-            add_target_rows=target_kernels.add_target_rows,
-            d_weight=hopper_gradients.d_weight,
-            d_input=hopper_d_input.d_input,
+            add_target_rows=target_kernels.add_targets,
+            d_weight=hopper_gradients.add_d_weight,
+            d_input=hopper_d_input.store_d_input,
             d_input_scratch=hopper_d_input.d_input_scratch,
         )
     from jax_pallas import kernels
@@ -69,7 +69,7 @@ def load(implementation: str) -> Kernels:
         exponentials=kernels.exponentials,
         statistics=kernels.statistics,
         d_logits=kernels.d_logits,
-        add_target_rows=kernels.add_target_rows,
+        add_target_rows=kernels.add_targets,
         d_weight=None,
         d_input=None,
         d_input_scratch=None,

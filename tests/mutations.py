@@ -208,8 +208,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",
-        "cdiv(hidden, D_BLOCK), cdiv(n, STEP)",
-        "cdiv(hidden, D_BLOCK), n // STEP",
+        "return cdiv(self.rows, STEP)",
+        "return self.rows // STEP",
         tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
     ),
     Mutation(

@@ -63,7 +63,7 @@ load = launch.load
 
 def add_target_rows(*arrays: Array, **options: Any) -> Array:
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        return target_kernels.add_target_rows(*arrays, **options)
+        return target_kernels.add_targets(*arrays, **options)
 
 
 def over_chunks(body: Any, carry: Any, length: int, size: int) -> Any:

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_pallas import hopper_d_input, hopper_gradients, target_kernels
 from jax_pallas.hopper import MULTIPROCESSORS, cdiv, padded
-from jax_pallas.hopper_d_input import Shares, choose_shares, cut, d_input, d_input_scratch
-from jax_pallas.hopper_gradients import D_BLOCK, STEP, d_weight
+from jax_pallas.hopper_d_input import Shares, choose_shares, cut, d_input_scratch, store_d_input
+from jax_pallas.hopper_gradients import D_BLOCK, STEP, add_d_weight
 
 ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
 
@@ -93,7 +93,7 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     read = np.arange(sizes.tokens) - sizes.start  # of x: whole steps
     x = jnp.where(((read >= 0) & (read < cdiv(sizes.rows, STEP) * STEP))[:, None], x, jnp.nan)
     old = sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2) if adds else None
-    found = d_weight(
+    found = add_d_weight(
         e,
         x,
         jnp.int32(sizes.start),
@@ -123,7 +123,7 @@ def test_d_weight_of_a_stretch(first: int, vocab_axis: int, monkeypatch: pytest.
     seen = 11  # by the stretch before
     e = e.at[:, :seen].set(0)
     more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
-    found = d_weight(
+    found = add_d_weight(
         jnp.concatenate([e, more]),
         x,
         0,
@@ -189,7 +189,7 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     w = w.at[sizes.classes :].set(jnp.nan)
     e = e.at[: sizes.rows : 5].set(jnp.nan)
     held = held.at[own[::7]].set(jnp.nan)
-    found = d_input(
+    found = store_d_input(
         e,
         sizes.head(w),
         held,
@@ -217,7 +217,7 @@ def truncated(a: Any, b: Any) -> Any:
 
 @pytest.fixture
 def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `share_of` and `items_of` count in NumPy, for all programs of a card at once."""
+    """Has `item_of` and `items_of` count in NumPy, for all programs of a card at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
     monkeypatch.setattr(hopper_d_input, "lax", SimpleNamespace(**numbers))
@@ -230,7 +230,7 @@ def taken(shares: Shares, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
     items = np.broadcast_to(hopper_d_input.items_of(shares), MULTIPROCESSORS)
     slots = []
     for item in range(items.max(initial=0)):
-        found = hopper_d_input.share_of(item, shares)
+        found = hopper_d_input.item_of(item, shares)
         parts = np.stack([np.broadcast_to(part, MULTIPROCESSORS) for part in found], 1)[item < items]
         for tile, first, length, slot in parts.tolist():
             assert length > 0
@@ -244,7 +244,7 @@ def taken(shares: Shares, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
 
 
 def summed(shares: Shares, index: int) -> list[int]:
-    """Returns the slots that the summing kernel adds up for the index-th cut tile: `sum_body` of d_input."""
+    """Returns the slots that the summing kernel adds up for the index-th cut tile: `d_input_sum_kernel`."""
     slots = [index + k * shares.rest for k in range(shares.cuts)]
     if shares.spare:
         tail, at = shares.steps - shares.head, shares.spare * index
@@ -302,7 +302,7 @@ def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes = [(rows, padded(classes)), (classes, hidden), (rows, hidden)]
         arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
         factor = jax.ShapeDtypeStruct((rows,), jnp.float32)
-        call = partial(d_input, classes=classes, vocab_axis=0, most=most)
+        call = partial(store_d_input, classes=classes, vocab_axis=0, most=most)
         jax.eval_shape(lambda *arrays, call=call: call(*arrays, 0), *arrays, factor, factor)
         assert sum(allocated) == d_input_scratch(rows, hidden, classes, most)
         allocated.clear()
@@ -327,7 +327,7 @@ def test_add_target_rows(hidden: int, vocab_axis: int) -> None:
     x = jnp.asarray(x, jnp.bfloat16)
     arrays = (before if vocab_axis == 0 else before.T, x, *map(jnp.asarray, (target, row, theta)))
     with plgpu.force_gpu_interpret_mode():
-        found = target_kernels.add_target_rows(*arrays, vocab_axis=vocab_axis, classes=classes)
+        found = target_kernels.add_targets(*arrays, vocab_axis=vocab_axis, classes=classes)
     found = found if vocab_axis == 0 else found.T
     wanted = float64(before)
     for y, i, t in zip(target, row, theta, strict=True):
@@ -344,6 +344,6 @@ def test_limits() -> None:
     assert "72" in (hopper_gradients.limits(jnp.bfloat16, 72, 50257) or "")
     assert "33554432" in (hopper_gradients.limits(jnp.bfloat16, 64, 2**25) or "")
     with pytest.raises(ValueError, match="e must have 128 columns for 65 classes, got 64"):
-        d_weight(
+        add_d_weight(
             jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16), 0, vocab=65, classes=65, vocab_axis=0
         )

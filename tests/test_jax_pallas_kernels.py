@@ -261,7 +261,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     before = jnp.asarray(rng.standard_normal((classes, hidden)), DTYPES[dtype])
     x = jnp.asarray(x, DTYPES[dtype])
     arrays = (before if vocab_axis == 0 else before.T, x, jnp.asarray(target), jnp.asarray(row), jnp.asarray(theta))
-    found = kernels.add_target_rows(*arrays, vocab_axis=vocab_axis)
+    found = kernels.add_targets(*arrays, vocab_axis=vocab_axis)
     expected = wide(before)
     for y, i, t in zip(target, row, theta, strict=True):
         if 0 <= y < classes and t:
@@ -393,7 +393,7 @@ def compile_one(
         return kernels.d_logits(*arrays, **stretch)
 
     def add_target_rows(*arrays: Any) -> Any:
-        return kernels.add_target_rows(*arrays, vocab_axis=vocab_axis)
+        return kernels.add_targets(*arrays, vocab_axis=vocab_axis)
 
     of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {

@@ -1,0 +1,460 @@
+"""The Hopper kernel that computes tiles of logits for an epilogue: `hopper_logits.py` has three.
+
+which tiles a program takes      `Tiles`, `Walk`
+what a program has               `LogitsKernel`, `Program`; its epilogue gets a `Half`
+one warpgroup loads              `load_tiles`
+two multiply                     `logits_warpgroup`, `multiply`
+a piece of a tile is finished    `finish`, which calls the epilogue
+the kernel, and its launch       `logits_kernel`, `launch_tiles`
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_pallas import hopper
+from jax_pallas.hopper import (
+    BLOCK_N,
+    BLOCK_V,
+    COLUMN,
+    HALF,
+    PIECE,
+    PIECES,
+    ROW,
+    STAGES,
+    STEP,
+    Ring,
+    arrive_at_all,
+    as_roles,
+    cdiv,
+    in_pieces,
+    make_ring,
+    over_steps,
+    own_pauses,
+    pauses,
+    ring_barriers,
+    run_kernel,
+    slot_of,
+    transforms,
+    two_views,
+    views,
+    wait_for_all,
+    zero_piece,
+)
+
+GROUP_BYTES = 2**24  # of rows that share a block of classes before the next comes: both come from L2 then
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the logits of a call are cut: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis 1."""
+
+    rows: int
+    hidden: int
+    classes: int
+    vocab_axis: int
+
+    @property
+    def steps(self) -> int:
+        return cdiv(self.hidden, STEP)
+
+    @property
+    def row_blocks(self) -> int:
+        return cdiv(self.rows, BLOCK_N)
+
+    @property
+    def class_blocks(self) -> int:
+        return cdiv(self.classes, BLOCK_V)
+
+    @property
+    def count(self) -> int:
+        return self.row_blocks * self.class_blocks
+
+    @property
+    def programs(self) -> int:
+        return min(self.count, hopper.programs())
+
+    @property
+    def by_block(self) -> jax.ShapeDtypeStruct:
+        """What holds a number for each row and block of classes."""
+        return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
+
+    @property
+    def by_place(self) -> jax.ShapeDtypeStruct:
+        """What holds a number for each row and place of its half row block."""
+        return jax.ShapeDtypeStruct((HALF, self.row_blocks * BLOCK_N), jnp.float32)
+
+    def by_row(self, values: Array | None, other: float = 0) -> Array | None:
+        """Returns a value for each row of the tiles, of (rows,); `other` for those that are none."""
+        if values is None:
+            return None
+        return jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows), constant_values=other)
+
+    def by_column(self, values: Array | None, first_class: Array | int) -> Array | None:
+        """Returns a float32 value for each column of the tiles, of an array indexed as the head is."""
+        if values is None:
+            return None
+        if isinstance(first_class, int):
+            values = values[first_class : first_class + self.classes]
+        else:
+            values = lax.dynamic_slice_in_dim(values, first_class, self.classes)
+        return jnp.pad(values.astype(jnp.float32), (0, self.class_blocks * BLOCK_V - self.classes))
+
+
+def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
+    """Returns the row block and class block of a tile: row blocks of up to `GROUP_BYTES` share a class block.
+
+    Divisors are known to the compiler, which then multiplies: a division takes a hundred instructions.
+    """
+    most = max(1, GROUP_BYTES // (2 * BLOCK_N * tiles.hidden))
+    size = cdiv(tiles.row_blocks, cdiv(tiles.row_blocks, most))
+    last, rest = divmod(tiles.row_blocks, size)
+    number = lax.div(tile, size * tiles.class_blocks)
+    within = tile - number * (size * tiles.class_blocks)
+    class_block, here = lax.div(within, size), size
+    if rest:
+        class_block = jnp.where(number == last, lax.div(within, rest), class_block)
+        here = jnp.where(number == last, rest, size)
+    return number * size + within - class_block * here, class_block
+
+
+class Walk(NamedTuple):
+    """The tiles that a program takes: every `tiles.programs`-th, from its own number on."""
+
+    tiles: Tiles
+    program: Array
+    count: Array
+    redo: Any  # (1 + row blocks,) int32: only tiles of row blocks whose flag, after the first, is not 0; None: all
+
+
+def walk_of(tiles: Tiles, program: Array, redo: Any) -> Walk:
+    """Returns the walk of a program; with `redo` whose first is 0 it takes no tile."""
+    count = lax.div(tiles.count - program + tiles.programs - 1, tiles.programs)
+    if redo is not None:
+        count = jnp.where(redo[0] == 0, 0, count)
+    return Walk(tiles, program, count, redo)
+
+
+def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) -> T:
+    """Calls `tile` with the number of steps before it, its own number and what the one before returned."""
+    steps = walk.tiles.steps
+
+    def one(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
+        before, carry = carried
+        number = walk.program + t * walk.tiles.programs
+        if walk.redo is None:
+            return before + steps, tile(before, number, carry)
+        flagged = walk.redo[1 + tile_of(walk.tiles, number)[0]] != 0
+        carry = lax.cond(flagged, lambda carry: tile(before, number, carry), lambda carry: carry, carry)
+        return before + jnp.where(flagged, steps, 0), carry
+
+    return lax.fori_loop(0, walk.count, one, (jnp.int32(0), carry))[1]
+
+
+@dataclass(frozen=True)
+class Half:
+    """A warpgroup's half of a tile, as its epilogue sees it.
+
+    Args:
+        refs: the operands and results by name.
+        by_row: operands that have a value for each row, (HALF,).
+        row: its first row, as the call counts them; class_block: the tile's.
+        first, last: the columns that count, of the call; None: all do, and `place` is None.
+        place: of `places`, where what the rows' targets have goes; below 0: none of them is here. None: not asked for.
+    """
+
+    refs: dict[str, Any]
+    by_row: dict[str, Array]
+    row: Array
+    class_block: Array
+    first: Array | None
+    last: int
+    place: Array | None = None
+
+    @property
+    def column(self) -> Array:
+        return self.class_block * BLOCK_V
+
+    def of_rows(self, name: str) -> Array:
+        """Returns (HALF, PIECE), what there is one of for each row."""
+        return lax.broadcast_in_dim(self.by_row[name], (HALF, PIECE), (0,))
+
+    def of_columns(self, name: str, piece: int) -> Array:
+        """Returns (HALF, PIECE), what there is one of for each column."""
+        columns = pl.ds(self.column + piece * PIECE, PIECE)
+        values = plgpu.load(self.refs[name].at[columns], layout=COLUMN, optimized=False)
+        return lax.broadcast_in_dim(values, (HALF, PIECE), (1,))
+
+    def columns(self, piece: int) -> Array:
+        """Returns (HALF, PIECE) int32, the columns of the call."""
+        ids = plgpu.broadcasted_iota(jnp.int32, (HALF, PIECE), 1, layout=plgpu.Layout.WGMMA)
+        return ids + (self.column + piece * PIECE)
+
+    def masked(self, values: Array, piece: int, other: float) -> Array:
+        """Returns `values` (HALF, PIECE) with `other` in the columns that do not count."""
+        if self.first is None:
+            return values
+        columns = self.columns(piece)
+        return jnp.where((columns >= self.first) & (columns < self.last), values, other)
+
+    def put_last(self, piece: int, values: dict[str, Array]) -> None:
+        """Writes, with the last piece, (HALF,) of what there is one of for each row and block of classes."""
+        if piece == PIECES - 1:
+            for name, value in values.items():
+                self.refs[name][self.class_block, pl.ds(self.row, HALF)] = value
+
+
+class Done(NamedTuple):
+    """A half tile that was multiplied: the tile's number, rows that its stores go too far, so that there are none, and
+    its raw logits, PIECES of (HALF, PIECE) float32."""
+
+    tile: Array
+    shift: Array
+    raw: tuple[Array, ...]
+
+
+# (half tile, piece, raw logits of the piece (HALF, PIECE), what the piece before returned) -> that, piece of `out`.
+# It is called for each program's first tile once more, before, with zeros, to no effect.
+Epilogue = Callable[[Half, int, Array, Any], tuple[Any, Array | None]]
+
+
+@dataclass(frozen=True)
+class LogitsKernel:
+    """A kernel over tiles of logits, as it is known when the call is traced.
+
+    Args:
+        tiles: of the call.
+        offsets: the first row of x, the first class of w, how many classes from there on are left out. None: the number
+            follows the pauses in the kernel's scalars.
+        names: of the operands after x, w and scalars, and of the results. With "places" (half row blocks, class
+            blocks) int32, halves of tiles where these are not below 0 take the path of those of which not all columns
+            count: `Half.place`. With "redo", see `Walk`.
+        by_row: those that have a value for each row, which epilogues get loaded.
+        epilogue: returns a piece of "out" (rows, padded) or None, and after the last piece has written what there is
+            one of for each row.
+        stored: dtype of "out", an operand or a result; None: nothing is stored.
+        interpret: whether it runs in Pallas' interpreter, on a CPU.
+    """
+
+    tiles: Tiles
+    offsets: tuple[int | None, ...]
+    names: tuple[str, ...]
+    by_row: tuple[str, ...]
+    epilogue: Epilogue
+    stored: Any
+    interpret: bool
+
+
+class Program(NamedTuple):
+    """A program of a kernel: its tiles, and what a warpgroup reads and writes."""
+
+    kernel: LogitsKernel
+    walk: Walk
+    warpgroup: Array
+    scalar_ref: Any
+    refs: dict[str, Any]
+    ring: Ring
+    buffers: Any  # two for each warpgroup, (2, 2, HALF, PIECE), as TMA and as registers take them; None: no "out"
+
+    def offsets(self) -> list[Any]:
+        """Returns the offsets: what was known when the call was traced costs no launch that would write it."""
+        places = iter(range(2 * PIECES, 2 * PIECES + self.kernel.offsets.count(None)))
+        return [self.scalar_ref[next(places)] if one is None else jnp.int32(one) for one in self.kernel.offsets]
+
+
+def load_tiles(own: Program, x_ref: Any, w_ref: Any) -> None:
+    """The loading warpgroup: streams the steps of all tiles of this program through the ring."""
+    tiles, ring = own.kernel.tiles, own.ring
+    first_row, first_class, _ = own.offsets()
+    if tiles.vocab_axis and own.kernel.offsets[1] is None:
+        first_class = pl.multiple_of(first_class, 64)
+
+    def tile(before: Array, number: Array, _: tuple[()]) -> tuple[()]:
+        row_block, class_block = tile_of(tiles, number)
+        rows = pl.ds(first_row + row_block * BLOCK_N, BLOCK_N)
+        classes = pl.ds(first_class + class_block * BLOCK_V, BLOCK_V)
+
+        @pl.loop(0, tiles.steps)
+        def _step(s: Array) -> None:
+            slot = slot_of(before + s)
+            k = pl.ds(s * STEP, STEP)
+            plgpu.barrier_wait(ring.empty.at[slot])
+            source = w_ref.at[k, classes] if tiles.vocab_axis else w_ref.at[classes, k]
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, k], ring.a_moved.at[slot], ring.full.at[slot])
+            plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
+
+        return ()
+
+    over_tiles(own.walk, tile, ())
+    wait_for_all(ring.empty, STAGES)  # a program must not end before all have arrived
+
+
+def logits_warpgroup(own: Program) -> None:
+    """A multiplying warpgroup: its halves of all tiles of this program, each finished under the next."""
+    pauses = own_pauses(own.scalar_ref, own.warpgroup)
+    arrive_at_all(own.ring.empty, STAGES)
+
+    def tile(before: Array, number: Array, done: Done) -> Done:
+        accumulator = plgpu.WGMMAAccumulatorRef((HALF, BLOCK_V), jnp.float32)
+        raw = pl.run_scoped(lambda acc: multiply(acc, own, pauses, before, done), accumulator)
+        return Done(number, jnp.int32(0), raw)
+
+    zeros = zero_piece()
+    nowhere = jnp.int32(own.kernel.tiles.row_blocks * BLOCK_N)
+    none = Done(own.walk.program, nowhere, (zeros,) * PIECES)
+    last, carried = finishing(own, over_tiles(own.walk, tile, none)), None
+    for piece in range(PIECES):
+        carried = finish(own, last, piece, carried)
+    if own.buffers is not None:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def multiply(acc: Any, own: Program, pauses: list[Any], before: Array, done: Done) -> tuple[Array, ...]:
+    """Returns the raw logits of a half tile, PIECES of (HALF, PIECE) float32; finishes what is `done` meanwhile."""
+    ring, steps = own.ring, own.kernel.tiles.steps
+
+    def step(s: Array | int, *, releases: bool = True) -> None:
+        slot = slot_of(before + s)
+        plgpu.barrier_wait(ring.full.at[slot])
+        w = ring.b.at[slot]
+        if not own.kernel.tiles.vocab_axis:
+            w = w.transpose((1, 0))
+        plgpu.wgmma(acc, ring.a.at[slot, pl.ds(own.warpgroup * HALF, HALF)], w)
+        plgpu.wgmma_wait(1)  # this matmul stays in flight; the one before is done with its stage
+        if releases:
+            plgpu.barrier_arrive(ring.empty.at[slot_of(before + s - 1)])
+
+    step(0, releases=False)
+    half, carried = finishing(own, done), None
+    for piece in over_steps(steps, pauses, step):
+        carried = finish(own, half, piece, carried)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(ring.empty.at[slot_of(before + steps - 1)])
+    return in_pieces(acc)
+
+
+class Finishing(NamedTuple):
+    """A half tile whose epilogue runs, a piece at a time."""
+
+    done: Done
+    row: Array
+    whole: Half  # as the epilogue sees it where all columns count
+    masked: Half  # where not
+    cut: Array  # () bool: not all columns count
+
+
+def finishing(own: Program, done: Done) -> Finishing:
+    """Returns what `finish` needs of a half tile that was multiplied."""
+    tiles, refs = own.kernel.tiles, own.refs
+    row_block, class_block = tile_of(tiles, done.tile)
+    row = row_block * BLOCK_N + own.warpgroup * HALF
+    rows = {
+        name: plgpu.load(refs[name].at[pl.ds(row, HALF)], layout=ROW, optimized=False) for name in own.kernel.by_row
+    }
+    whole = Half(refs, rows, row, class_block, None, tiles.classes)
+    left_out = own.offsets()[2]
+    masked = replace(whole, first=left_out)
+    cut = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+    if "places" in refs:
+        place = refs["places"][2 * row_block + own.warpgroup, class_block]
+        masked, cut = replace(masked, place=place), cut | (place >= 0)
+    return Finishing(done, row, whole, masked, cut)
+
+
+def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
+    """Runs the epilogue of a piece of a half tile; returns what the next piece's takes."""
+    kernel, done = own.kernel, found.done
+
+    def of(half: Half) -> Any:
+        new, values = kernel.epilogue(half, piece, done.raw[piece], carried)
+        return new, None if values is None else values.astype(kernel.stored)
+
+    # Where no tile is cut too: without the branch ptxas waits for every matmul, C7514.
+    carried, values = lax.cond(found.cut, lambda: of(found.masked), lambda: of(found.whole))
+    if values is not None:
+        store_piece(own, values, found.row + done.shift, found.whole.column + piece * PIECE, piece)
+    return carried
+
+
+def store_piece(own: Program, values: Array, row: Array, column: Array, piece: int) -> None:
+    """Stores a piece of "out" through one of the warpgroup's two buffers; whatever lies outside it is dropped."""
+    moved, buffer = own.buffers
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
+    buffer[own.warpgroup, piece % 2] = values
+    plgpu.commit_smem()
+    at = (pl.ds(row, HALF), pl.ds(column, PIECE))
+    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.refs["out"].at[at])
+
+
+def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
+    """Runs an epilogue on every tile of x @ w, or on those of flagged row blocks.
+
+    Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
+    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and the
+    epilogue takes them a piece at a time, under the matmul of the next tile: the two warpgroups end their tiles at the
+    same time, and the tensor cores would stand idle for as long as an epilogue takes.
+    """
+    tiles, interpret = kernel.tiles, kernel.interpret
+    refs = dict(zip(kernel.names, rest, strict=False))
+    x_all, w_all, full, empty, *buffers = rest[len(refs) :]
+    w_views = views(w_all, interpret=interpret or tiles.vocab_axis == 1)
+    ring = make_ring(views(x_all, interpret=interpret), w_views, full, empty)
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    walk = walk_of(tiles, program, refs.get("redo"))
+    buffer = views(buffers[0], interpret=interpret) if buffers else None
+    own = Program(kernel, walk, warpgroup, scalar_ref, refs, ring, buffer)
+    as_roles(warpgroup, partial(load_tiles, own, x_ref, w_ref), partial(logits_warpgroup, own))
+
+
+def launch_tiles(
+    name: str,
+    epilogue: Epilogue,
+    tiles: Tiles,
+    x: Array,
+    w: Array,
+    offsets: tuple[Array | int, Array | int, Array | int],
+    by_row: dict[str, Array | None],
+    operands: dict[str, Array | None],
+    results: dict[str, jax.ShapeDtypeStruct],
+    *,
+    stored: Any = None,
+    interpret: bool,
+) -> dict[str, Array]:
+    """Launches `logits_kernel` on x (N, D) and w (V, D), or (D, V), and returns its results by name.
+
+    Args:
+        offsets, stored: of `LogitsKernel`.
+        by_row, operands: `LogitsKernel.names`; None where there is none. The operand "out" is written in place.
+    """
+    traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
+    scalars = jnp.concatenate([pauses(tiles.steps), *(number[None] for number in traced)])
+    present = {key: value for key, value in {**by_row, **operands}.items() if value is not None}
+    kernel = LogitsKernel(
+        tiles,
+        tuple(number if isinstance(number, int) else None for number in offsets),
+        (*present, *results),
+        tuple(key for key in by_row if key in present),
+        epilogue,
+        stored,
+        interpret,
+    )
+    if tiles.vocab_axis:
+        w_type = plgpu.SMEM((STAGES, STEP, BLOCK_V), x.dtype, transforms=transforms(STEP))
+    else:
+        w_type = two_views((STAGES, BLOCK_V, STEP), x.dtype, interpret=interpret)
+    scratch = [two_views((STAGES, BLOCK_N, STEP), x.dtype, interpret=interpret), w_type, *ring_barriers(2)]
+    if stored is not None:
+        scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
+    out = jax.new_ref(present["out"]) if "out" in present else None
+    arrays = (x, w, scalars, *(out if key == "out" else value for key, value in present.items()))
+    body, grid = partial(logits_kernel, kernel), (tiles.programs,)
+    found = run_kernel(body, name, arrays, list(results.values()), scratch, grid, interpret, approximate=True)
+    written = dict(zip(results, found, strict=True))
+    return written if out is None else {**written, "out": jax.freeze(out)}
