@@ -9,7 +9,7 @@ Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the 
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
 vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `fused.py`.
+without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `recompute.py`.
 
 Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import rows
+from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.pieces import Piece, is_symbolic, over_pieces
 from jax_pallas.problem import NO_GRADIENTS, Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are: at most a chunk of them is computed in vain
@@ -356,82 +357,24 @@ def gradients_by(
     return Gradients(d_input, *sums.result(problem))
 
 
-def workspace_model(
-    *,
-    tokens: int,
-    hidden: int,
-    classes: int,
-    itemsize: int,
-    weight_itemsize: int,
-    keeps_logits: bool,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-) -> WorkspaceModel:
-    """Counts what `chunked` allocates above inputs and gradients.
-
-    Args:
-        tokens: N.
-        hidden: D.
-        classes: K, rows of linear_weight that are classes.
-        itemsize: bytes of input's dtype.
-        weight_itemsize: bytes of linear_weight's dtype.
-        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
-        float16: input is float16, whose rows are scaled by powers of two for d_weight.
-        softcap: the logits are capped.
-        entropy: the entropy is computed, or differentiated.
-        d_input: d_input is computed.
-        d_weight: d_weight is computed.
-    """
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
-    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
-    if keeps_logits:
-        per_row += 4 * classes
-    if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
-    if d_weight and float16:
-        per_row += hidden * itemsize  # those rows
-    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
-    # Logits; d_logits and what is not fused with it; the shifted logits.
-    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
-    needs_sum = d_weight and weight_itemsize < 4
-    return WorkspaceModel(
-        fixed=64 * tokens + 8 * classes + 4096,
-        per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
-        float32_sum=4 * classes * hidden if needs_sum else 0,
-    )
-
-
 def _config(
     problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
 ) -> ChunkConfig:
     tokens, hidden = problem.input.shape
-    if is_symbolic(tokens):
-        tokens = SYMBOLIC_TOKENS
-
-    def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=problem.classes,
-            itemsize=problem.input.dtype.itemsize,
-            weight_itemsize=problem.linear_weight.dtype.itemsize,
-            keeps_logits=keeps_logits,
-            float16=problem.input.dtype == jnp.float16,
-            softcap=problem.spec.softcap is not None,
-            entropy=entropy,
-            d_input=needs_grad.d_input,
-            d_weight=needs_grad.d_weight,
-        )
-
-    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
-    if plan_a:
-        return choose_plan_a(model(keeps_logits=True), recomputing, *sizes)
-    return choose_chunks(recomputing, *sizes)
+    return choose_chunked(
+        tokens=SYMBOLIC_TOKENS if is_symbolic(tokens) else tokens,
+        hidden=hidden,
+        classes=problem.classes,
+        itemsize=problem.input.dtype.itemsize,
+        weight_itemsize=problem.linear_weight.dtype.itemsize,
+        gradients_in_forward=plan_a,
+        float16=problem.input.dtype == jnp.float16,
+        softcap=problem.spec.softcap is not None,
+        entropy=entropy,
+        d_input=needs_grad.d_input,
+        d_weight=needs_grad.d_weight,
+        budget=memory_budget,
+    )
 
 
 def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:

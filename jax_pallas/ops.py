@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, fused, launch, rows
+from jax_pallas import chunked, launch, recompute, rows
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import Gradients, NeedsGrad, Problem
 from jax_pallas.rows import Coefficients
@@ -252,7 +252,7 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 def _plans(implementation: str) -> Any:
     """Returns the module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`."""
-    return chunked if implementation == "chunked" else fused
+    return chunked if implementation == "chunked" else recompute
 
 
 def _named(array: Array) -> Array:

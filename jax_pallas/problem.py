@@ -29,7 +29,7 @@ class Problem:
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
-        implementation: whose kernels the plans of `fused.py` launch.
+        implementation: whose kernels the plans of `recompute.py` launch.
     """
 
     input: Array

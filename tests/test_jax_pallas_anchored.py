@@ -1,4 +1,4 @@
-"""Plans A and B with anchored exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
+"""Plans A and B with scaled exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
 on the CPU.
 
 Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
@@ -16,11 +16,20 @@ import pytest
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import anchored, chunked, fused, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
-from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas import (
+    chunked,
+    hopper,
+    hopper_d_input,
+    hopper_gradients,
+    launch,
+    recompute,
+    scaled_exp,
+    target_kernels,
+)
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem
 from jax_pallas.rows import Coefficients
+from jax_pallas.tile_config import ScaledExpConfig
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 
@@ -108,7 +117,7 @@ def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "options"), CASES)
-def test_anchored(
+def test_scaled_exp(
     n: int,
     d: int,
     v: int,
@@ -121,11 +130,11 @@ def test_anchored(
     for module in (hopper, hopper_gradients, hopper_d_input):
         monkeypatch.setattr(module, "programs", lambda: 2)
     monkeypatch.setattr(launch, "load", interpreted)
-    monkeypatch.setattr(anchored, "over_chunks", over_chunks)
-    monkeypatch.setattr(anchored, "_config", lambda *_, **__: AnchoredConfig(rows, 2**20, 0))
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    monkeypatch.setattr(scaled_exp, "_config", lambda *_, **__: ScaledExpConfig(rows, 2**20, 0))
     ours = problem(n, d, v, classes, vocab_axis, options)
-    loss, statistics, gradients = anchored.anchored(ours, 0, EVERYTHING, statistics=True)
-    evaluated, _, _ = anchored.anchored(ours, 0, NO_GRADIENTS, statistics=False)
+    loss, statistics, gradients = scaled_exp.scaled_exp(ours, 0, EVERYTHING, statistics=True)
+    evaluated, _, _ = scaled_exp.scaled_exp(ours, 0, NO_GRADIENTS, statistics=False)
 
     exact = in_float32(ours)
     want, found, exact_gradients = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None, statistics=True)
@@ -184,7 +193,7 @@ def test_recomputed(
     monkeypatch.setattr(launch, "load", interpreted)
     monkeypatch.setattr(chunked, "over_pieces", over_pieces)
     config = ChunkConfig(rows, slab, float32_sum=False)
-    loss, _, gradients = chunked.loss_and_gradients_by(fused.KERNEL_TILES, ours, config, EVERYTHING, None)
+    loss, _, gradients = chunked.loss_and_gradients_by(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
     judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
-    judge(chunked.gradients_by(fused.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)
+    judge(chunked.gradients_by(recompute.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)

@@ -13,9 +13,9 @@ from jax import Array
 from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, rows
-from jax_pallas.fused import KERNEL_TILES
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.recompute import KERNEL_TILES
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec

@@ -13,7 +13,7 @@ import pytest
 from jax import Array
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, fused, hopper, hopper_logits, rows
+from jax_pallas import chunked, hopper, hopper_logits, recompute, rows
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
@@ -119,7 +119,7 @@ def test_shards_of_the_vocabulary(implementation: str) -> None:
         problem = Problem(
             x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first, implementation=implementation
         )
-        tiles = chunked.XLA_TILES if implementation == "chunked" else fused.KERNEL_TILES
+        tiles = chunked.XLA_TILES if implementation == "chunked" else recompute.KERNEL_TILES
         return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
 
     @jax.jit

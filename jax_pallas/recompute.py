@@ -14,12 +14,12 @@ implementation has none of its own, and d_input is in plan C.
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas import chunked, fused_tiles, launch
-from jax_pallas.anchored import anchored, known
+from jax_pallas import chunked, launch, tile_config
 from jax_pallas.chunked import RowGradient, Tiles
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, add_d_weight
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
+from jax_pallas.scaled_exp import known, scaled_exp
 from linear_ce.chunking import ChunkConfig
 
 
@@ -36,7 +36,7 @@ def losses(problem: Problem, memory_budget: int, *, statistics: bool) -> tuple[A
     if problem.spec.label_smoothing or _converts(problem):
         config = _recomputed_config(problem, memory_budget, NO_GRADIENTS, entropy=False)
         return chunked.losses_by(KERNEL_TILES, problem, config)
-    loss, found, _ = anchored(problem, memory_budget, NO_GRADIENTS, statistics=statistics)
+    loss, found, _ = scaled_exp(problem, memory_budget, NO_GRADIENTS, statistics=statistics)
     return loss, found
 
 
@@ -59,7 +59,7 @@ def loss_and_gradients(
     Without `statistics` the largest logits are inf.
     """
     if _serves_exponentials(problem):
-        return anchored(problem, memory_budget, needs_grad, statistics=statistics)
+        return scaled_exp(problem, memory_budget, needs_grad, statistics=statistics)
     config = _recomputed_config(problem, memory_budget, needs_grad, entropy=False)
     return chunked.loss_and_gradients_by(KERNEL_TILES, problem, config, needs_grad, scales)
 
@@ -86,13 +86,13 @@ def _multiplies(problem: Problem) -> bool:
 
 
 def _serves_exponentials(problem: Problem) -> bool:
-    """Whether plan A can be made of anchored exponentials."""
+    """Whether plan A can be made of scaled exponentials."""
     if problem.input.dtype != jnp.bfloat16 or problem.spec.label_smoothing or _converts(problem):
         return False
     if launch.load(problem.implementation).gradient_limits is not None:
         return _multiplies(problem)
     vocab = problem.linear_weight.shape[problem.vocab_axis]
-    return vocab == problem.classes == fused_tiles.padded(vocab)  # XLA's products take whole arrays: nothing is padded
+    return vocab == problem.classes == tile_config.padded(vocab)  # XLA's products take whole arrays: nothing is padded
 
 
 def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
@@ -186,7 +186,7 @@ def _multiplies_slabs(problem: Problem) -> bool:
 
 def _recomputed_config(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool) -> ChunkConfig:
     tokens, hidden = problem.input.shape
-    return fused_tiles.choose_recomputed(
+    return tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
         classes=problem.classes,

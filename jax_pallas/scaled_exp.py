@@ -1,15 +1,15 @@
-"""Plans A and B with anchored exponentials (MATH.md section 8).
+"""Plans A and B with scaled exponentials (MATH.md section 8).
 
 Plan A is three products, whose operands are the exponentials that the logits' own product stores. It serves bfloat16
 without label smoothing. A chunk of rows goes through, in this order,
 
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `_factors`
+    loss, and the factors of rows; x becomes rho x        `_finish_rows`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
 Before them, for all rows, come the anchors (`_anchors`); after them the targets'
-terms of d_weight (`_add_target_rows`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
+terms of d_weight (`_add_targets`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
 
 d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
 replace them: then a chunk takes its exponentials and little else.
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import fused_tiles, launch
-from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas import launch, tile_config
 from jax_pallas.pieces import Piece, over_chunks
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, product_of
 from jax_pallas.rows import RowStatistics, nll_and_lse
+from jax_pallas.tile_config import ScaledExpConfig
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
@@ -61,7 +61,7 @@ class Factors(NamedTuple):
     theta: Array
 
 
-def anchored(
+def scaled_exp(
     problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
 ) -> tuple[Array, RowStatistics, Gradients]:
     """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
@@ -87,7 +87,7 @@ def anchored(
         )
         if e is None:
             return carry, sums
-        factors = _factors(problem, chunk, sums)
+        factors = _finish_rows(problem, chunk, sums)
         return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if needs_grad.d_input else None
@@ -96,10 +96,10 @@ def anchored(
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
     carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
-    factors = _factors(problem, whole, sums)
+    factors = _finish_rows(problem, whole, sums)
     d_weight, d_bias = carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
-        d_weight, d_bias = _add_target_rows(problem, kernels, factors.theta, d_weight, d_bias)
+        d_weight, d_bias = _add_targets(problem, kernels, factors.theta, d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
@@ -111,7 +111,7 @@ def anchored(
 
 def _config(
     problem: Problem, kernels: launch.Kernels, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
-) -> AnchoredConfig:
+) -> ScaledExpConfig:
     tokens, hidden = problem.input.shape
 
     def scratch(rows: int, most: int) -> int:
@@ -121,7 +121,7 @@ def _config(
             return kernels.d_input_scratch(rows, hidden, problem.classes, most)
         return 4 * rows * hidden  # of the library's product
 
-    return fused_tiles.choose_anchored(
+    return tile_config.choose_scaled_exp(
         tokens=tokens,
         hidden=hidden,
         classes=problem.classes,
@@ -213,7 +213,7 @@ def _store_exponentials(
     e, sums, top, target_exp, target_logit = exponentials(anchor, target=padded_target, largest=statistics)
     assert sums is not None
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
-    block = fused_tiles.ROW_BLOCK
+    block = tile_config.ROW_BLOCK
     blocks = -(-rows // block)
     flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
     flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
@@ -233,7 +233,7 @@ def _store_exponentials(
     return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top, target_exp, target_logit)
 
 
-def _factors(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
+def _finish_rows(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
     """Returns what a chunk's rows weigh: (6), (10), (27), (29), (31); rho and theta times the scale."""
     spec, target, row_weight = problem.spec, chunk.of(problem.target), chunk.of(problem.row_weight)
     total = jnp.where(sums.total == jnp.inf, jnp.nan, sums.total)  # an infinite logit: no probability is a number
@@ -254,7 +254,7 @@ def _factors(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
 def _add_gradients(
     problem: Problem,
     kernels: launch.Kernels,
-    config: AnchoredConfig,
+    config: ScaledExpConfig,
     chunk: Piece,
     rows: int,
     e: Array,
@@ -310,7 +310,7 @@ def _add_d_weight(
 def _store_d_input(
     problem: Problem,
     kernels: launch.Kernels,
-    config: AnchoredConfig,
+    config: ScaledExpConfig,
     chunk: Piece,
     rows: int,
     e: Array,
@@ -329,7 +329,7 @@ def _store_d_input(
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
 
 
-def _add_target_rows(
+def _add_targets(
     problem: Problem, kernels: launch.Kernels, theta: Array, d_weight: Array | None, d_bias: Array | None
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
