@@ -22,14 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import rows
-from jax_pallas.chunk_config import choose_chunked
-from jax_pallas.pieces import Piece, is_symbolic, over_pieces
-from jax_pallas.problem import NO_GRADIENTS, Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
+from jax_pallas.pieces import Piece, over_pieces
+from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
-SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are: at most a chunk of them is computed in vain
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
@@ -95,7 +93,7 @@ class Tiles(NamedTuple):
         partial: statistics of the tile, and its logits (n, v), None from what does not store them.
         d_logits: the tile's d_logits (n, v) in input's dtype, or more rows and columns of zeros, and their sum over
             rows for d_bias, (v,) float32, if wanted; from its logits, or None to compute them.
-        add_d_weight: `sums.add_d_weight`, of such d_logits.
+        add_d_weight: `problem.add_d_weight`, of such d_logits.
     """
 
     partial: Callable[..., tuple[Partial, Array | None]]
@@ -241,57 +239,15 @@ def chunk_gradients(
     return d_rows, sums
 
 
-def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
-    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _config(problem, memory_budget, needs_grad, entropy=entropy)
-
-
-def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Array, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    return losses_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS))
-
-
-def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
-    return statistics_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS, entropy=entropy), entropy)
-
-
-def loss_and_gradients(
-    problem: Problem,
-    memory_budget: int,
-    needs_grad: NeedsGrad,
-    scales: tuple[Array, Array] | None,
-    *,
-    statistics: bool = True,
-) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    config = _config(problem, memory_budget, needs_grad, plan_a=True)
-    return loss_and_gradients_by(XLA_TILES, problem, config, needs_grad, scales)
-
-
-def gradients(
-    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
-) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
-    return gradients_by(XLA_TILES, problem, config, lse, coefficients, needs_grad)
-
-
-def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
-    """`losses` with any tiles."""
-    found = statistics_by(tiles, problem, config, False)
+def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
-def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """`statistics` with any tiles."""
+def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+    """Plan B: statistics of every row, no loss."""
 
     def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
         partial, _ = chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles)
@@ -301,10 +257,10 @@ def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: 
     return over_pieces(body, None, problem.tokens, config.rows)[1]
 
 
-def loss_and_gradients_by(
+def loss_and_gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Array, Array] | None
 ) -> tuple[Array, RowStatistics, Gradients]:
-    """`loss_and_gradients` with any tiles."""
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     classes = problem.classes
 
     def body(
@@ -338,10 +294,10 @@ def loss_and_gradients_by(
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
-def gradients_by(
+def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """`gradients` with any tiles."""
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
 
     def body(carry: tuple[Array | None, HeadSums], chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
@@ -355,26 +311,6 @@ def gradients_by(
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
     (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
-
-
-def _config(
-    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
-) -> ChunkConfig:
-    tokens, hidden = problem.input.shape
-    return choose_chunked(
-        tokens=SYMBOLIC_TOKENS if is_symbolic(tokens) else tokens,
-        hidden=hidden,
-        classes=problem.classes,
-        itemsize=problem.input.dtype.itemsize,
-        weight_itemsize=problem.linear_weight.dtype.itemsize,
-        gradients_in_forward=plan_a,
-        float16=problem.input.dtype == jnp.float16,
-        softcap=problem.spec.softcap is not None,
-        entropy=entropy,
-        d_input=needs_grad.d_input,
-        d_weight=needs_grad.d_weight,
-        budget=memory_budget,
-    )
 
 
 def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:

@@ -70,9 +70,9 @@ LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that
 TILE_ROWS = range(256, 120, -8)
 
 
-def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool) -> Shares:
-    """Returns how the card's programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
-    steps, many = cdiv(classes, STEP), programs()
+def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool, many: int) -> Shares:
+    """Returns how `many` programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
+    steps = cdiv(classes, STEP)
     rounds, rest = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), many)
     if not (rest and cuts_tiles):
         return Shares(tile_rows, rounds, rest, int(rest > 0), steps, steps, 0)
@@ -83,15 +83,16 @@ def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool) 
     return Shares(tile_rows, rounds, rest, cuts, head, steps, min(spare, (steps - head) * rest))
 
 
-def choose_shares(rows: int, hidden: int, classes: int, most: int | None = None) -> Shares:
-    """Returns how the card's programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
-    choices = [cut(rows, hidden, classes, *choice) for choice in itertools.product(TILE_ROWS, (False, True))]
+def choose_shares(rows: int, hidden: int, classes: int, most: int | None, many: int) -> Shares:
+    """Returns how `many` programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
+    choices = [cut(rows, hidden, classes, *choice, many) for choice in itertools.product(TILE_ROWS, (False, True))]
     return min((shares for shares in choices if most is None or shares.bytes <= most), key=lambda shares: shares.cost)
 
 
-def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None = None) -> int:
-    """Returns the bytes that `d_input` takes beside its arguments; `most` is its argument of that name."""
-    return choose_shares(rows, hidden, classes, most).bytes
+def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many: int) -> int:
+    """Returns the bytes that `d_input` takes beside its arguments, by `many` programs; `most` is its argument of that
+    name."""
+    return choose_shares(rows, hidden, classes, most, many).bytes
 
 
 def tails(turn: Any, shares: Shares) -> Any:
@@ -197,7 +198,7 @@ def d_input(
     (_, columns), n, hidden = e.shape, len(rho), held.shape[1]
     if columns != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {columns}")
-    shares = shares or choose_shares(n, hidden, classes, most)
+    shares = shares or choose_shares(n, hidden, classes, most, programs())
     tile_rows, steps, d_blocks, many = shares.tile_rows, shares.steps, cdiv(hidden, D_BLOCK), programs()
     piece = math.gcd(tile_rows, HALF)  # rows that are stored at a time
     # Rows of the last tile that are not the chunk's stay as they are: 0 * sum + 1 * held.

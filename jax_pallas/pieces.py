@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are
+
 
 def is_symbolic(size: Any) -> bool:
     """Returns whether a size is known only where a program runs that `jax.export` wrote."""

@@ -22,7 +22,7 @@ from jax import Array, lax
 
 from jax_pallas import launch, tile_config
 from jax_pallas.pieces import Piece, over_chunks
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, product_of
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, plan_of, product_of
 from jax_pallas.rows import RowStatistics, nll_and_lse
 from jax_pallas.tile_config import ScaledExpConfig
 
@@ -61,20 +61,18 @@ class Factors(NamedTuple):
     theta: Array
 
 
-def scaled_exp(
-    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
-) -> tuple[Array, RowStatistics, Gradients]:
+def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Array, RowStatistics, Gradients]:
     """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
     of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
-    kernels = launch.load(problem.implementation)
-    config = _config(problem, kernels, memory_budget, needs_grad, statistics=statistics)
+    plan = plan_of(problem)
+    kernels, config = launch.load(plan.implementation), plan.scaled_exp_config
     x = problem.input
     whole = Piece(0, problem.tokens, None)
     anchor = _anchors(problem)
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
         rows = chunk.size
-        if kernels.d_input is not None:  # TMA reads zeros past the last row and drops what is stored there
+        if plan.implementation == "mosaic":  # TMA reads zeros past the last row and drops what is stored there
             rows = config.kernel_rows(chunk.size, problem.tokens)
         if carry.held is not None:
             rows_, start = carry.held, jnp.int32(chunk.start)
@@ -107,31 +105,6 @@ def scaled_exp(
     target_logit, top = (jnp.where(contributes, value, 0.0) for value in (sums.target_logit, sums.top))
     row_statistics = RowStatistics(factors.lse, target_logit, factors.nll, top, None, None)
     return factors.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
-
-
-def _config(
-    problem: Problem, kernels: launch.Kernels, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
-) -> ScaledExpConfig:
-    tokens, hidden = problem.input.shape
-
-    def scratch(rows: int, most: int) -> int:
-        if not needs_grad.d_input:
-            return 0
-        if kernels.d_input_scratch is not None:
-            return kernels.d_input_scratch(rows, hidden, problem.classes, most)
-        return 4 * rows * hidden  # of the library's product
-
-    return tile_config.choose_scaled_exp(
-        tokens=tokens,
-        hidden=hidden,
-        classes=problem.classes,
-        itemsize=problem.input.dtype.itemsize,
-        stores=any(needs_grad),
-        holds=needs_grad.d_input or not any(needs_grad),
-        statistics=statistics,
-        scratch=scratch,
-        budget=memory_budget,
-    )
 
 
 def target_rows(problem: Problem, column: Array) -> Array:
@@ -298,7 +271,7 @@ def _add_d_weight(
 ) -> Array:
     """Adds e^T (rho x) to d_weight: (33) without the targets' terms."""
     axis = problem.vocab_axis
-    if kernels.d_weight is not None:
+    if kernels.d_weight is not None and plan_of(problem).d_weight_kernel:
         vocab = problem.linear_weight.shape[axis]
         shared = {"vocab": vocab, "classes": problem.classes, "vocab_axis": axis, "rows": chunk.size}
         return kernels.d_weight(e, x, start, **shared, old=None if first else d_weight)
@@ -320,7 +293,7 @@ def _store_d_input(
 ) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     w, rho, theta = problem.linear_weight, factors.rho, factors.theta
-    if kernels.d_input is not None:
+    if kernels.d_input is not None and plan_of(problem).d_input_kernel:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
         rho, theta = (jnp.pad(value, (0, rows - chunk.size)) for value in (rho, theta))

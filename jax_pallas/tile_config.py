@@ -7,6 +7,20 @@ from dataclasses import dataclass
 
 from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of logits.
+
+    Args:
+        block_n: rows.
+        block_v: classes.
+    """
+
+    block_n: int
+    block_v: int
+
+
 ROW_BLOCK = 128  # rows of a tile of logits
 
 CLASS_BLOCK = 192  # and its classes at least: partial sums for each
@@ -187,4 +201,10 @@ def choose_recomputed(
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
-    return ChunkConfig(rows, slab, float32_sum=False, statistics_slab=slab if converts else classes)
+    return ChunkConfig(
+        rows,
+        slab,
+        float32_sum=False,
+        statistics_slab=slab if converts else classes,
+        bytes=model(slab).bytes(rows, slab),
+    )

@@ -1,5 +1,5 @@
-"""jax_pallas.recompute and jax_pallas.scaled_exp through its public functions: what chunks, options and gradients make of the kernels, which run in
-Pallas' interpreter, and where a call goes."""
+"""jax_pallas.recompute and jax_pallas.scaled_exp through the public functions: what chunks, options and gradients make
+of the kernels, which run in Pallas' interpreter, and where a call goes."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from jax_problem import problem
+from jax_problem import planned, problem
 from judged import check
 
 from jax_pallas import launch, recompute
@@ -141,6 +141,7 @@ def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> Non
         classes=classes,
         vocab_axis=1,
     )
+    problem = planned(problem, "gradients", "pallas_triton")
     slab = Piece(classes - 256, 256, jnp.ones(256, bool))
     head, slab_bias, class_weight, first, _ = recompute._slab(problem, slab)
     start = 0 if copied else classes - 256

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax_problem import planned
 from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, hopper, hopper_logits, recompute, rows
@@ -116,9 +117,8 @@ def test_shards_of_the_vocabulary(implementation: str) -> None:
     spec = LossSpec("none")
 
     def partial_of(first: int, last: int) -> rows.Partial:
-        problem = Problem(
-            x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first, implementation=implementation
-        )
+        problem = Problem(x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first)
+        problem = planned(problem, "statistics", implementation)
         tiles = chunked.XLA_TILES if implementation == "chunked" else recompute.KERNEL_TILES
         return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
 
