@@ -15,6 +15,7 @@ d_input's own memory holds the input's rows, zeros in those that do not contribu
 replace them: then a chunk takes its exponentials and little else.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -66,34 +67,54 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
     plan = plan_of(problem)
     kernels, config = launch.load(plan.implementation), plan.scaled_exp_config
-    x = problem.input
-    whole = Piece(0, problem.tokens, None)
-    anchor = _anchors(problem)
+    x, tokens = problem.input, problem.tokens
+    whole = Piece(0, tokens, None)
+
+    def kernel_rows(size: int) -> int:
+        # TMA reads zeros past the last row and drops what is stored there.
+        return config.kernel_rows(size, tokens) if plan.implementation == "mosaic" else size
+
+    # What belongs to rows goes on as far as the kernels of the last chunk do: then chunks are cut from it alike.
+    last = (tokens - 1) % config.rows + 1
+    past = (0, kernel_rows(last) - last)
+    by_row = replace(
+        problem,
+        target=jnp.pad(problem.target, past, constant_values=-1),
+        row_weight=jnp.pad(problem.row_weight, past),
+    )
+    anchor = jnp.pad(_anchors(problem), past, constant_values=jnp.inf)  # no row: zeros
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
-        rows = chunk.size
-        if plan.implementation == "mosaic":  # TMA reads zeros past the last row and drops what is stored there
-            rows = config.kernel_rows(chunk.size, problem.tokens)
+        rows = kernel_rows(chunk.size)
+        kernel_chunk = Piece(chunk.start, rows, None)
         if carry.held is not None:
-            rows_, start = carry.held, jnp.int32(chunk.start)
+            rows_, start = carry.held, chunk.start
         elif any(needs_grad):
             rows_, start = jnp.pad(problem.rows(chunk), ((0, rows - chunk.size), (0, 0))), jnp.int32(0)
         else:  # what a row holds reaches no sum but its own
-            rows_, start = x, jnp.int32(chunk.start)
+            rows_, start = x, chunk.start
         e, sums = _store_exponentials(
-            problem, kernels, chunk, rows, rows_, start, chunk.of(anchor), stores=any(needs_grad), statistics=statistics
+            by_row,
+            kernels,
+            kernel_chunk,
+            rows_,
+            start,
+            kernel_chunk.of(anchor),
+            stores=any(needs_grad),
+            statistics=statistics,
         )
         if e is None:
             return carry, sums
-        factors = _finish_rows(problem, chunk, sums)
-        return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
+        factors = _finish_rows(by_row, kernel_chunk, sums)
+        return _add_gradients(by_row, kernels, config, chunk, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if needs_grad.d_input else None
     d_bias = jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None
     carry = Carry(held, None, d_bias)
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
-    carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
+    carry, sums = over_chunks(body, carry, problem.tokens, config.rows, unrolls=needs_grad.d_input)
+    sums = Sums(*(value[:tokens] for value in sums))
     factors = _finish_rows(problem, whole, sums)
     d_weight, d_bias = carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
@@ -155,7 +176,6 @@ def _store_exponentials(
     problem: Problem,
     kernels: launch.Kernels,
     chunk: Piece,
-    rows: int,
     x: Array,
     start: Array | int,
     anchor: Array,
@@ -165,32 +185,27 @@ def _store_exponentials(
 ) -> tuple[Array | None, Sums]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and their sums; x holds its rows from `start` on.
 
-    The kernels take `rows` rows, as many as the chunk has or more, whose exponentials are zeros; an implementation that
-    has the gradients' products too may add further rows of zeros to e.
+    The chunk may go on past the last row: exponentials under an anchor of inf are zeros. An implementation that has the
+    gradients' products too may add further rows of zeros to e.
 
     Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
     know which: the launches that see to it find nothing to do where none is. A block's other rows keep their anchors,
     sums and targets' summands.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    shared = {**known(problem, rows, problem.classes), "stores": stores}
+    shared = {**known(problem, chunk.size, problem.classes), "stores": stores}
 
     def exponentials(anchor: Array, **options: Any) -> tuple[Array | None, ...]:
-        anchor = jnp.pad(anchor, (0, rows - chunk.size), constant_values=jnp.inf)  # no row: zeros
-        e, *found = kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
-        return e, *(None if value is None else value[: chunk.size] for value in found)
+        return kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
 
     target = chunk.of(problem.target)
     is_class = _is_class(problem, target)
-    padded_target = jnp.pad(jnp.where(is_class, target, -1), (0, rows - chunk.size), constant_values=-1)
-    e, sums, top, target_exp, target_logit = exponentials(anchor, target=padded_target, largest=statistics)
+    known_target = jnp.where(is_class, target, -1)
+    e, sums, top, target_exp, target_logit = exponentials(anchor, target=known_target, largest=statistics)
     assert sums is not None
+    sums = lax.optimization_barrier(sums)  # XLA would sum up all rows again, 26 us, for each flag
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
-    block = tile_config.ROW_BLOCK
-    blocks = -(-rows // block)
-    flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
-    flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
-    redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
+    redo = _flags(leaves)
     e, _, largest, *_ = exponentials(anchor, largest=True, redo=redo, e=e)
     assert largest is not None
     repaired = jnp.where(jnp.isfinite(largest), jnp.floor(largest * LOG2_E), 0.0)
@@ -204,6 +219,16 @@ def _store_exponentials(
     target_exp = jnp.where(leaves, jnp.exp2(target_logit * LOG2_E - anchor), target_exp)
     target_logit = jnp.where(is_class, target_logit, jnp.nan)
     return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top, target_exp, target_logit)
+
+
+def _flags(leaves: Array) -> Array:
+    """Returns (1 + row blocks,) int32: whether any row (n,) leaves the range, and for each block whether one does.
+
+    A single reduction, where each flag looks at all rows: the first flag of the others would be a launch more.
+    """
+    blocks = jnp.arange(-(-len(leaves) // tile_config.ROW_BLOCK) + 1)[:, None] - 1
+    looks_at = (blocks == -1) | (blocks == jnp.arange(len(leaves)) // tile_config.ROW_BLOCK)
+    return (looks_at & leaves).astype(jnp.int32).max(1)
 
 
 def _finish_rows(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
@@ -229,7 +254,6 @@ def _add_gradients(
     kernels: launch.Kernels,
     config: ScaledExpConfig,
     chunk: Piece,
-    rows: int,
     e: Array,
     x: Array,
     start: Array | int,
@@ -240,7 +264,7 @@ def _add_gradients(
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
     held, d_weight, d_bias = carry
-    target, rho = chunk.of(problem.target), factors.rho[:, None]
+    target, rho = chunk.of(problem.target), factors.rho[: chunk.size, None]
     columns = jnp.where(_is_class(problem, target), target, e.shape[1])
     e = e.at[jnp.arange(chunk.size), columns].set(0, mode="drop", unique_indices=True)
     if d_bias is not None:
@@ -251,9 +275,9 @@ def _add_gradients(
         x = part.put(x, scaled)
         d_weight = _add_d_weight(problem, kernels, chunk, e, x, start, scaled, d_weight, first=first)
     if held is not None:
-        target, d_weight = lax.optimization_barrier((target, d_weight))  # x's place is taken after it was read
+        x, d_weight = lax.optimization_barrier((x, d_weight))  # x's place is taken after it was read
         w_target = target_rows(problem, _column(problem, target))
-        held = _store_d_input(problem, kernels, config, chunk, rows, e, x, w_target, factors)
+        held = _store_d_input(problem, kernels, config, chunk, e, x, w_target, factors)
     return Carry(held, d_weight, d_bias)
 
 
@@ -285,7 +309,6 @@ def _store_d_input(
     kernels: launch.Kernels,
     config: ScaledExpConfig,
     chunk: Piece,
-    rows: int,
     e: Array,
     held: Array,
     w_target: Array,
@@ -296,7 +319,6 @@ def _store_d_input(
     if kernels.d_input is not None and plan_of(problem).d_input_kernel:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
-        rho, theta = (jnp.pad(value, (0, rows - chunk.size)) for value in (rho, theta))
         return kernels.d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))

@@ -78,7 +78,7 @@ def add_target_rows(*arrays: Array, **options: Any) -> Array:
         return target_kernels.add_target_rows(*arrays, **options)
 
 
-def over_chunks(body: Any, carry: Any, length: int, size: int) -> Any:
+def over_chunks(body: Any, carry: Any, length: int, size: int, **_: bool) -> Any:
     full = (length - 1) // size * size
     carry, last = body(carry, Piece(full, length - full, None), first=True)
     found = []
