@@ -292,9 +292,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not admitted.
-        ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's
-            device; memory_budget cannot
-            hold the smallest piece.
+        ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's device;
+            memory_budget cannot hold the smallest piece.
 
     Example:
         >>> import torch

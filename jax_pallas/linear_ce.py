@@ -321,9 +321,8 @@ def explain(
 
     Raises:
         TypeError: a dtype that is not admitted.
-        ValueError: a shape or an option; `implementation` is no implementation, or cannot serve
-            these shapes and dtypes; memory_budget cannot
-            hold the smallest piece.
+        ValueError: a shape or an option; `implementation` is no implementation, or cannot serve these shapes and
+            dtypes; memory_budget cannot hold the smallest piece.
 
     Example:
         >>> import jax.numpy as jnp
