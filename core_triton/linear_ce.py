@@ -21,6 +21,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from core_triton import ops, rows
+from core_triton.plan import ExecutionPlan, Stage
+from core_triton.problem import NeedsGrad, Problem
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = ("triton", "chunked")
@@ -52,6 +54,20 @@ class Implementation(NamedTuple):
 
     name: str
     reason: str
+
+
+class Explanation(Implementation):
+    """What `explain` returns: an `Implementation`, and the plan of the call, which `str` puts into a few lines."""
+
+    plan: ExecutionPlan
+
+    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
+        self = super().__new__(cls, name, reason)
+        self.plan = plan
+        return self
+
+    def __str__(self) -> str:
+        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
 def linear_cross_entropy(
@@ -254,18 +270,58 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
         )
 
 
-def explain(input: Tensor, linear_weight: Tensor, *, implementation: str | None = None) -> Implementation:
-    """Returns which implementation a call with these arrays runs, and why.
+def explain(
+    input: Tensor,
+    linear_weight: Tensor,
+    *,
+    gradients: bool = True,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> Explanation:
+    """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
     Args:
         input: (..., D).
         linear_weight: (V, D).
-        implementation: as given to the call.
+        gradients: whether the gradients of input and linear_weight are wanted.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:
-        ValueError: `implementation` is no implementation, or cannot run on input's device.
+        TypeError: a dtype that is not admitted.
+        ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's device;
+            memory_budget cannot hold the smallest piece.
+
+    Example:
+        >>> import torch
+        >>> from core_triton import explain
+        >>> explained = explain(torch.ones(6, 16), torch.ones(100, 16), implementation="chunked")
+        >>> explained.reason
+        'asked for by name'
+        >>> print(explained)
+        implementation: chunked, asked for by name
+        path: chunked: no kernels
+        kernels: none
+        chunks: 1 of up to 6 rows
+        weight: read where it is
+        matmuls: logits, d_input, d_weight by PyTorch
+        workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    return _choose(input.device, implementation)
+    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
+    rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
+    named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
+    infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
+    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation)
+    flat = input.reshape(-1, input.shape[-1])
+    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
+    stage: Stage = "losses"
+    if gradients:
+        stage = "gradients" if reduction == "none" else "loss_and_gradients"
+    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False))
+    return Explanation(*_choose(input.device, implementation), plan)
 
 
 def _choose(device: torch.device, implementation: str | None) -> Implementation:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked
 from core_triton.tile_config import ScaledExpConfig, TileConfig
-from linear_ce.chunking import ChunkConfig
+from linear_ce.chunking import ChunkConfig, describe_plan
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
@@ -81,6 +81,10 @@ class ExecutionPlan:
         d_input_kernel: d_input comes from our kernel; otherwise from cuBLAS's GEMM and a pass over its result.
         d_weight_kernel: d_weight comes from our kernel; otherwise from cuBLAS's GEMM.
         holds_rows: d_input's own memory holds the input's packed rows until their gradients replace them.
+        programs: of a kernel that stays on the GPU and walks over tiles: one a multiprocessor.
+        tokens: N.
+        memory_budget: bytes.
+        matmuls: which of "logits", "d_input" and "d_weight" run.
     """
 
     implementation: str
@@ -93,7 +97,10 @@ class ExecutionPlan:
     d_input_kernel: bool
     d_weight_kernel: bool
     holds_rows: bool
-    programs: int  # of a kernel that stays on the GPU and walks over tiles: one a multiprocessor
+    programs: int
+    tokens: int
+    memory_budget: int
+    matmuls: tuple[str, ...]
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -111,6 +118,24 @@ class ExecutionPlan:
         """Whether a matmul of PyTorch's runs."""
         return self.path != "scaled_exp" or not (self.d_input_kernel and self.d_weight_kernel)
 
+    def __str__(self) -> str:
+        family = None
+        if self.path != "chunked":
+            family = "Hopper's, in Gluon" if self.hopper else "Triton's, for any GPU"
+        ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        return describe_plan(
+            path=self.path,
+            kernels=family,
+            tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
+            rows=self.chunks.rows,
+            tokens=self.tokens,
+            casts_head=self.casts_head,
+            matmuls={name: ours[name] for name in self.matmuls},
+            library="cuBLAS" if self.implementation == "triton" else "PyTorch",
+            workspace=self.chunks.bytes,
+            budget=self.memory_budget,
+        )
+
 
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
@@ -120,6 +145,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
     """
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
     if key.implementation == "chunked":
         chunks = choose_chunked(
             tokens=tokens,
@@ -136,7 +162,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             upcasts=x.dtype != "float32" and key.device.type != "cuda",
             budget=key.memory_budget,
         )
-        return ExecutionPlan("chunked", "chunked", False, None, chunks, *[False] * 5, programs=0)
+        return ExecutionPlan(
+            "chunked", "chunked", False, None, chunks, w.dtype != x.dtype, *[False] * 4, programs=0,
+            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
+        )  # fmt: skip
     hopper = key.device.capability == 90 and key.device.type == "cuda" and x.itemsize == 2
     tile = tile_config.choose_tile(x.itemsize, key.device.capability)
     casts_head = w.dtype != x.dtype or not w.tma_compatible()
@@ -167,7 +196,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "triton", "scaled_exp", hopper, tile, chunks, casts_head, casts_input, d_input_kernel, d_weight_kernel,
-            holds_rows, key.device.multiprocessors,
+            holds_rows, key.device.multiprocessors, tokens, key.memory_budget, matmuls,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -186,5 +215,5 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         "triton", "recompute", hopper, tile, chunks, casts_head, casts_input, False, False, False,
-        key.device.multiprocessors,
+        key.device.multiprocessors, tokens, key.memory_budget, matmuls,
     )  # fmt: skip

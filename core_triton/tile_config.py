@@ -318,4 +318,10 @@ def choose_recomputed(
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
-    return ChunkConfig(rows, slab, float32_sum=False, statistics_slab=slab if converts else classes)
+    return ChunkConfig(
+        rows,
+        slab,
+        float32_sum=False,
+        statistics_slab=slab if converts else classes,
+        bytes=model(slab).bytes(rows, slab),
+    )

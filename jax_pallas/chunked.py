@@ -9,7 +9,7 @@ Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the 
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
 vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `fused.py`.
+without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `recompute.py`.
 
 Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
@@ -22,13 +22,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas import rows
-from jax_pallas.pieces import Piece, is_symbolic, over_pieces
-from jax_pallas.problem import NO_GRADIENTS, Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
+from jax_pallas.pieces import Piece, over_pieces
+from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
-from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
-SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are: at most a chunk of them is computed in vain
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
@@ -94,7 +93,7 @@ class Tiles(NamedTuple):
         partial: statistics of the tile, and its logits (n, v), None from what does not store them.
         d_logits: the tile's d_logits (n, v) in input's dtype, or more rows and columns of zeros, and their sum over
             rows for d_bias, (v,) float32, if wanted; from its logits, or None to compute them.
-        add_d_weight: `sums.add_d_weight`, of such d_logits.
+        add_d_weight: `problem.add_d_weight`, of such d_logits.
     """
 
     partial: Callable[..., tuple[Partial, Array | None]]
@@ -240,57 +239,15 @@ def chunk_gradients(
     return d_rows, sums
 
 
-def check_budget(problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, entropy: bool = False) -> None:
-    """Raises ValueError where `gradients` could not keep within the budget: known before the forward pass runs."""
-    _config(problem, memory_budget, needs_grad, entropy=entropy)
-
-
-def losses(problem: Problem, memory_budget: int, *, statistics: bool = True) -> tuple[Array, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    return losses_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS))
-
-
-def statistics(problem: Problem, memory_budget: int, *, entropy: bool = False) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
-    return statistics_by(XLA_TILES, problem, _config(problem, memory_budget, NO_GRADIENTS, entropy=entropy), entropy)
-
-
-def loss_and_gradients(
-    problem: Problem,
-    memory_budget: int,
-    needs_grad: NeedsGrad,
-    scales: tuple[Array, Array] | None,
-    *,
-    statistics: bool = True,
-) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`.
-
-    `statistics` says whether the largest logits are wanted; here they cost nothing.
-    """
-    config = _config(problem, memory_budget, needs_grad, plan_a=True)
-    return loss_and_gradients_by(XLA_TILES, problem, config, needs_grad, scales)
-
-
-def gradients(
-    problem: Problem, memory_budget: int, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
-) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
-    config = _config(problem, memory_budget, needs_grad, entropy=coefficients.beta is not None)
-    return gradients_by(XLA_TILES, problem, config, lse, coefficients, needs_grad)
-
-
-def losses_by(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
-    """`losses` with any tiles."""
-    found = statistics_by(tiles, problem, config, False)
+def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
+    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
-def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """`statistics` with any tiles."""
+def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+    """Plan B: statistics of every row, no loss."""
 
     def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
         partial, _ = chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles)
@@ -300,10 +257,10 @@ def statistics_by(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: 
     return over_pieces(body, None, problem.tokens, config.rows)[1]
 
 
-def loss_and_gradients_by(
+def loss_and_gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Array, Array] | None
 ) -> tuple[Array, RowStatistics, Gradients]:
-    """`loss_and_gradients` with any tiles."""
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     classes = problem.classes
 
     def body(
@@ -337,10 +294,10 @@ def loss_and_gradients_by(
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
-def gradients_by(
+def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """`gradients` with any tiles."""
+    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
 
     def body(carry: tuple[Array | None, HeadSums], chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
@@ -354,84 +311,6 @@ def gradients_by(
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
     (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
-
-
-def workspace_model(
-    *,
-    tokens: int,
-    hidden: int,
-    classes: int,
-    itemsize: int,
-    weight_itemsize: int,
-    keeps_logits: bool,
-    float16: bool,
-    softcap: bool,
-    entropy: bool,
-    d_input: bool,
-    d_weight: bool,
-) -> WorkspaceModel:
-    """Counts what `chunked` allocates above inputs and gradients.
-
-    Args:
-        tokens: N.
-        hidden: D.
-        classes: K, rows of linear_weight that are classes.
-        itemsize: bytes of input's dtype.
-        weight_itemsize: bytes of linear_weight's dtype.
-        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
-        float16: input is float16, whose rows are scaled by powers of two for d_weight.
-        softcap: the logits are capped.
-        entropy: the entropy is computed, or differentiated.
-        d_input: d_input is computed.
-        d_weight: d_weight is computed.
-    """
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
-    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
-    if keeps_logits:
-        per_row += 4 * classes
-    if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
-    if d_weight and float16:
-        per_row += hidden * itemsize  # those rows
-    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
-    # Logits; d_logits and what is not fused with it; the shifted logits.
-    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
-    needs_sum = d_weight and weight_itemsize < 4
-    return WorkspaceModel(
-        fixed=64 * tokens + 8 * classes + 4096,
-        per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
-        float32_sum=4 * classes * hidden if needs_sum else 0,
-    )
-
-
-def _config(
-    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, plan_a: bool = False, entropy: bool = False
-) -> ChunkConfig:
-    tokens, hidden = problem.input.shape
-    if is_symbolic(tokens):
-        tokens = SYMBOLIC_TOKENS
-
-    def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
-            tokens=tokens,
-            hidden=hidden,
-            classes=problem.classes,
-            itemsize=problem.input.dtype.itemsize,
-            weight_itemsize=problem.linear_weight.dtype.itemsize,
-            keeps_logits=keeps_logits,
-            float16=problem.input.dtype == jnp.float16,
-            softcap=problem.spec.softcap is not None,
-            entropy=entropy,
-            d_input=needs_grad.d_input,
-            d_weight=needs_grad.d_weight,
-        )
-
-    recomputing, sizes = model(keeps_logits=False), (tokens, problem.classes, memory_budget)
-    if plan_a:
-        return choose_plan_a(model(keeps_logits=True), recomputing, *sizes)
-    return choose_chunks(recomputing, *sizes)
 
 
 def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:

@@ -91,9 +91,9 @@ LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that
 TILE_ROWS = range(256, 120, -8)
 
 
-def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool) -> Shares:
-    """Returns how the card's programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
-    steps, many = cdiv(classes, STEP), programs()
+def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool, many: int) -> Shares:
+    """Returns how `many` programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
+    steps = cdiv(classes, STEP)
     rounds, rest = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), many)
     if not (rest and cuts_tiles):
         return Shares(tile_rows, rounds, rest, int(rest > 0), steps, steps, 0)
@@ -104,15 +104,16 @@ def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool) 
     return Shares(tile_rows, rounds, rest, cuts, head, steps, min(spare, (steps - head) * rest))
 
 
-def choose_shares(rows: int, hidden: int, classes: int, most: int | None = None) -> Shares:
-    """Returns how the card's programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
-    choices = [cut(rows, hidden, classes, *choice) for choice in itertools.product(TILE_ROWS, (False, True))]
+def choose_shares(rows: int, hidden: int, classes: int, most: int | None, many: int) -> Shares:
+    """Returns how `many` programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
+    choices = [cut(rows, hidden, classes, *choice, many) for choice in itertools.product(TILE_ROWS, (False, True))]
     return min((shares for shares in choices if most is None or shares.bytes <= most), key=lambda shares: shares.cost)
 
 
-def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None = None) -> int:
-    """Returns the bytes that `d_input` takes beside its arguments; `most` is its argument of that name."""
-    return choose_shares(rows, hidden, classes, most).bytes
+def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many: int) -> int:
+    """Returns the bytes that `d_input` takes beside its arguments, by `many` programs; `most` is its argument of that
+    name."""
+    return choose_shares(rows, hidden, classes, most, many).bytes
 
 
 class Item(NamedTuple):
@@ -393,7 +394,7 @@ def store_d_input(
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    shares = shares or choose_shares(n, hidden, classes, most)
+    shares = shares or choose_shares(n, hidden, classes, most, programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(shares, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
     # Rows of the last tile that are not the chunk's stay as they are: 0 * sum + 1 * held.

@@ -13,10 +13,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas.pieces import is_symbolic
+from jax_pallas.tile_config import TileConfig
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
 Capability = tuple[int, int]  # compute capability of an NVIDIA GPU, (9, 0) for Hopper
+
+
+class DeviceInfo(NamedTuple):
+    """What a plan needs to know of a device."""
+
+    type: str  # "cuda", "cpu", ...
+    capability: int  # 80, 90, ...; 0 where it is not known
+    multiprocessors: int
 
 
 class Kernels(NamedTuple):
@@ -25,17 +34,20 @@ class Kernels(NamedTuple):
     Args:
         limits: (dtype, hidden, vocab, vocab_axis) -> what keeps the kernels from such a call, or None.
         gradient_limits: (dtype, hidden, vocab) -> the same of `d_weight` and `d_input`.
+        tile: (dtype) -> the tile of logits.
         exponentials: e (n, padded(K)), their sums, the largest logits and the targets' summands and logits of a chunk.
         statistics: of a chunk's rows over a stretch of the vocabulary.
         d_logits: of the same.
         add_target_rows: adds the targets' terms to d_weight.
         d_weight: e^T x, added to what is there.
         d_input: rho (e w) + theta w_target.
-        d_input_scratch: (rows, hidden, classes, most) -> bytes that d_input takes besides its result, `most` at most.
+        d_input_scratch: (rows, hidden, classes, most, programs) -> bytes that d_input takes besides its result, `most`
+            at most.
     """
 
     limits: Callable[..., str | None]
     gradient_limits: Callable[..., str | None] | None
+    tile: Callable[[Any], TileConfig]
     exponentials: Callable[..., tuple[Array | None, ...]]
     statistics: Callable[..., tuple[Any, ...]]
     d_logits: Callable[..., Array]
@@ -48,11 +60,12 @@ class Kernels(NamedTuple):
 def load(implementation: str) -> Kernels:
     """Returns the kernels of an implementation; nothing of its backend is imported before."""
     if implementation == "mosaic":
-        from jax_pallas import hopper_d_input, hopper_gradients, hopper_logits, target_kernels
+        from jax_pallas import hopper, hopper_d_input, hopper_gradients, hopper_logits, target_kernels
 
         return Kernels(
             limits=hopper_logits.limits,
             gradient_limits=hopper_gradients.limits,
+            tile=lambda dtype: TileConfig(hopper.BLOCK_N, hopper.BLOCK_V),
             exponentials=hopper_logits.exponentials,
             statistics=hopper_logits.statistics,
             d_logits=hopper_logits.d_logits,
@@ -66,6 +79,7 @@ def load(implementation: str) -> Kernels:
     return Kernels(
         limits=kernels.limits,
         gradient_limits=None,
+        tile=lambda dtype: TileConfig(kernels.BLOCK_N, kernels.tile_of(dtype, sloped=False).block_v),
         exponentials=kernels.exponentials,
         statistics=kernels.statistics,
         d_logits=kernels.d_logits,
@@ -180,6 +194,17 @@ def known_capability(platform: str) -> Capability | None:
     except ValueError:
         return None
     return major, minor
+
+
+def device_info(implementation: str, platform: str) -> DeviceInfo:
+    """Returns what a plan needs to know of the device that an implementation's kernels are lowered for."""
+    major, minor = known_capability(platform) or (0, 0)
+    multiprocessors = 0
+    if implementation == "mosaic":
+        from jax_pallas.hopper import programs
+
+        multiprocessors = programs()
+    return DeviceInfo(platform, 10 * major + minor, multiprocessors)
 
 
 def _version(capability: Capability) -> str:

@@ -9,6 +9,7 @@ denominators: `rows.row_weights` folds all of that into one vector. Which operat
     log-probabilities    `log_probs`            plan C
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import launch, ops, rows
+from jax_pallas.plan import ExecutionPlan, Stage
+from jax_pallas.problem import NeedsGrad, Problem
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
@@ -52,6 +55,20 @@ class Implementation(NamedTuple):
 
     name: str
     reason: str
+
+
+class Explanation(Implementation):
+    """What `explain` returns: an `Implementation`, and the plan of the call, which `str` puts into a few lines."""
+
+    plan: ExecutionPlan
+
+    def __new__(cls, name: str, reason: str, plan: ExecutionPlan) -> "Explanation":
+        self = super().__new__(cls, name, reason)
+        self.plan = plan
+        return self
+
+    def __str__(self) -> str:
+        return f"implementation: {self.name}, {self.reason}\n{self.plan}"
 
 
 def linear_cross_entropy(
@@ -278,9 +295,19 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
 
 
 def explain(
-    input: Array, linear_weight: Array, *, vocab_axis: int = 0, implementation: str | None = None
-) -> Implementation:
-    """Returns which implementation a call with these arrays runs, and why.
+    input: Array,
+    linear_weight: Array,
+    *,
+    vocab_axis: int = 0,
+    gradients: bool = True,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> Explanation:
+    """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
     Without a name that depends on the device, which under jit is known only when the call is lowered: of arrays that
     are traced or have no device, it tells what runs on the mesh's or the default device.
@@ -289,26 +316,61 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        implementation: as given to the call.
+        gradients: whether the gradients of input and linear_weight are wanted.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:
-        ValueError: `implementation` is no implementation, or cannot serve these shapes and dtypes.
+        TypeError: a dtype that is not admitted.
+        ValueError: a shape or an option; `implementation` is no implementation, or cannot serve these shapes and
+            dtypes; memory_budget cannot hold the smallest piece.
 
     Example:
         >>> import jax.numpy as jnp
         >>> from jax_pallas.linear_ce import explain
-        >>> explain(jnp.ones((6, 16)), jnp.ones((100, 16)), implementation="chunked").reason
+        >>> explained = explain(jnp.ones((6, 16)), jnp.ones((100, 16)), implementation="chunked")
+        >>> explained.reason
         'asked for by name'
+        >>> print(explained)
+        implementation: chunked, asked for by name
+        path: chunked: no kernels
+        kernels: none
+        chunks: 1 of up to 6 rows
+        weight: read where it is
+        matmuls: logits, d_input, d_weight by XLA
+        workspace: 0.0 MiB of a budget of 512.0 MiB
     """
+    spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, vocab_size=vocab_size)
+    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # a target, and anything else of rows
+    named = {"input": input, "linear_weight": linear_weight, "target": rows}
+    infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
+    check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
+    launch.check_sizes(input.shape, linear_weight.shape)
+    chosen, platform = _choose(input, linear_weight, vocab_axis, implementation)
+    tokens = math.prod(input.shape[:-1])
+    flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
+    classes = spec.classes(linear_weight.shape[vocab_axis])
+    problem = Problem(flat, linear_weight, None, rows, rows, None, spec, classes, vocab_axis=vocab_axis)
+    stage: Stage = "losses"
+    if gradients:
+        stage = "gradients" if reduction == "none" else "loss_and_gradients"
+    budget, device = check_memory_budget(memory_budget), launch.device_info(chosen.name, platform)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), device)
+    return Explanation(*chosen, plan)
+
+
+def _choose(
+    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None
+) -> tuple[Implementation, str]:
+    """Returns the implementation of a call and why it is that, and the platform of its device."""
+    platform = launch.traced_platform(input)
     if implementation is not None:
         _check_implementation(implementation, input, linear_weight, vocab_axis)
-        return Implementation(implementation, "asked for by name")
+        return Implementation(implementation, "asked for by name"), platform
     symbolic = launch.symbolic_limits(input.shape)
     if symbolic is not None:
-        return Implementation("chunked", symbolic)
-    platform = launch.traced_platform(input)
-    capability = launch.known_capability(platform)
-    return Implementation(*launch.choose(platform, capability, *_shape(input, linear_weight, vocab_axis)))
+        return Implementation("chunked", symbolic), platform
+    shape = _shape(input, linear_weight, vocab_axis)
+    return Implementation(*launch.choose(platform, launch.known_capability(platform), *shape)), platform
 
 
 def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:

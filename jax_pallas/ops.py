@@ -17,7 +17,7 @@ into rows instead, and lets plan C take a cotangent for each. Inside, around the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,10 +25,12 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, fused, launch, rows
+from jax_pallas import chunked, launch, recompute, rows
+from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
-from jax_pallas.problem import Gradients, NeedsGrad, Problem
+from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.rows import Coefficients
+from jax_pallas.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
 
 RESIDUAL = (
@@ -66,18 +68,6 @@ class Options:
         class_weight = rest.pop(0) if self.has_class_weight else None
         names = ("input", "linear_weight", "target", "row_weight")
         return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
-
-    def problem(self, arrays: Sequence[Array], platform: str | None = None) -> Problem:
-        """Returns the problem of a call that is lowered for `platform`, or traced."""
-        (_, hidden), vocab = arrays[0].shape, arrays[1].shape[self.vocab_axis]
-        shape = (arrays[0].dtype, hidden, vocab, self.vocab_axis)
-        shared = {
-            "spec": self.spec,
-            "classes": self.classes,
-            "vocab_axis": self.vocab_axis,
-            "implementation": launch.resolve(self.implementation, platform, *shape),
-        }
-        return Problem(**self.named(arrays), **shared)
 
     def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
         """Reads from a forward rule's primals what is differentiated."""
@@ -139,9 +129,7 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
-    problem = options.problem(arrays)
-    # Of the backward pass: refused here already.
-    _plans(problem.implementation).check_budget(problem, options.memory_budget, needs_grad)
+    _problem("gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), needs_grad), None)
 
@@ -154,7 +142,7 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
         d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
         return options.cotangents(_scaled(gradients, d_row, None, scales))
     arrays, lse, needs_grad = recomputed
-    problem = options.problem(arrays)
+    problem = _problem("gradients", options, arrays, needs_grad)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
     coefficients = rows.loss_coefficients(
         options.spec, lse, problem.target, upstream, problem.row_weight, problem.class_weight, options.classes
@@ -174,15 +162,15 @@ def _log_probs(options: Options, *arrays: Array) -> Arrays:
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
     needs_grad, arrays = options.needs_grad(primals), tuple(primal.value for primal in primals)
-    problem = options.problem(arrays)
-    _plans(problem.implementation).check_budget(problem, options.memory_budget, needs_grad, entropy=True)
+    _problem("gradients", options, arrays, needs_grad, entropy=True)  # refuses what the backward pass could not do
     log_prob, entropy, lse = _log_probs(options, *arrays)
     return (log_prob, entropy, lse), (arrays, _named(entropy), _named(lse), needs_grad)
 
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
-    problem, cotangents = options.problem(arrays), tuple(map(_dense, cotangents))
+    problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
+    cotangents = tuple(map(_dense, cotangents))
     coefficients = rows.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
@@ -190,48 +178,6 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
 
 
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
-
-
-@opaque("linear_ce_losses")
-def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, rows.RowStatistics]:
-    """Plan B."""
-    problem = options.problem(arrays, platform)
-    return _plans(problem.implementation).losses(problem, options.memory_budget, statistics=options.statistics)
-
-
-@opaque("linear_ce_statistics")
-def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
-    """Plan B, with the entropy."""
-    problem = options.problem(arrays, platform)
-    return _plans(problem.implementation).statistics(problem, options.memory_budget, entropy=True)
-
-
-@opaque("linear_ce_plan_a")
-def _plan_a(
-    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
-) -> tuple[Array, Arrays, Gradients, Any]:
-    """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
-    options, needs_grad = static
-    problem = options.problem(arrays, platform)
-    scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
-    losses, statistics, gradients = _plans(problem.implementation).loss_and_gradients(
-        problem, options.memory_budget, needs_grad, scales, statistics=options.statistics
-    )
-    return losses, (statistics.lse, statistics.target_logit, statistics.max), gradients, scales
-
-
-@opaque("linear_ce_gradients")
-def _gradients(
-    static: tuple[Options, NeedsGrad],
-    arrays: Arrays,
-    lse: Array,
-    coefficients: Coefficients,
-    platform: str | None = None,
-) -> Gradients:
-    """Plan C's backward pass."""
-    options, needs_grad = static
-    problem = options.problem(arrays, platform)
-    return _plans(problem.implementation).gradients(problem, options.memory_budget, lse, coefficients, needs_grad)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
@@ -250,9 +196,124 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
     )
 
 
-def _plans(implementation: str) -> Any:
-    """Returns the module of plans A `loss_and_gradients`, B `losses` and `statistics`, C `gradients`."""
-    return chunked if implementation == "chunked" else fused
+@opaque("linear_ce_losses")
+def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, rows.RowStatistics]:
+    """Plan B."""
+    problem = _problem("losses", options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
+    plan = plan_of(problem)
+    if plan.path == "scaled_exp":
+        loss, found, _ = scaled_exp(problem, NO_GRADIENTS, statistics=options.statistics)
+        return loss, found
+    return chunked.losses(_tiles(plan), problem, plan.chunk_config)
+
+
+@opaque("linear_ce_statistics")
+def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
+    """Plan B, with the entropy."""
+    problem = _problem("statistics", options, arrays, NO_GRADIENTS, platform, entropy=True)
+    plan = plan_of(problem)
+    return chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+
+
+@opaque("linear_ce_plan_a")
+def _plan_a(
+    static: tuple[Options, NeedsGrad], *arrays: Array, platform: str | None = None
+) -> tuple[Array, Arrays, Gradients, Any]:
+    """Returns (N,) losses, their statistics, the gradients of their sum, and the powers of two that these carry."""
+    options, needs_grad = static
+    statistics = options.statistics
+    problem = _problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
+    plan = plan_of(problem)
+    scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
+    if plan.path == "scaled_exp":
+        losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics)
+    else:
+        losses, found, gradients = chunked.loss_and_gradients(
+            _tiles(plan), problem, plan.chunk_config, needs_grad, scales
+        )
+    return losses, (found.lse, found.target_logit, found.max), gradients, scales
+
+
+@opaque("linear_ce_gradients")
+def _gradients(
+    static: tuple[Options, NeedsGrad],
+    arrays: Arrays,
+    lse: Array,
+    coefficients: Coefficients,
+    platform: str | None = None,
+) -> Gradients:
+    """Plan C's backward pass."""
+    options, needs_grad = static
+    entropy = coefficients.beta is not None
+    problem = _problem("gradients", options, arrays, needs_grad, platform, entropy=entropy)
+    plan = plan_of(problem)
+    return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+
+
+def _problem(
+    stage: Stage,
+    options: Options,
+    arrays: Sequence[Array],
+    needs_grad: NeedsGrad,
+    platform: str | None = None,
+    *,
+    statistics: bool = False,
+    entropy: bool = False,
+) -> Problem:
+    """Returns the problem, with its plan, of a call that is lowered for `platform`, or traced."""
+    shared = {"spec": options.spec, "classes": options.classes, "vocab_axis": options.vocab_axis}
+    problem = Problem(**options.named(arrays), **shared)
+    w = problem.linear_weight
+    shape = (problem.input.dtype, problem.input.shape[1], w.shape[options.vocab_axis], options.vocab_axis)
+    implementation = launch.resolve(options.implementation, platform, *shape)
+    plan = plan_for(
+        problem,
+        stage,
+        options.memory_budget,
+        implementation,
+        needs_grad,
+        launch.device_info(implementation, launch.traced_platform() if platform is None else platform),
+        statistics=statistics,
+        entropy=entropy,
+    )
+    return replace(problem, plan=plan)
+
+
+def plan_for(
+    problem: Problem,
+    stage: Stage,
+    memory_budget: int,
+    implementation: str,
+    needs_grad: NeedsGrad,
+    device: launch.DeviceInfo,
+    *,
+    statistics: bool = False,
+    entropy: bool = False,
+) -> ExecutionPlan:
+    """Returns the plan of a problem: `plan.make_plan` with what it needs to know of the arrays."""
+    key = PlanKey(
+        stage=stage,
+        input=layout_of(problem.input),
+        linear_weight=layout_of(problem.linear_weight),
+        vocab_axis=problem.vocab_axis,
+        classes=problem.local_classes,
+        label_smoothing=problem.spec.label_smoothing != 0,
+        softcap=problem.spec.softcap is not None,
+        entropy=entropy,
+        d_input=needs_grad.d_input,
+        d_weight=needs_grad.d_weight,
+        d_bias=needs_grad.d_bias,
+        statistics=statistics,
+        memory_budget=memory_budget,
+        implementation=implementation,
+        device=device,
+    )
+    return make_plan(key)
+
+
+def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
+    """Returns what makes the tiles of the plans in `chunked`."""
+    return chunked.XLA_TILES if plan.path == "chunked" else recompute.KERNEL_TILES
 
 
 def _named(array: Array) -> Array:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are
+
 
 def is_symbolic(size: Any) -> bool:
     """Returns whether a size is known only where a program runs that `jax.export` wrote."""
@@ -79,15 +81,31 @@ def over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: 
     return carry, jax.tree.map(joined, pieces)
 
 
-def over_chunks[T](body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+UNROLLED = 8  # chunks at most
+
+
+def over_chunks[T](
+    body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int, *, unrolls: bool
+) -> tuple[T, Any]:
     """Runs `body(carry, piece, first=...)` over the pieces of an axis, none of which overlap, the last of them first.
 
     So the one that may be shorter is the one that needs code of its own: it starts sums, to which the others add.
+
+    Where `unrolls`, a few chunks are not a loop but one after the other: their starts are then constants, and nothing
+    is launched to compute, slice or gather by them. Each must take from the carry what it cannot begin without, or
+    two would live at a time.
     """
     full = (length - 1) // size * size
     carry, last = body(carry, Piece(full, length - full, None), first=True)
     if not full:
         return carry, last
+    if unrolls and full // size < UNROLLED:
+        found = []
+        for start in range(0, full, size):
+            carry, last = lax.optimization_barrier((carry, last))
+            carry, one = body(carry, Piece(start, size, None), first=False)
+            found.append(one)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
         return body(carry, Piece(index * size, size, None), first=False)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.pieces import Piece
+from jax_pallas.pieces import SYMBOLIC_TOKENS, Piece, is_symbolic
+from jax_pallas.plan import ExecutionPlan, MatrixLayout
 from linear_ce.spec import LossSpec
 
 
@@ -29,7 +30,7 @@ class Problem:
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
-        implementation: whose kernels the plans of `fused.py` launch.
+        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
     """
 
     input: Array
@@ -42,7 +43,7 @@ class Problem:
     classes: int
     vocab_offset: int = 0
     vocab_axis: int = 0
-    implementation: str = "chunked"
+    plan: ExecutionPlan | None = None
 
     @property
     def tokens(self) -> int:
@@ -77,6 +78,21 @@ class Problem:
     def rows(self, chunk: Piece) -> Array:
         """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
         return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
+
+
+def plan_of(problem: Problem) -> ExecutionPlan:
+    """Returns the problem's plan, which is there in every call of the public functions."""
+    assert problem.plan is not None
+    return problem.plan
+
+
+def layout_of(matrix: Array) -> MatrixLayout:
+    """Returns what a plan needs to know of a matrix."""
+    rows, columns = matrix.shape
+    # As many rows as a symbolic number stands for: at most a chunk of them is computed in vain.
+    return MatrixLayout(
+        (SYMBOLIC_TOKENS if is_symbolic(rows) else rows, columns), matrix.dtype.itemsize, matrix.dtype.name
+    )
 
 
 class Gradients(NamedTuple):

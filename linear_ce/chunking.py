@@ -6,7 +6,7 @@ bytes that one chunk of `rows` x one slab of `slab` keeps alive at the worst mom
 chunk within the budget.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
 
@@ -25,6 +25,7 @@ class ChunkConfig:
         float32_sum: d_weight is summed over chunks in a float32 buffer of its own.
         keeps_logits: plan A keeps a chunk's logits from its first pass to its second.
         statistics_slab: classes of a slab in the first pass, where that is not `slab`.
+        bytes: of workspace; says nothing of how the call is cut.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class ChunkConfig:
     float32_sum: bool
     keeps_logits: bool = False
     statistics_slab: int | None = None
+    bytes: int = field(default=0, compare=False)
 
     @property
     def first_slab(self) -> int:
@@ -88,7 +90,7 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     if model.bytes(least_rows, least_slab) > rest:
         return whole
     summed = _largest(model, tokens, classes, rest)
-    return ChunkConfig(summed.rows, summed.slab, float32_sum=True)
+    return ChunkConfig(summed.rows, summed.slab, float32_sum=True, bytes=summed.bytes + model.float32_sum)
 
 
 def choose_plan_a(
@@ -122,4 +124,58 @@ def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> C
     if ROW_MULTIPLE <= rows < tokens:
         chunks = -(-tokens // (rows - rows % ROW_MULTIPLE))  # then as even as the multiple allows
         rows = min(tokens, -(-tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
-    return ChunkConfig(rows, slab, float32_sum=False)
+    return ChunkConfig(rows, slab, float32_sum=False, bytes=model.bytes(rows, slab))
+
+
+PATHS = {
+    "scaled_exp": "the gradients are matmuls of stored exponentials",
+    "recompute": "the gradients compute the logits again",
+    "chunked": "no kernels",
+}
+
+
+def describe_plan(
+    *,
+    path: str,
+    kernels: str | None,
+    tile: tuple[int, int] | None,
+    rows: int,
+    tokens: int,
+    casts_head: bool,
+    matmuls: dict[str, bool],
+    library: str,
+    workspace: int,
+    budget: int,
+) -> str:
+    """Returns a plan in a few lines, in the words that both frameworks use.
+
+    Args:
+        path: "scaled_exp", "recompute" or "chunked".
+        kernels: whose kernels run, or None.
+        tile: rows and classes of a tile of logits, or None.
+        rows: of a chunk.
+        tokens: N.
+        casts_head: whether the head is copied, to the input's dtype or to rows that kernels can read.
+        matmuls: those that run, and whether our kernels do.
+        library: whose matmuls run otherwise.
+        workspace: bytes.
+        budget: bytes.
+    """
+    family, why = "none", f": {PATHS[path]}"
+    if kernels is not None and tile is not None:
+        family = f"{kernels}, tiles of {tile[0]} rows x {tile[1]} classes"
+    if path != "chunked" and len(matmuls) == 1:
+        why = ", no gradients"
+    makers = {
+        "our kernels": [name for name, ours in matmuls.items() if ours],
+        library: [name for name, ours in matmuls.items() if not ours],
+    }
+    lines = {
+        "path": f"{path}{why}",
+        "kernels": family,
+        "chunks": f"{max(1, -(-tokens // rows))} of up to {rows} rows",
+        "weight": "copied a piece at a time" if casts_head else "read where it is",
+        "matmuls": "; ".join(f"{', '.join(names)} by {maker}" for maker, names in makers.items() if names),
+        "workspace": f"{workspace / 2**20:.1f} MiB of a budget of {budget / 2**20:.1f} MiB",
+    }
+    return "\n".join(f"{name}: {value}" for name, value in lines.items())

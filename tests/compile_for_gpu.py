@@ -1,4 +1,4 @@
-"""Compiles the JAX loss for a GPU that is not there and prints its temporaries, one JSON line a program.
+"""Compiles the JAX loss for a GPU that is not there and prints its temporaries and launches, one JSON line a program.
 
 Run by test_jax_pallas_gpu_compile.py in a process of its own: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
 PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v, vocab_axis and implementation.
@@ -41,6 +41,41 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         return jax.jit(function).lower(*arguments).compile()
 
 
+# What stands in a program and is no launch.
+NO_LAUNCH = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "while"}
+
+
+def launches(program: str) -> int:
+    """Returns how many kernels and copies a compiled program launches, those in a loop once for each of its turns."""
+    computations: dict[str, list[str]] = {}
+    entry, body = "", []
+    for line in program.splitlines():
+        opening = re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line)
+        if opening:
+            body = computations[opening[2]] = []
+            entry = opening[2] if opening[1] else entry
+        elif line.startswith("  "):
+            body.append(re.sub(r"/\*.*?\*/", "", line))
+
+    def count(name: str) -> int:
+        total = 0
+        for line in computations[name]:
+            kind = re.match(r"\s+(?:ROOT )?\S+ = (?:\(.*?\)|\S+) ([\w-]+)\(", line)
+            assert kind is not None, line
+            called = re.search(r"(?:body|to_apply)=%?([\w.-]+)", line)
+            if kind[1] == "while" and called is not None:
+                turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+                assert turns is not None, f"the host waits for the end of a loop: {line}"
+                total += int(turns[1]) * count(called[1])
+            elif kind[1] == "call" and called is not None:
+                total += count(called[1])
+            else:
+                total += kind[1] not in NO_LAUNCH and not kind[1].endswith("-done")
+        return total
+
+    return count(entry)
+
+
 def main() -> None:
     target, programs = Path(sys.argv[1]).read_text(), json.loads(sys.argv[2])
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
@@ -52,7 +87,8 @@ def main() -> None:
         v, d = program["v"], program["d"]
         moved = re.findall(rf"= \w+\[(?:{v},{d}|{d},{v})\]\S* (?:transpose|copy)\(.*", executable.as_text())
         temporaries = executable.memory_analysis().temp_size_in_bytes
-        print(json.dumps({**program, "temporaries": temporaries, "moved": moved, "seconds": seconds}), flush=True)
+        found = {"temporaries": temporaries, "moved": moved, "launches": launches(executable.as_text())}
+        print(json.dumps({**program, **found, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

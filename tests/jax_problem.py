@@ -1,5 +1,6 @@
 """Small random problems as JAX arrays, for the tests of jax_pallas that are about more than numbers."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jax_pallas.launch import DeviceInfo
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
+from jax_pallas.ops import plan_for
+from jax_pallas.plan import Stage
+from jax_pallas.problem import NO_GRADIENTS, NeedsGrad, Problem
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 FUNCTIONS = ("mean", "sum", "none", "log_probs")
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
@@ -28,6 +34,21 @@ def problem(
     if not bias:
         del arrays["linear_bias"]
     return arrays
+
+
+def planned(
+    problem: Problem,
+    stage: Stage,
+    implementation: str,
+    needs_grad: NeedsGrad = NO_GRADIENTS,
+    *,
+    budget: int = DEFAULT_MEMORY_BUDGET,
+    **options: bool,
+) -> Problem:
+    """Returns a problem with the plan of a call on this machine, or on a Hopper GPU for "mosaic"."""
+    device = DeviceInfo("cuda", 90, 132) if implementation == "mosaic" else DeviceInfo("cpu", 0, 0)
+    plan = plan_for(problem, stage, budget, implementation, needs_grad, device, **options)
+    return replace(problem, plan=plan)
 
 
 def total(function: Any, arrays: dict[str, Any], **options: Any) -> Array:

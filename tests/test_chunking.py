@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import core_triton.chunk_config
 import core_triton.tile_config
-import jax_pallas.chunked
+import jax_pallas.chunk_config
 from linear_ce import chunking
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
-FRAMEWORKS = (core_triton.chunk_config, jax_pallas.chunked)
+FRAMEWORKS = (core_triton.chunk_config, jax_pallas.chunk_config)
 MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 2B": (2304, 256000)}  # D, V
 
 

@@ -191,6 +191,25 @@ def test_explain_says_why() -> None:
         core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="cuda")
 
 
+def test_explain_prints_the_plan() -> None:
+    arrays = problem()
+    x, w = arrays["input"], arrays["linear_weight"]
+    explained = core_triton.explain(x.half(), w, memory_budget=2**20, reduction="none")
+    assert explained.plan.path == "chunked"
+    assert explained.plan.memory_budget == 2**20
+    lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
+    assert lines["implementation"] == "chunked, no kernel for cpu devices"
+    assert lines["chunks"] == f"1 of up to {len(x)} rows"
+    assert lines["weight"] == "copied a piece at a time"
+    assert lines["matmuls"] == "logits, d_input, d_weight by PyTorch"
+    assert lines["workspace"].endswith("of a budget of 1.0 MiB")
+    assert "d_input" not in str(core_triton.explain(x, w, gradients=False))
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        core_triton.explain(x, w, memory_budget=100)
+    with pytest.raises(ValueError, match="linear_weight must have shape"):
+        core_triton.explain(x, w.T)
+
+
 def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run() -> None:
     arrays = problem()
     message = "implementation 'triton' cannot run here: no kernel for cpu devices"

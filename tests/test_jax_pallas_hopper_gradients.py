@@ -271,9 +271,9 @@ def drawn_sizes() -> Iterator[tuple[int, int, int, int | None]]:
 @pytest.mark.usefixtures("every_program")
 def test_shares_cover_each_step_once() -> None:
     for rows, hidden, classes, most in drawn_sizes():
-        chosen = choose_shares(rows, hidden, classes, most)
+        chosen = choose_shares(rows, hidden, classes, most, MULTIPROCESSORS)
         assert most is None or chosen.bytes <= most
-        for shares in {chosen, cut(rows, hidden, classes, 128, True)}:
+        for shares in {chosen, cut(rows, hidden, classes, 128, True, MULTIPROCESSORS)}:
             whole = shares.rounds * MULTIPROCESSORS
             for tile, parts in taken(shares, cdiv(rows, shares.tile_rows) * cdiv(hidden, D_BLOCK)).items():
                 edges = [0, *(edge for first, end, _ in sorted(parts) for edge in (first, end)), shares.steps]
@@ -304,7 +304,7 @@ def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         factor = jax.ShapeDtypeStruct((rows,), jnp.float32)
         call = partial(store_d_input, classes=classes, vocab_axis=0, most=most)
         jax.eval_shape(lambda *arrays, call=call: call(*arrays, 0), *arrays, factor, factor)
-        assert sum(allocated) == d_input_scratch(rows, hidden, classes, most)
+        assert sum(allocated) == d_input_scratch(rows, hidden, classes, most, MULTIPROCESSORS)
         allocated.clear()
 
 

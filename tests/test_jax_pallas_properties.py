@@ -81,7 +81,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
         parts: list[Any] = []
         for shard, size in pairs:
             config = ChunkConfig(min(chunk, n), size, float32_sum=False)
-            parts.append(chunked.gradients_by(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, wanted))
+            parts.append(chunked.gradients(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, wanted))
         d_weight = jnp.concatenate([part.d_weight if vocab_axis == 0 else part.d_weight.T for part in parts])
         d_bias = jnp.concatenate([part.d_bias for part in parts])
         return loss, statistics.lse, statistics.target_logit, sum(part.d_input for part in parts), d_weight, d_bias

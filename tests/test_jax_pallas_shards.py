@@ -1,6 +1,7 @@
 """Shards of a vocabulary by kernels: partial results under an offset merge into the loss and gradients of the whole."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax_problem import planned
 from programs import Printed, python, run_checks
 
 from jax_pallas import chunked, rows
-from jax_pallas.fused import KERNEL_TILES
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.recompute import KERNEL_TILES
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -44,7 +46,10 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
         w, b = (t[name][offset : offset + size] for name in ("linear_weight", "linear_bias"))
         w = w if case.vocab_axis == 0 else w.T
         arguments = (t["input"], w, b, target, row_weight, class_weight, case.spec, classes, offset, case.vocab_axis)
-        shards.append(Problem(*arguments, implementation=implementation))
+        shard = planned(Problem(*arguments), "gradients", implementation, NeedsGrad(True, True, True))
+        assert shard.plan is not None
+        # Summed in float32, to which no kernel of d_weight adds.
+        shards.append(replace(shard, plan=replace(shard.plan, d_weight_kernel=False)))
         offset += size
     slabs = [min(shard.local_classes, 128) for shard in shards]
     pairs = list(zip(shards, slabs, strict=True))
@@ -56,7 +61,7 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
     parts: list[Any] = []
     for shard, slab in pairs:
         config = ChunkConfig(rows=case.n, slab=slab, float32_sum=True)
-        parts.append(chunked.gradients_by(KERNEL_TILES, shard, config, found.lse, coefficients, wanted))
+        parts.append(chunked.gradients(KERNEL_TILES, shard, config, found.lse, coefficients, wanted))
     return {
         "loss": loss,
         "lse": found.lse,

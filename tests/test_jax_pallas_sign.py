@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
+from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, fused, hopper, hopper_logits, rows
+from jax_pallas import chunked, hopper, hopper_logits, recompute, rows
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
@@ -116,10 +117,9 @@ def test_shards_of_the_vocabulary(implementation: str) -> None:
     spec = LossSpec("none")
 
     def partial_of(first: int, last: int) -> rows.Partial:
-        problem = Problem(
-            x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first, implementation=implementation
-        )
-        tiles = chunked.XLA_TILES if implementation == "chunked" else fused.KERNEL_TILES
+        problem = Problem(x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first)
+        problem = planned(problem, "statistics", implementation)
+        tiles = chunked.XLA_TILES if implementation == "chunked" else recompute.KERNEL_TILES
         return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
 
     @jax.jit

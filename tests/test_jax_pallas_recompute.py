@@ -1,5 +1,5 @@
-"""jax_pallas.fused through its public functions: what chunks, options and gradients make of the kernels, which run in
-Pallas' interpreter, and where a call goes."""
+"""jax_pallas.recompute and jax_pallas.scaled_exp through the public functions: what chunks, options and gradients make
+of the kernels, which run in Pallas' interpreter, and where a call goes."""
 
 import itertools
 import re
@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-from jax_problem import problem
+from jax_problem import planned, problem
 from judged import check
 
-from jax_pallas import fused, launch
-from jax_pallas.fused_tiles import choose_anchored, choose_recomputed
+from jax_pallas import launch, recompute
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
+from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp
 from linear_ce.spec import LossSpec
 from parity.cases import Case, cases
 
@@ -51,7 +51,7 @@ def grown(tokens: int, budget: int, **changes: Any) -> Any:
         "statistics": False,
         "scratch": lambda rows, most: 0,
     }
-    return choose_anchored(**numbers | {"stores": True, "holds": True, "tokens": tokens, "budget": budget} | changes)
+    return choose_scaled_exp(**numbers | {"stores": True, "holds": True, "tokens": tokens, "budget": budget} | changes)
 
 
 def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
@@ -141,8 +141,9 @@ def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> Non
         classes=classes,
         vocab_axis=1,
     )
+    problem = planned(problem, "gradients", "pallas_triton")
     slab = Piece(classes - 256, 256, jnp.ones(256, bool))
-    head, slab_bias, class_weight, first, _ = fused._slab(problem, slab)
+    head, slab_bias, class_weight, first, _ = recompute._slab(problem, slab)
     start = 0 if copied else classes - 256
     assert first == start
     assert head.shape == ((8, 256) if copied else (8, 320))

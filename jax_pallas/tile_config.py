@@ -7,6 +7,20 @@ from dataclasses import dataclass
 
 from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile of logits.
+
+    Args:
+        block_n: rows.
+        block_v: classes.
+    """
+
+    block_n: int
+    block_v: int
+
+
 ROW_BLOCK = 128  # rows of a tile of logits
 
 CLASS_BLOCK = 192  # and its classes at least: partial sums for each
@@ -18,8 +32,8 @@ TARGET_BYTES = 2 * 4 * TARGET_PLACES
 
 
 @dataclass(frozen=True)
-class AnchoredConfig:
-    """How plans A and B with anchored exponentials cut a call.
+class ScaledExpConfig:
+    """How plans A and B with scaled exponentials cut a call.
 
     Args:
         rows: of a chunk.
@@ -47,7 +61,7 @@ PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost a
 PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
 
 
-def choose_anchored(
+def choose_scaled_exp(
     *,
     tokens: int,
     hidden: int,
@@ -58,8 +72,8 @@ def choose_anchored(
     statistics: bool,
     scratch: Callable[[int, int], int],
     budget: int,
-) -> AnchoredConfig:
-    """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
+) -> ScaledExpConfig:
+    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
 
     Args:
         tokens: N.
@@ -81,12 +95,12 @@ def choose_anchored(
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks = -(-classes // CLASS_BLOCK)
 
-    def config(rows: int) -> AnchoredConfig:
+    def config(rows: int) -> ScaledExpConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         sums = (4 * (1 + statistics) * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)) * padded_rows
         size = fixed + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = max(0, min(budget // PRODUCT_SHARE, budget - size))
-        return AnchoredConfig(rows, most, size + max(sums, scratch(rows, most)))
+        return ScaledExpConfig(rows, most, size + max(sums, scratch(rows, most)))
 
     chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
     densely = chunks + 16
@@ -187,4 +201,10 @@ def choose_recomputed(
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
-    return ChunkConfig(rows, slab, float32_sum=False, statistics_slab=slab if converts else classes)
+    return ChunkConfig(
+        rows,
+        slab,
+        float32_sum=False,
+        statistics_slab=slab if converts else classes,
+        bytes=model(slab).bytes(rows, slab),
+    )

@@ -1,4 +1,4 @@
-"""Plans A and B with anchored exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
+"""Plans A and B with scaled exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
 on the CPU.
 
 Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
@@ -6,6 +6,7 @@ stand, their chunks and slabs in a Python loop.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +16,23 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax_problem import planned
 
-from jax_pallas import anchored, chunked, fused, hopper, hopper_d_input, hopper_gradients, launch, target_kernels
-from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas import (
+    chunked,
+    hopper,
+    hopper_d_input,
+    hopper_gradients,
+    launch,
+    recompute,
+    scaled_exp,
+    target_kernels,
+)
 from jax_pallas.pieces import Piece
-from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem
+from jax_pallas.plan import Stage
+from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
 from jax_pallas.rows import Coefficients
+from jax_pallas.tile_config import ScaledExpConfig
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 
@@ -66,7 +78,7 @@ def add_target_rows(*arrays: Array, **options: Any) -> Array:
         return target_kernels.add_targets(*arrays, **options)
 
 
-def over_chunks(body: Any, carry: Any, length: int, size: int) -> Any:
+def over_chunks(body: Any, carry: Any, length: int, size: int, **_: bool) -> Any:
     full = (length - 1) // size * size
     carry, last = body(carry, Piece(full, length - full, None), first=True)
     found = []
@@ -90,13 +102,20 @@ def problem(n: int, d: int, v: int, classes: int, vocab_axis: int, options: dict
         spec=LossSpec("sum", vocab_size=classes, **options),
         classes=classes,
         vocab_axis=vocab_axis,
-        implementation="mosaic",
     )
 
 
 def in_float32(ours: Problem) -> Problem:
     floats = {name: getattr(ours, name).astype(jnp.float32) for name in ("input", "linear_weight", "linear_bias")}
-    return Problem(**{**vars(ours), **floats, "implementation": "chunked"})
+    return Problem(**{**vars(ours), **floats})
+
+
+def by_xla(
+    exact: Problem, stage: Stage, needs_grad: NeedsGrad = NO_GRADIENTS
+) -> tuple[chunked.Tiles, Problem, ChunkConfig]:
+    """Returns the first arguments of a plan in `chunked`."""
+    problem = planned(exact, stage, "chunked", needs_grad)
+    return chunked.XLA_TILES, problem, plan_of(problem).chunk_config
 
 
 def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
@@ -108,7 +127,7 @@ def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "options"), CASES)
-def test_anchored(
+def test_scaled_exp(
     n: int,
     d: int,
     v: int,
@@ -121,14 +140,19 @@ def test_anchored(
     for module in (hopper, hopper_gradients, hopper_d_input):
         monkeypatch.setattr(module, "programs", lambda: 2)
     monkeypatch.setattr(launch, "load", interpreted)
-    monkeypatch.setattr(anchored, "over_chunks", over_chunks)
-    monkeypatch.setattr(anchored, "_config", lambda *_, **__: AnchoredConfig(rows, 2**20, 0))
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
     ours = problem(n, d, v, classes, vocab_axis, options)
-    loss, statistics, gradients = anchored.anchored(ours, 0, EVERYTHING, statistics=True)
-    evaluated, _, _ = anchored.anchored(ours, 0, NO_GRADIENTS, statistics=False)
+    planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=True)
+    plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, 2**20, 0))
+    assert plan.path == "scaled_exp"
+    ours = replace(ours, plan=plan)
+    loss, statistics, gradients = scaled_exp.scaled_exp(ours, EVERYTHING, statistics=True)
+    evaluated, _, _ = scaled_exp.scaled_exp(ours, NO_GRADIENTS, statistics=False)
 
     exact = in_float32(ours)
-    want, found, exact_gradients = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None, statistics=True)
+    want, found, exact_gradients = chunked.loss_and_gradients(
+        *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None
+    )
     pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
@@ -173,18 +197,19 @@ def test_recomputed(
 ) -> None:
     ours = problem(n, d, v, classes, vocab_axis, options)
     exact = in_float32(ours)
-    lse = chunked.statistics(exact, 2**29).lse
+    lse = chunked.statistics(*by_xla(exact, "statistics"), False).lse
     random = np.random.default_rng(1)
     coefficients = Coefficients(*(jnp.asarray(random.standard_normal(n), jnp.float32) for _ in range(3)))
-    want = chunked.loss_and_gradients(exact, 2**29, EVERYTHING, None)
-    want_c = chunked.gradients(exact, 2**29, lse, coefficients, EVERYTHING)
+    want = chunked.loss_and_gradients(*by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None)
+    want_c = chunked.gradients(*by_xla(exact, "gradients", EVERYTHING), lse, coefficients, EVERYTHING)
 
     for module in (hopper, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     monkeypatch.setattr(launch, "load", interpreted)
     monkeypatch.setattr(chunked, "over_pieces", over_pieces)
+    ours = planned(ours, "gradients", "mosaic", EVERYTHING)
     config = ChunkConfig(rows, slab, float32_sum=False)
-    loss, _, gradients = chunked.loss_and_gradients_by(fused.KERNEL_TILES, ours, config, EVERYTHING, None)
+    loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
     judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
-    judge(chunked.gradients_by(fused.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)
+    judge(chunked.gradients(recompute.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)

@@ -1,30 +1,31 @@
-"""Plans A and B with anchored exponentials (MATH.md section 8).
+"""Plans A and B with scaled exponentials (MATH.md section 8).
 
 Plan A is three products, whose operands are the exponentials that the logits' own product stores. It serves bfloat16
 without label smoothing. A chunk of rows goes through, in this order,
 
     exponentials and their sums                           `_store_exponentials`
-    loss, and the factors of rows; x becomes rho x        `_factors`
+    loss, and the factors of rows; x becomes rho x        `_finish_rows`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
 Before them, for all rows, come the anchors (`_anchors`); after them the targets'
-terms of d_weight (`_add_target_rows`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
+terms of d_weight (`_add_targets`). Plan B is the first two, with nothing stored but the sums, in 16 bits.
 
 d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
 replace them: then a chunk takes its exponentials and little else.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import fused_tiles, launch
-from jax_pallas.fused_tiles import AnchoredConfig
+from jax_pallas import launch, tile_config
 from jax_pallas.pieces import Piece, over_chunks
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, product_of
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, plan_of, product_of
 from jax_pallas.rows import RowStatistics, nll_and_lse
+from jax_pallas.tile_config import ScaledExpConfig
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
@@ -61,45 +62,63 @@ class Factors(NamedTuple):
     theta: Array
 
 
-def anchored(
-    problem: Problem, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
-) -> tuple[Array, RowStatistics, Gradients]:
+def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Array, RowStatistics, Gradients]:
     """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
     of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
-    kernels = launch.load(problem.implementation)
-    config = _config(problem, kernels, memory_budget, needs_grad, statistics=statistics)
-    x = problem.input
-    whole = Piece(0, problem.tokens, None)
-    anchor = _anchors(problem)
+    plan = plan_of(problem)
+    kernels, config = launch.load(plan.implementation), plan.scaled_exp_config
+    x, tokens = problem.input, problem.tokens
+    whole = Piece(0, tokens, None)
+
+    def kernel_rows(size: int) -> int:
+        # TMA reads zeros past the last row and drops what is stored there.
+        return config.kernel_rows(size, tokens) if plan.implementation == "mosaic" else size
+
+    # What belongs to rows goes on as far as the kernels of the last chunk do: then chunks are cut from it alike.
+    last = (tokens - 1) % config.rows + 1
+    past = (0, kernel_rows(last) - last)
+    by_row = replace(
+        problem,
+        target=jnp.pad(problem.target, past, constant_values=-1),
+        row_weight=jnp.pad(problem.row_weight, past),
+    )
+    anchor = jnp.pad(_anchors(problem), past, constant_values=jnp.inf)  # no row: zeros
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, Sums]:
-        rows = chunk.size
-        if kernels.d_input is not None:  # TMA reads zeros past the last row and drops what is stored there
-            rows = config.kernel_rows(chunk.size, problem.tokens)
+        rows = kernel_rows(chunk.size)
+        kernel_chunk = Piece(chunk.start, rows, None)
         if carry.held is not None:
-            rows_, start = carry.held, jnp.int32(chunk.start)
+            rows_, start = carry.held, chunk.start
         elif any(needs_grad):
             rows_, start = jnp.pad(problem.rows(chunk), ((0, rows - chunk.size), (0, 0))), jnp.int32(0)
         else:  # what a row holds reaches no sum but its own
-            rows_, start = x, jnp.int32(chunk.start)
+            rows_, start = x, chunk.start
         e, sums = _store_exponentials(
-            problem, kernels, chunk, rows, rows_, start, chunk.of(anchor), stores=any(needs_grad), statistics=statistics
+            by_row,
+            kernels,
+            kernel_chunk,
+            rows_,
+            start,
+            kernel_chunk.of(anchor),
+            stores=any(needs_grad),
+            statistics=statistics,
         )
         if e is None:
             return carry, sums
-        factors = _factors(problem, chunk, sums)
-        return _add_gradients(problem, kernels, config, chunk, rows, e, rows_, start, factors, carry, first=first), sums
+        factors = _finish_rows(by_row, kernel_chunk, sums)
+        return _add_gradients(by_row, kernels, config, chunk, e, rows_, start, factors, carry, first=first), sums
 
     held = problem.rows(whole) if needs_grad.d_input else None
     d_bias = jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None
     carry = Carry(held, None, d_bias)
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, x.dtype))
-    carry, sums = over_chunks(body, carry, problem.tokens, config.rows)
-    factors = _factors(problem, whole, sums)
+    carry, sums = over_chunks(body, carry, problem.tokens, config.rows, unrolls=needs_grad.d_input)
+    sums = Sums(*(value[:tokens] for value in sums))
+    factors = _finish_rows(problem, whole, sums)
     d_weight, d_bias = carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
-        d_weight, d_bias = _add_target_rows(problem, kernels, factors.theta, d_weight, d_bias)
+        d_weight, d_bias = _add_targets(problem, kernels, factors.theta, d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
@@ -107,31 +126,6 @@ def anchored(
     target_logit, top = (jnp.where(contributes, value, 0.0) for value in (sums.target_logit, sums.top))
     row_statistics = RowStatistics(factors.lse, target_logit, factors.nll, top, None, None)
     return factors.loss, row_statistics, Gradients(carry.held, d_weight, d_bias)
-
-
-def _config(
-    problem: Problem, kernels: launch.Kernels, memory_budget: int, needs_grad: NeedsGrad, *, statistics: bool
-) -> AnchoredConfig:
-    tokens, hidden = problem.input.shape
-
-    def scratch(rows: int, most: int) -> int:
-        if not needs_grad.d_input:
-            return 0
-        if kernels.d_input_scratch is not None:
-            return kernels.d_input_scratch(rows, hidden, problem.classes, most)
-        return 4 * rows * hidden  # of the library's product
-
-    return fused_tiles.choose_anchored(
-        tokens=tokens,
-        hidden=hidden,
-        classes=problem.classes,
-        itemsize=problem.input.dtype.itemsize,
-        stores=any(needs_grad),
-        holds=needs_grad.d_input or not any(needs_grad),
-        statistics=statistics,
-        scratch=scratch,
-        budget=memory_budget,
-    )
 
 
 def target_rows(problem: Problem, column: Array) -> Array:
@@ -182,7 +176,6 @@ def _store_exponentials(
     problem: Problem,
     kernels: launch.Kernels,
     chunk: Piece,
-    rows: int,
     x: Array,
     start: Array | int,
     anchor: Array,
@@ -192,32 +185,27 @@ def _store_exponentials(
 ) -> tuple[Array | None, Sums]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and their sums; x holds its rows from `start` on.
 
-    The kernels take `rows` rows, as many as the chunk has or more, whose exponentials are zeros; an implementation that
-    has the gradients' products too may add further rows of zeros to e.
+    The chunk may go on past the last row: exponentials under an anchor of inf are zeros. An implementation that has the
+    gradients' products too may add further rows of zeros to e.
 
     Row blocks whose sums leave the range are done again under anchors made of their largest logits. The host does not
     know which: the launches that see to it find nothing to do where none is. A block's other rows keep their anchors,
     sums and targets' summands.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    shared = {**known(problem, rows, problem.classes), "stores": stores}
+    shared = {**known(problem, chunk.size, problem.classes), "stores": stores}
 
     def exponentials(anchor: Array, **options: Any) -> tuple[Array | None, ...]:
-        anchor = jnp.pad(anchor, (0, rows - chunk.size), constant_values=jnp.inf)  # no row: zeros
-        e, *found = kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
-        return e, *(None if value is None else value[: chunk.size] for value in found)
+        return kernels.exponentials(x, problem.linear_weight, bias, anchor, start, **shared, **options)
 
     target = chunk.of(problem.target)
     is_class = _is_class(problem, target)
-    padded_target = jnp.pad(jnp.where(is_class, target, -1), (0, rows - chunk.size), constant_values=-1)
-    e, sums, top, target_exp, target_logit = exponentials(anchor, target=padded_target, largest=statistics)
+    known_target = jnp.where(is_class, target, -1)
+    e, sums, top, target_exp, target_logit = exponentials(anchor, target=known_target, largest=statistics)
     assert sums is not None
+    sums = lax.optimization_barrier(sums)  # XLA would sum up all rows again, 26 us, for each flag
     leaves = (chunk.of(problem.row_weight) != 0) & ~((sums > LEAST_SUM) & (sums < LARGEST_SUM))
-    block = fused_tiles.ROW_BLOCK
-    blocks = -(-rows // block)
-    flags = jnp.pad(leaves, (0, blocks * block - chunk.size)).reshape(blocks, block).any(1)
-    flags = lax.optimization_barrier(flags)  # XLA would reduce all rows again, 26 us, for the first element
-    redo = jnp.concatenate([flags.any()[None], flags]).astype(jnp.int32)
+    redo = _flags(leaves)
     e, _, largest, *_ = exponentials(anchor, largest=True, redo=redo, e=e)
     assert largest is not None
     repaired = jnp.where(jnp.isfinite(largest), jnp.floor(largest * LOG2_E), 0.0)
@@ -233,7 +221,17 @@ def _store_exponentials(
     return e, Sums(total, anchor, jnp.full_like(total, jnp.inf) if top is None else top, target_exp, target_logit)
 
 
-def _factors(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
+def _flags(leaves: Array) -> Array:
+    """Returns (1 + row blocks,) int32: whether any row (n,) leaves the range, and for each block whether one does.
+
+    A single reduction, where each flag looks at all rows: the first flag of the others would be a launch more.
+    """
+    blocks = jnp.arange(-(-len(leaves) // tile_config.ROW_BLOCK) + 1)[:, None] - 1
+    looks_at = (blocks == -1) | (blocks == jnp.arange(len(leaves)) // tile_config.ROW_BLOCK)
+    return (looks_at & leaves).astype(jnp.int32).max(1)
+
+
+def _finish_rows(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
     """Returns what a chunk's rows weigh: (6), (10), (27), (29), (31); rho and theta times the scale."""
     spec, target, row_weight = problem.spec, chunk.of(problem.target), chunk.of(problem.row_weight)
     total = jnp.where(sums.total == jnp.inf, jnp.nan, sums.total)  # an infinite logit: no probability is a number
@@ -254,9 +252,8 @@ def _factors(problem: Problem, chunk: Piece, sums: Sums) -> Factors:
 def _add_gradients(
     problem: Problem,
     kernels: launch.Kernels,
-    config: AnchoredConfig,
+    config: ScaledExpConfig,
     chunk: Piece,
-    rows: int,
     e: Array,
     x: Array,
     start: Array | int,
@@ -267,7 +264,7 @@ def _add_gradients(
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
     held, d_weight, d_bias = carry
-    target, rho = chunk.of(problem.target), factors.rho[:, None]
+    target, rho = chunk.of(problem.target), factors.rho[: chunk.size, None]
     columns = jnp.where(_is_class(problem, target), target, e.shape[1])
     e = e.at[jnp.arange(chunk.size), columns].set(0, mode="drop", unique_indices=True)
     if d_bias is not None:
@@ -278,9 +275,9 @@ def _add_gradients(
         x = part.put(x, scaled)
         d_weight = _add_d_weight(problem, kernels, chunk, e, x, start, scaled, d_weight, first=first)
     if held is not None:
-        target, d_weight = lax.optimization_barrier((target, d_weight))  # x's place is taken after it was read
+        x, d_weight = lax.optimization_barrier((x, d_weight))  # x's place is taken after it was read
         w_target = target_rows(problem, _column(problem, target))
-        held = _store_d_input(problem, kernels, config, chunk, rows, e, x, w_target, factors)
+        held = _store_d_input(problem, kernels, config, chunk, e, x, w_target, factors)
     return Carry(held, d_weight, d_bias)
 
 
@@ -298,7 +295,7 @@ def _add_d_weight(
 ) -> Array:
     """Adds e^T (rho x) to d_weight: (33) without the targets' terms."""
     axis = problem.vocab_axis
-    if kernels.d_weight is not None:
+    if kernels.d_weight is not None and plan_of(problem).d_weight_kernel:
         vocab = problem.linear_weight.shape[axis]
         shared = {"vocab": vocab, "classes": problem.classes, "vocab_axis": axis, "rows": chunk.size}
         return kernels.d_weight(e, x, start, **shared, old=None if first else d_weight)
@@ -310,9 +307,8 @@ def _add_d_weight(
 def _store_d_input(
     problem: Problem,
     kernels: launch.Kernels,
-    config: AnchoredConfig,
+    config: ScaledExpConfig,
     chunk: Piece,
-    rows: int,
     e: Array,
     held: Array,
     w_target: Array,
@@ -320,16 +316,15 @@ def _store_d_input(
 ) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     w, rho, theta = problem.linear_weight, factors.rho, factors.theta
-    if kernels.d_input is not None:
+    if kernels.d_input is not None and plan_of(problem).d_input_kernel:
         held = chunk.put(held, w_target)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis, "most": config.product_bytes}
-        rho, theta = (jnp.pad(value, (0, rows - chunk.size)) for value in (rho, theta))
         return kernels.d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared)
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
 
 
-def _add_target_rows(
+def _add_targets(
     problem: Problem, kernels: launch.Kernels, theta: Array, d_weight: Array | None, d_bias: Array | None
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""

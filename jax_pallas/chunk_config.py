@@ -1,0 +1,102 @@
+"""How a call of the `chunked` implementation is cut: a pure function of shapes, dtypes and the memory budget. Nothing
+here changes a result beyond rounding.
+"""
+
+from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
+
+
+def workspace_model(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    keeps_logits: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+) -> WorkspaceModel:
+    """Counts what `chunked` allocates above inputs and gradients.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K, rows of linear_weight that are classes.
+        itemsize: bytes of input's dtype.
+        weight_itemsize: bytes of linear_weight's dtype.
+        keeps_logits: plan A: a chunk's float32 logits stay until its gradients are done.
+        float16: input is float16, whose rows are scaled by powers of two for d_weight.
+        softcap: the logits are capped.
+        entropy: the entropy is computed, or differentiated.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+    """
+    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
+    if keeps_logits:
+        per_row += 4 * classes
+    if d_input:
+        per_row += 8 * hidden  # float32 sum and one slab's product
+    if d_weight and float16:
+        per_row += hidden * itemsize  # those rows
+    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
+    # Logits; d_logits and what is not fused with it; the shifted logits.
+    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
+    needs_sum = d_weight and weight_itemsize < 4
+    return WorkspaceModel(
+        fixed=64 * tokens + 8 * classes + 4096,
+        per_row=per_row,
+        per_slab=per_slab,
+        per_tile=per_tile,
+        float32_sum=4 * classes * hidden if needs_sum else 0,
+    )
+
+
+def choose_chunked(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    itemsize: int,
+    weight_itemsize: int,
+    gradients_in_forward: bool,
+    float16: bool,
+    softcap: bool,
+    entropy: bool,
+    d_input: bool,
+    d_weight: bool,
+    budget: int,
+) -> ChunkConfig:
+    """Returns the chunks of a call.
+
+    Args:
+        gradients_in_forward: plan A: the gradients are made beside the loss, from kept logits where they fit.
+        budget: bytes.
+        tokens, ...: of `workspace_model`.
+
+    Raises:
+        ValueError: as `choose_chunks`.
+    """
+
+    def model(*, keeps_logits: bool) -> WorkspaceModel:
+        return workspace_model(
+            tokens=tokens,
+            hidden=hidden,
+            classes=classes,
+            itemsize=itemsize,
+            weight_itemsize=weight_itemsize,
+            keeps_logits=keeps_logits,
+            float16=float16,
+            softcap=softcap,
+            entropy=entropy,
+            d_input=d_input,
+            d_weight=d_weight,
+        )
+
+    recomputing = model(keeps_logits=False)
+    if gradients_in_forward:
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget)
+    return choose_chunks(recomputing, tokens, classes, budget)

@@ -1,0 +1,195 @@
+"""The one decision of a call: which path runs, with which kernels, in which pieces.
+
+`make_plan` is a pure function of shapes, dtypes, device and options. Nothing below it asks again. The plan determines
+speed and memory, and never changes a result beyond rounding.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from jax_pallas import launch, tile_config
+from jax_pallas.chunk_config import choose_chunked
+from jax_pallas.launch import DeviceInfo
+from jax_pallas.tile_config import ScaledExpConfig, TileConfig
+from linear_ce.chunking import ChunkConfig, describe_plan
+
+Path = Literal["scaled_exp", "recompute", "chunked"]
+
+Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
+
+
+class MatrixLayout(NamedTuple):
+    """What a plan needs to know of a matrix."""
+
+    shape: tuple[int, int]
+    itemsize: int
+    dtype: str  # "bfloat16", ...
+
+
+class PlanKey(NamedTuple):
+    """All that a plan depends on."""
+
+    stage: Stage
+    input: MatrixLayout  # (N, D)
+    linear_weight: MatrixLayout  # (V, D), or (D, V) where `vocab_axis` is 1, or a shard of it
+    vocab_axis: int
+    classes: int  # rows of linear_weight that are no padding
+    label_smoothing: bool
+    softcap: bool
+    entropy: bool  # computed, or differentiated
+    d_input: bool
+    d_weight: bool
+    d_bias: bool
+    statistics: bool  # the largest logits are needed
+    memory_budget: int
+    implementation: str
+    device: DeviceInfo
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a call runs.
+
+    Args:
+        implementation: "mosaic", "pallas_triton" or "chunked"; also the family of the kernels.
+        path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
+            logits again for the gradients, 4 matmuls; "chunked" is XLA's own operators.
+        tile: of logits; None where no kernel runs.
+        chunks: rows at a time, and what depends on them.
+        tokens: N.
+        memory_budget: bytes.
+        matmuls: which of "logits", "d_input" and "d_weight" run.
+        casts_head: the head is copied to the input's dtype, a piece at a time.
+        slabs_in_place: kernels read slabs of the head where they are; otherwise from a copy of each.
+        d_input_kernel: d_input comes from our kernel; otherwise from XLA's GEMM.
+        d_weight_kernel: d_weight comes from our kernel; otherwise from XLA's GEMM.
+    """
+
+    implementation: str
+    path: Path
+    tile: TileConfig | None
+    chunks: ChunkConfig | ScaledExpConfig
+    tokens: int
+    memory_budget: int
+    matmuls: tuple[str, ...]
+    casts_head: bool
+    slabs_in_place: bool
+    d_input_kernel: bool
+    d_weight_kernel: bool
+
+    @property
+    def chunk_config(self) -> ChunkConfig:
+        """The chunks of every path but "scaled_exp"."""
+        assert isinstance(self.chunks, ChunkConfig)
+        return self.chunks
+
+    @property
+    def scaled_exp_config(self) -> ScaledExpConfig:
+        assert isinstance(self.chunks, ScaledExpConfig)
+        return self.chunks
+
+    def __str__(self) -> str:
+        family = {"mosaic": "Hopper's, in Mosaic", "pallas_triton": "Pallas' Triton backend's"}
+        ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        return describe_plan(
+            path=self.path,
+            kernels=family.get(self.implementation),
+            tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
+            rows=self.chunks.rows,
+            tokens=self.tokens,
+            casts_head=self.casts_head,
+            matmuls={name: ours[name] for name in self.matmuls},
+            library="XLA",
+            workspace=self.chunks.bytes,
+            budget=self.memory_budget,
+        )
+
+
+@lru_cache(maxsize=4096)
+def make_plan(key: PlanKey) -> ExecutionPlan:
+    """Returns the plan of a call.
+
+    Raises:
+        ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
+    """
+    (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
+    matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
+    if key.implementation == "chunked":
+        chunks = choose_chunked(
+            tokens=tokens,
+            hidden=hidden,
+            classes=key.classes,
+            itemsize=x.itemsize,
+            weight_itemsize=w.itemsize,
+            gradients_in_forward=key.stage == "loss_and_gradients",
+            float16=x.dtype == "float16",
+            softcap=key.softcap,
+            entropy=key.entropy,
+            d_input=key.d_input,
+            d_weight=key.d_weight,
+            budget=key.memory_budget,
+        )
+        return ExecutionPlan(
+            "chunked", "chunked", None, chunks, tokens, key.memory_budget, matmuls, casts_head,
+            slabs_in_place=False, d_input_kernel=False, d_weight_kernel=False,
+        )  # fmt: skip
+    kernels = launch.load(key.implementation)
+    tile, limits = kernels.tile(x.dtype), kernels.gradient_limits
+    multiplies = limits is not None and not casts_head and limits(x.dtype, hidden, vocab) is None
+    if limits is None:  # XLA's GEMMs take whole arrays: nothing is padded
+        stores = not casts_head and vocab == key.classes == tile_config.padded(vocab)
+    else:
+        stores = multiplies
+    scaled_exp = (
+        not (key.label_smoothing or casts_head)
+        and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
+        and (key.stage == "losses" or x.dtype == "bfloat16")
+    )
+    # Slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples.
+    slabs_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
+    needs_grad = key.d_input or key.d_weight or key.d_bias
+    if scaled_exp:
+
+        def scratch(rows: int, most: int) -> int:
+            if not key.d_input:
+                return 0
+            if kernels.d_input_scratch is not None:
+                return kernels.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
+            return 4 * rows * hidden  # of XLA's GEMM
+
+        chunks = tile_config.choose_scaled_exp(
+            tokens=tokens,
+            hidden=hidden,
+            classes=key.classes,
+            itemsize=x.itemsize,
+            stores=needs_grad,
+            holds=key.d_input or not needs_grad,
+            statistics=key.statistics,
+            scratch=scratch,
+            budget=key.memory_budget,
+        )
+        return ExecutionPlan(
+            key.implementation, "scaled_exp", tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
+            slabs_in_place=slabs_in_place,
+            d_input_kernel=multiplies, d_weight_kernel=multiplies,
+        )  # fmt: skip
+    d_weight_kernel = multiplies and slabs_in_place
+    chunks = tile_config.choose_recomputed(
+        tokens=tokens,
+        hidden=hidden,
+        classes=key.classes,
+        itemsize=x.itemsize,
+        statistics=2 + key.label_smoothing + key.entropy,
+        float16=x.dtype == "float16",
+        d_input=key.d_input,
+        d_weight=key.d_weight,
+        converts=casts_head,
+        in_place=d_weight_kernel,
+        budget=key.memory_budget,
+    )
+    return ExecutionPlan(
+        key.implementation, "recompute", tile, chunks, tokens, key.memory_budget, matmuls, casts_head, slabs_in_place,
+        d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+
+Plan A takes them with float16, float32, label smoothing or a head of another dtype, and plan C always. Rows go in
+chunks and the vocabulary in slabs as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are
+written once in the second. The gradients are XLA's GEMMs of those, but d_weight comes from a kernel where an
+implementation has one.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from jax_pallas import launch
+from jax_pallas.chunked import RowGradient, Tiles
+from jax_pallas.pieces import Piece
+from jax_pallas.problem import Problem, add_d_weight, plan_of
+from jax_pallas.rows import Partial
+from jax_pallas.scaled_exp import known
+
+
+def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
+    w, bias, class_weight, first, skip = _slab(problem, slab)
+    weighted = problem.spec.label_smoothing != 0
+    column, hit = problem.target_column(target, slab)
+    kernels = launch.load(plan_of(problem).implementation)
+    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = kernels.statistics(
+        x,
+        w,
+        bias,
+        class_weight if weighted else None,
+        0,
+        first,
+        skip,
+        target=jnp.where(hit, column, -1),
+        **known(problem, len(x), slab.size),
+        weighted=weighted,
+        entropy=entropy,
+    )
+    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, sum_exp_log), None
+
+
+def _d_logits(
+    problem: Problem, x: Array, target: Array, slab: Piece, row: RowGradient, logits: None
+) -> tuple[Array, Array | None]:
+    w, bias, class_weight, first, skip = _slab(problem, slab)
+    coefficients = row.coefficients
+    d_logits = launch.load(plan_of(problem).implementation).d_logits(
+        x,
+        w,
+        bias,
+        class_weight if coefficients.sigma is not None else None,
+        target - (problem.vocab_offset + slab.start) + first,
+        row.lse,
+        coefficients.alpha,
+        coefficients.tau,
+        coefficients.beta,
+        coefficients.sigma,
+        row.contributes,
+        0,
+        first,
+        skip,
+        **known(problem, len(x), slab.size),
+    )
+    if not row.bias:
+        return d_logits, None
+    scale = 1.0 if row.bias_scale is None else row.bias_scale[:, None]
+    return d_logits, (d_logits[: len(x), : slab.size].astype(jnp.float32) * scale).sum(0)
+
+
+def _add_d_weight(
+    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+) -> Array:
+    plan = plan_of(problem)
+    kernel = launch.load(plan.implementation).d_weight if plan.d_weight_kernel else None
+    if kernel is None:
+        return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
+    axis = problem.vocab_axis
+    sizes = {"vocab": d_weight.shape[axis], "classes": slab.size, "vocab_axis": axis}
+    return kernel(d_logits, x, 0, **sizes, old=d_weight, first_class=jnp.int32(slab.start))
+
+
+KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)
+
+
+def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
+    """Returns a head that has the slab, its bias and class weights in float32, the slab's first class in them, and how
+    many of its classes an earlier slab has seen."""
+    skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
+    w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
+    plan = plan_of(problem)
+    copied = plan.casts_head or not (slab.fresh is None or plan.slabs_in_place)
+    if copied:
+        w, first = problem.slab_weight(slab), 0
+        bias = None if bias is None else slab.of(bias)
+    class_weight = problem.slab_class_weight(slab)
+    if problem.class_weight is not None and not copied:  # in the head's own numbering
+        class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
+        size = min(problem.local_classes, len(class_weight))
+        class_weight = class_weight.at[:size].set(problem.class_weight[problem.vocab_offset :][:size])
+    return w, None if bias is None else bias.astype(jnp.float32), class_weight, first, skip

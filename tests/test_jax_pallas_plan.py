@@ -1,0 +1,144 @@
+"""jax_pallas.plan, a pure function, and `explain`, which prints what it returns: no GPU is needed."""
+
+import itertools
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax_problem import problem
+
+from jax_pallas import launch
+from jax_pallas.launch import DeviceInfo
+from jax_pallas.linear_ce import explain
+from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
+from jax_pallas.tile_config import padded
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+
+HOPPER, AMPERE = DeviceInfo("cuda", 90, 132), DeviceInfo("cuda", 80, 108)
+ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+def plan(
+    n: int = 8192, d: int = 896, v: int = 151936, dtype: str = "bfloat16", head: str | None = None, **options: Any
+) -> ExecutionPlan:
+    """Returns the plan of a call that trains, but for `options`."""
+    axis, head = options.get("vocab_axis", 0), head or dtype
+    defaults: dict[str, Any] = {
+        "stage": "loss_and_gradients",
+        "input": MatrixLayout((n, d), ITEMSIZES[dtype], dtype),
+        "linear_weight": MatrixLayout((v, d) if axis == 0 else (d, v), ITEMSIZES[head], head),
+        "vocab_axis": axis,
+        "classes": v,
+        **dict.fromkeys(("label_smoothing", "softcap", "entropy", "d_bias", "statistics"), False),
+        **dict.fromkeys(("d_input", "d_weight"), options.get("stage") not in ("losses", "statistics")),
+        "memory_budget": DEFAULT_MEMORY_BUDGET,
+        "implementation": "mosaic",
+        "device": HOPPER,
+    }
+    return make_plan(PlanKey(**defaults | options))
+
+
+def test_a_plan_is_frozen_and_made_once() -> None:
+    assert plan() is plan()
+    assert hash(plan()) == hash(plan())
+    with pytest.raises(FrozenInstanceError):
+        plan().path = "chunked"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "ours"),
+    [
+        ({}, "scaled_exp", True),
+        ({"vocab_axis": 1}, "scaled_exp", True),
+        ({"stage": "losses"}, "scaled_exp", True),
+        ({"stage": "losses", "dtype": "float16"}, "scaled_exp", False),
+        ({"stage": "losses", "head": "float32"}, "recompute", False),
+        ({"stage": "statistics", "entropy": True}, "recompute", True),
+        ({"stage": "gradients"}, "recompute", True),
+        ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
+        ({"dtype": "float16"}, "recompute", False),
+        ({"head": "float32"}, "recompute", False),
+        ({"label_smoothing": True}, "recompute", True),
+        ({"d": 72}, "recompute", False),  # the kernels of gradients take multiples of 64
+        ({"implementation": "pallas_triton", "device": AMPERE}, "scaled_exp", False),
+        ({"implementation": "pallas_triton", "device": AMPERE, "v": 50257}, "recompute", False),
+        ({"implementation": "pallas_triton", "device": AMPERE, "dtype": "float32"}, "recompute", False),
+        ({"implementation": "chunked"}, "chunked", False),
+    ],
+)
+def test_paths(options: dict[str, Any], path: str, ours: bool) -> None:
+    found = plan(**options)
+    assert found.path == path
+    assert found.d_weight_kernel == ours
+    assert found.d_input_kernel == (ours and path == "scaled_exp")
+    assert found.casts_head == ("head" in options)
+    assert (found.tile is None) == (path == "chunked")
+
+
+def test_slabs_of_a_transposed_head_begin_where_tma_can_read() -> None:
+    assert plan(stage="gradients", vocab_axis=1).slabs_in_place
+    assert not plan(stage="gradients", vocab_axis=1, classes=151930).slabs_in_place
+    assert plan(stage="gradients", classes=151930).slabs_in_place
+    assert not plan(stage="gradients", head="float32").slabs_in_place
+
+
+def test_every_plan_keeps_within_its_budget() -> None:
+    shapes = ((1, 64, 320), (1000, 768, 50257), (8192, 4096, 128256), (65536, 896, 151936))
+    stages = ("loss_and_gradients", "losses", "statistics", "gradients")
+    for (n, d, v), stage, name, dtype in itertools.product(shapes, stages, launch.NAMES, ("bfloat16", "float16")):
+        found = plan(n, d, v, dtype, stage=stage, implementation=name)
+        assert 0 < found.chunks.bytes <= DEFAULT_MEMORY_BUDGET
+        assert found.chunks.rows <= n
+        if found.path == "scaled_exp" and stage == "loss_and_gradients":
+            assert found.chunks.bytes >= 2 * found.chunks.rows * padded(v)
+
+
+def test_a_smaller_gpu_cuts_fewer_tiles_of_d_input() -> None:
+    """The number of multiprocessors is part of the key: what d_input's partial tiles take depends on it."""
+    large, small = plan(), plan(device=DeviceInfo("cuda", 90, 66))
+    assert large.chunks.bytes != small.chunks.bytes
+
+
+def test_a_budget_that_is_too_small_is_refused() -> None:
+    for stage, name in itertools.product(("loss_and_gradients", "gradients"), (*launch.NAMES, "chunked")):
+        with pytest.raises(ValueError, match="memory_budget must be at least"):
+            plan(stage=stage, implementation=name, memory_budget=2**10)
+
+
+def test_explain_prints_the_plan() -> None:
+    arrays = problem()
+    x, w = arrays["input"], arrays["linear_weight"]
+    explained = explain(x.astype(jnp.float16), w, memory_budget=2**20, reduction="none")
+    assert explained.plan.path == "chunked"
+    assert explained.plan.memory_budget == 2**20
+    lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
+    assert lines["implementation"] == "chunked, no kernel for cpu devices"
+    assert lines["chunks"] == f"1 of up to {len(x)} rows"
+    assert lines["weight"] == "copied a piece at a time"
+    assert lines["matmuls"] == "logits, d_input, d_weight by XLA"
+    assert lines["workspace"].endswith("of a budget of 1.0 MiB")
+    assert "d_input" not in str(explain(x, w, gradients=False))
+    with pytest.raises(ValueError, match="memory_budget must be at least"):
+        explain(x, w, memory_budget=100)
+    with pytest.raises(ValueError, match="linear_weight must have shape"):
+        explain(x, w.T)
+
+
+def test_explain_of_a_gpu_that_is_not_there() -> None:
+    def shape(*sizes: int) -> Any:
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=1, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        explained = explain(shape(4, 2048, 896), shape(151936, 896))
+    assert str(explained).splitlines()[:-1] == [
+        "implementation: mosaic, its kernels serve compute capability 9.0",
+        "path: scaled_exp: the gradients are matmuls of stored exponentials",
+        "kernels: Hopper's, in Mosaic, tiles of 128 rows x 192 classes",
+        "chunks: 5 of up to 1664 rows",
+        "weight: read where it is",
+        "matmuls: logits, d_input, d_weight by our kernels",
+    ]
