@@ -294,7 +294,7 @@ def statistics_kernel(
         store(target_logit_ref, part.row, values=logit, mask=owns)
 
     if target_ref is not None:
-        at_targets(part, target_ref, logits, put_target)
+        at_targets(part, target_ref, part.logits, put_target)
     top = logits.max(1)
     put(top_ref, *part.by_block, values=top)
     shifted = logits - jnp.where(top == -jnp.inf, 0.0, top)[:, None]  # all -inf: sums of 0, not NaN
