@@ -33,6 +33,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_what_is_kept_for_the_backward_pass[4]",
         "test_loops_and_recomputation_change_neither_results_nor_gradients",
         "test_tied_head_is_the_embedding_and_learns_from_both_ends",
+        # Of a run: test_flax_train.py and test_parity_train.py; of drawn tokens: test_flax_generate.py.
+        "test_first_loss_is_near_uniform",
+        "test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too",
+        "test_gives_hidden_states_in_the_config_dtype_and_a_head_in_the_parameters_dtype[float32]",
     ),
     "test_flax_packing.py": (
         "test_cudnn_is_told_where_sequences_lie",
@@ -53,6 +57,9 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_flax_accounting.py": (
         "test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it",
         "test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made[False]",
+        # What is printed is a line of test_flax_train.py's run.
+        "test_a_run_compiles_its_step_once",
+        "test_nothing_is_known_of_a_backend_that_does_not_plan",
     ),
     "test_flax_train.py": (
         "test_micro_batches_make_the_gradients_of_the_whole_batch",
@@ -60,6 +67,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_no_throughput_of_a_model_that_does_not_learn",
         "test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens[1]",
         "test_a_known_peak_gives_a_share_of_it",
+        # Of the loss: test_no_head_is_transposed in test_jax_pallas_transforms.py.
+        "test_head_is_never_transposed_into_a_copy",
+        "test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient",
     ),
     # The trainer by its own functions: the other example.
     "test_examples.py": ("test_pretrain_text_learns_writes_a_model_and_says_what_next",),
@@ -112,6 +122,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_gradient_of_each_argument_alone[input-linear_weight-linear_bias-sum]",
         "test_scan_over_micro_batches[False-mean]",
         "test_checkpoint[True-none]",
+        "test_vmap_over_tokens[entropy]",
     ),
     "test_jax_pallas_edges.py": (
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-none]",
@@ -240,6 +251,13 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_core_triton_kernels.py": ("test_a_launch_of_each_kernel_compiles_fits_and_overlaps[100-bf16]",),
     # Any other array; a bias that is broadcast reaches "chunked" every day.
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),
+    # The other axis, dtype or a call of one kernel more.
+    "test_jax_pallas_kernels.py": (
+        "test_add_target_rows[bfloat16-1]",
+        "test_vmap_runs_one_after_the_other",
+    ),
+    # A symbolic axis of float32 is exported every day.
+    "test_jax_pallas_symbolic.py": ("test_a_symbolic_batch_in_float16",),
 }
 
 
