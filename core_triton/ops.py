@@ -179,7 +179,7 @@ class _LossAndGradients(torch.autograd.Function):
         if scales is not None:
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
         needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
-        gradients = _scaled(needed, Factors(input_factor, head_factor), ctx.memory_budget)
+        gradients = _scaled(needed, _Factors(input_factor, head_factor), ctx.memory_budget)
         return None, None, None, None, *gradients, None, None, None
 
 
@@ -268,7 +268,7 @@ def _gradients(
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
 
-class Factors(NamedTuple):
+class _Factors(NamedTuple):
     """What the saved gradients are multiplied by, () or (N, 1) float32 on their device: as autograd gives them."""
 
     input: Tensor
@@ -279,7 +279,7 @@ class Factors(NamedTuple):
         return list(zip(gradients, (self.input, self.head, self.head), strict=True))
 
 
-def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
+def _scaled(saved: Gradients, factors: _Factors, memory_budget: int) -> Gradients:
     """Returns saved * factors: in place where no second backward pass can come, otherwise in new tensors."""
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
@@ -289,7 +289,7 @@ def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients
     return saved
 
 
-def _scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget: int) -> None:
+def _scale(saved: Gradients, factors: _Factors, results: Gradients, memory_budget: int) -> None:
     """Writes saved * factors, rounded once, to results, which may be the saved ones."""
     if all(one is None or _scaled_by_kernel(one, factor) for one, factor in factors.of(saved)):
         from core_triton import launch, replay, row_kernels  # Triton is not on every machine that has PyTorch
@@ -567,7 +567,7 @@ def _losses_op(arrays: Arrays, options: Options, statistics: bool, needs_grad: N
     return _run_losses(arrays, options, statistics, needs_grad)
 
 
-def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+def _scaled_op(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
     results = _scaled_fake(factors, saved, memory_budget)
     _scale(saved, factors, results, memory_budget)
     return results
@@ -598,7 +598,7 @@ def _gradients_fake(
     return _fake_gradients(arrays, needs_grad)
 
 
-def _scaled_fake(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+def _scaled_fake(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
     return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
 
 

@@ -199,6 +199,24 @@ def old_slot_of(index: Any, piece: int) -> Any:
     return (index * PIECES + piece) & (OLD_STAGES - 1)
 
 
+def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
+    """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
+    moved, buffers = own.buffers
+    if own.old is not None:
+        slot = old_slot_of(index, piece)
+        plgpu.barrier_wait(own.old.full.at[slot])
+        old = own.old.pieces.at[slot, own.warpgroup]
+        old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
+        sums += plgpu.load(old, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        plgpu.barrier_arrive(own.old.empty.at[slot])
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
+    buffer = buffers.at[own.warpgroup, piece % 2]
+    buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
+    buffer[...] = sums.astype(own.d_weight_ref.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
+
+
 def d_weight_warpgroup(own: DWeightProgram) -> None:
     """A multiplying warpgroup: its halves of all tiles of this program, each stored under the next."""
     arrive_at_all(own.ring.empty, STAGES)
@@ -239,24 +257,6 @@ def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry
     plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(ring.empty.at[slot_of(index * steps + steps - 1)])
     return in_pieces(acc)
-
-
-def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
-    """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
-    moved, buffers = own.buffers
-    if own.old is not None:
-        slot = old_slot_of(index, piece)
-        plgpu.barrier_wait(own.old.full.at[slot])
-        old = own.old.pieces.at[slot, own.warpgroup]
-        old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
-        sums += plgpu.load(old, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.barrier_arrive(own.old.empty.at[slot])
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
-    buffer = buffers.at[own.warpgroup, piece % 2]
-    buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
-    buffer[...] = sums.astype(own.d_weight_ref.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
 
 
 def d_weight_kernel(

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,11 @@ from slow_tests import is_slow, unknown
 # Mosaic's interpreter waits for itself where XLA has fewer threads than two programs of three and their caller.
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
+
+# Programs of a few operations are compiled in one piece: to split them takes an eighth of all compilation.
+SPLIT = "--xla_cpu_parallel_codegen_split_count"
+if SPLIT not in (flags := os.environ.get("XLA_FLAGS", "")):
+    os.environ["XLA_FLAGS"] = f"{flags} {SPLIT}=1".strip()
 
 # Programs that tests start import the checkout, which has packages that the wheel has not: parity and benchmarks.
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -46,12 +52,12 @@ WELL_COMPILED = ("_gpu", "_memory", "_sign")
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compiles with few optimisations what runs a few times only: `python -m parity` compiles the cases as users do."""
     name = request.module.__name__
-    if not name.startswith(QUICKLY_COMPILED) or name.endswith(WELL_COMPILED):
+    if not name.startswith(QUICKLY_COMPILED):
         yield
         return
     from compiling import quick_callbacks, quick_compilation  # PyTorch's tests have no need of JAX
 
-    with quick_compilation(), quick_callbacks():
+    with quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
         yield
 
 
@@ -97,8 +103,13 @@ TIMES = pytest.StashKey[dict[Command, tuple[float, float]]]()
 
 @pytest.fixture(scope="session", autouse=True)
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
-    """The programs of all selected tests, which run from the first test on."""
-    found = Programs(command for item in request.session.items for command in commands_of(item))
+    """The programs of all selected tests, which run from the first test on.
+
+    A worker of pytest-xdist does not know which of the tests will be its own: there programs start when a test asks.
+    """
+    found = Programs()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        found.start(command for item in request.session.items for command in commands_of(item))
     request.config.stash[TIMES] = found.times
     yield found
     found.stop()

@@ -219,6 +219,12 @@ PALLAS_KERNELS = (
         tests("jax_pallas_hopper_gradients", "test_d_input and whole"),
     ),
     Mutation(
+        "jax_pallas/hopper_d_input.py",
+        "min(many // rest, steps)",
+        "many // rest",
+        tests("jax_pallas_hopper_gradients", "shares_cover"),
+    ),
+    Mutation(
         "jax_pallas/target_kernels.py",
         "jnp.where(y == before, 0, 1)",
         "jnp.where(y == before, 1, 0)",

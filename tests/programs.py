@@ -2,7 +2,8 @@
 
 A test has its programs in a mark, `pytest.mark.programs(python("file.py", ...), seconds=...)` or by `each`, and takes
 the fixture `printed`. Those of all selected tests start before the first test, the longest first, as many at a time as
-there are cores; the tests that wait for none run meanwhile. With --durations pytest says how long each took. A program
+there are cores; the tests that wait for none run meanwhile. Under pytest-xdist a program starts when the first test of
+a worker asks for it. With --durations pytest says how long each took. A program
 prints JSON objects with a "name", one a line; what tools around it print is passed over.
 """
 
@@ -10,7 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from os import environ, pathsep, sched_getaffinity
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -25,7 +26,7 @@ PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(p
 # would compile each product of its own in dozens of ways, and time them beside the other programs.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
-    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "PYTHONPATH": PATHS,
 }
@@ -52,18 +53,20 @@ def each(commands: Mapping[str, Command], seconds: float = LONG) -> list[Any]:
 
 
 class Programs:
-    """Runs commands from now on.
+    """Runs commands side by side."""
 
-    Args:
-        commands: in the order in which they start; the same one runs once.
-    """
-
-    def __init__(self, commands: Iterable[Command]) -> None:
+    def __init__(self) -> None:
         self.times: dict[Command, tuple[float, float]] = {}  # start and end, in seconds from now
         self._began = monotonic()
         self._pool = ThreadPoolExecutor(len(sched_getaffinity(0)))
         self._running: set[Popen[str]] = set()
-        self._outcomes = {command: self._pool.submit(self._run, command) for command in dict.fromkeys(commands)}
+        self._outcomes: dict[Command, Future[Printed]] = {}
+
+    def start(self, commands: Iterable[Command]) -> None:
+        """Starts commands in their order, but for those that were started before."""
+        for command in commands:
+            if command not in self._outcomes:
+                self._outcomes[command] = self._pool.submit(self._run, command)
 
     def _run(self, command: Command) -> Printed:
         start = monotonic() - self._began
@@ -78,6 +81,8 @@ class Programs:
 
     def printed(self, commands: Iterable[Command]) -> Printed:
         """Waits for commands to end; returns what they printed, and raises AssertionError if one failed."""
+        commands = list(commands)
+        self.start(commands)
         return {name: result for command in commands for name, result in self._outcomes[command].result().items()}
 
     def wait(self) -> None:

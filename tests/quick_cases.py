@@ -12,6 +12,38 @@ import pytest
 
 from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
 
+FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
+
+# The edges of which jax_pallas runs a case: what the arrays hold, by one function each, for each is traced anew, and
+# what is frozen. It has its own of the others: test_jax_pallas_edges.py.
+OF_JAX = (
+    "frozen_bias",
+    "frozen_input",
+    "frozen_weight-none",
+    "ignored_all-sum",
+    "inf_bias",
+    "inf_input",
+    "log_probs-frozen_input",
+    "log_probs-masked_target",
+    "log_probs-nan_ignored",
+    "log_probs-nan_input",
+    "log_probs-no_gradient",
+    "log_probs-target_range",
+    "log_probs-tight",
+    "masked_target-mean",
+    "masked_vocabulary-tight",
+    "nan_ignored-mean",
+    "nan_masked-none",
+    "nan_padding-mean",
+    "no_gradient-mean",
+    "only_bias",
+    "target_range-mean",
+    "target_range-none",
+    "target_range-weight",
+    "tight-mean",
+    "tight-none",
+)
+
 
 def quick_parameters(names: frozenset[str]) -> list[Any]:
     """Returns every case as a parameter of a test, with the mark `slow` unless its name is among `names`."""
@@ -20,19 +52,25 @@ def quick_parameters(names: frozenset[str]) -> list[Any]:
 
 @cache
 def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> frozenset[str]:
-    """Returns the names of `pairwise_names` and of one case of each edge, in the dtype that suits a backend.
-
-    The edges of hidden size 64 are for the kernels of Hopper, which run on a GPU only: two stand for all of them.
-    """
+    """Returns the names of `pairwise_names` and of one case of each edge, in the dtype that suits a backend."""
     dtype_of = {"jax-chunked": shared_dtype, "torch-triton": interpreted_dtype}[implementation]
-    names = set(pairwise_names())
+    names = set(pairwise_names("all" if implementation == "torch-triton" else "strata"))
     for edge, variants in edges().items():
-        # jax_pallas' own edges (test_jax_pallas_edges.py) are those where nothing in the arrays is special.
-        plain = implementation == "jax-chunked" and not (variants[0].poison or variants[0].frozen or "tight" in edge)
-        if not plain and ("hidden64" not in edge or edge.endswith(("hidden64", "hidden64-tight"))):
+        if not is_left_out(implementation, edge):
             dtypes = {case.dtype: case.name for case in variants}
             names.add(dtypes.get(dtype_of(variants[0]), variants[0].name))
     return frozenset(names)
+
+
+def is_left_out(implementation: str, edge: str) -> bool:
+    """Returns whether the quick suite has no case of an edge, for another has what is special about it."""
+    if "hidden64" in edge:  # for the kernels of Hopper, which run on a GPU only
+        return implementation == "jax-chunked" or not edge.endswith("hidden64")
+    if implementation == "jax-chunked":
+        return edge.removeprefix("edge-") not in OF_JAX
+    # Where a mean has the same contents, a few of its losses not reduced stand for all.
+    mean = edge.removesuffix("none") + "mean"
+    return edge.endswith("-none") and mean in edges() and not edge.endswith(FEW_OF_NONE)
 
 
 def shared_dtype(edge: Case) -> str:
@@ -59,13 +97,22 @@ def pairs_of(row: Mapping[str, Any]) -> frozenset[Any]:
     return frozenset(combinations(row.items(), 2))
 
 
+STRATUM = {"function", "dtype", "reduction"}
+
+
 @cache
-def pairwise_names() -> frozenset[str]:
+def pairwise_names(among: Literal["all", "strata"] = "all") -> frozenset[str]:
     """Returns the names of few cases that together hold every pair of options that the pairwise tables hold.
 
-    The tables hold every pair for each dtype and reduction. Here function, dtype and reduction are options like others.
+    The tables hold every pair for each dtype and reduction. Here function, dtype and reduction are options like others;
+    among the strata only pairs count that have one of these three.
     """
     candidates = {case.name: pairs_of(row) for case, row in zip(cases(), table_rows(), strict=False)}
+    if among == "strata":
+        candidates = {
+            name: frozenset(pair for pair in pairs if STRATUM & {option for option, _ in pair})
+            for name, pairs in candidates.items()
+        }
     missing = set().union(*candidates.values())
     chosen = []
     while missing:

@@ -295,6 +295,9 @@ def test_places_name_the_documents_of_windows():
 # The step
 
 
+HALF = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16, tie_embeddings=False, dtype="bfloat16")
+
+
 def test_training_computes_no_logits_of_the_whole_vocabulary_outside_the_loss():
     """The head and the loss meet only inside linear_cross_entropy: no array of the step has B, T and V at once."""
     trainer = small_trainer()
@@ -310,6 +313,20 @@ def test_head_is_never_transposed_into_a_copy():
     assert not re.search(r"f32\[16,280\]\S* (transpose|copy)\(", compiled)
 
 
+def test_a_cast_head_reaches_the_loss_and_has_a_float32_gradient(monkeypatch):
+    taken = []
+
+    def loss(hidden: jax.Array, head: jax.Array, *rest: Any, **options: Any) -> jax.Array:
+        taken.append(head.dtype)
+        return linear_cross_entropy(hidden, head, *rest, **options)
+
+    monkeypatch.setattr(step_module, "linear_cross_entropy", loss)
+    trainer = Trainer(Decoder(HALF, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=True))
+    _, gradients = jax.eval_shape(trainer._gradients, trainer.initial.params, random_batch(2))
+    assert taken == [jnp.bfloat16]
+    assert gradients["head"].dtype == jnp.float32
+
+
 def test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient(monkeypatch):
     taken = []
 
@@ -320,8 +337,7 @@ def test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient(monkeypatch):
     monkeypatch.setattr(step_module, "linear_cross_entropy", loss)
     found = []
     for cast in (False, True):
-        config = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16, tie_embeddings=False, dtype="bfloat16")
-        trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=cast))
+        trainer = Trainer(Decoder(HALF, rngs=nnx.Rngs(0)), TrainConfig(steps=8, cast_head=cast))
         value, gradients = jax.jit(trainer._gradients)(trainer.initial.params, random_batch(2))
         found.append((value, gradients["head"][...]))
     (value, exact), (other, rounded) = found

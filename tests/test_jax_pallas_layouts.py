@@ -158,17 +158,18 @@ LAYOUTS = {**INSIDE, **OUTSIDE}
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("vocab_axis", [0, 1])
 @pytest.mark.parametrize(
-    ("function", "implementation"),
-    [
-        ("mean", "chunked"),
-        pytest.param("log_probs", "chunked", marks=SLOW),
-        pytest.param("none", "pallas_triton", marks=SLOW),
-    ],
+    ("function", "implementation"), [("mean", "chunked"), ("log_probs", "chunked"), ("none", "pallas_triton")]
 )
 def test_layouts(function: str, implementation: str, vocab_axis: int) -> None:
     check(function, implementation, jnp.bfloat16, vocab_axis, LAYOUTS)
+
+
+def test_a_few_layouts_of_a_compiled_program() -> None:
+    few = {f.__name__: f for f in (strided, transposed, numpy_strided, numpy_reversed, numpy_fortran)}
+    check("mean", "chunked", jnp.bfloat16, 1, few, eager=False)
 
 
 @pytest.mark.parametrize("implementation", ["chunked", "pallas_triton"])

@@ -39,14 +39,35 @@ def assert_within(function: str, arrays: dict[str, Any], budget: int, names: tup
     assert used <= budget, f"{used} bytes of temporaries are {used / budget:.0%} of the budget of {budget}"
 
 
-@pytest.mark.parametrize("function", ["mean", "none", "log_probs"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("names", [ARGUMENTS, ()], ids=["train", "evaluate"])
-def test_temporaries_within_budget(function: str, shape: tuple[int, int, int], names: tuple[str, ...]) -> None:
+def check_temporaries(function: str, shape: tuple[int, int, int], names: tuple[str, ...], factor: int) -> None:
     arrays = shapes_of(*shape)
     least = least_budget(lambda budget: program(function, arrays, budget, names))
-    for budget in (least, 5 * least):
-        assert_within(function, arrays, budget, names)
+    assert_within(function, arrays, factor * least, names)
+
+
+EVERY = [
+    pytest.mark.parametrize("names", [ARGUMENTS, ()], ids=["train", "evaluate"]),
+    pytest.mark.parametrize("shape", SHAPES, ids=str),
+    pytest.mark.parametrize("function", ["mean", "none", "log_probs"]),
+]
+
+
+def over_all(test: Any) -> Any:
+    """Gives a test all functions, shapes, and calls with gradients and without."""
+    for mark in EVERY:
+        test = mark(test)
+    return test
+
+
+@over_all
+def test_temporaries_within_budget(function: str, shape: tuple[int, int, int], names: tuple[str, ...]) -> None:
+    check_temporaries(function, shape, names, 1)
+
+
+@pytest.mark.slow
+@over_all
+def test_temporaries_within_a_larger_budget(function: str, shape: tuple[int, int, int], names: tuple[str, ...]) -> None:
+    check_temporaries(function, shape, names, 5)
 
 
 @pytest.mark.parametrize("function", ["mean", "none", "log_probs"])

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_cases import FEW_ELEMENTS, drawn_cases
-from hypothesis import given, settings
+from drawn_cases import FEW_ELEMENTS, check_drawn, drawn_cases, few_or_many
 from judged import assert_within_budget
 
 from jax_pallas import chunked, rows
@@ -22,13 +21,16 @@ from parity.cases import Case
 from parity.tolerances import error
 
 
-@settings(max_examples=25)  # a compile each
-@given(case=drawn_cases())
-def test_any_call_is_within_its_error_budget(case: Case) -> None:
+def check_call(case: Case) -> None:
     arrays = make_arrays(case)
     chunks = 1 + case.n / 16
     outputs = run_case("jax-chunked", case, arrays).outputs
     assert_within_budget(case, arrays, outputs, floor=chunks**0.5 * FEW_ELEMENTS[case.dtype])
+
+
+@few_or_many(5, 25)  # a compile each
+def test_any_call_is_within_its_error_budget(examples: int) -> None:
+    check_drawn(check_call, examples, case=drawn_cases())
 
 
 PLAIN: dict[str, Any] = {}

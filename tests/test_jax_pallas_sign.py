@@ -1,6 +1,7 @@
 """The sign and the accuracy of the loss of confident tokens: never below 0, and as close to float64 as the loss of
 materialised float32 logits."""
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -77,24 +78,43 @@ def judge(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) 
     assert error <= budget, f"error {error:.1e} is {error / budget:.0%} of its budget"
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_loss_is_never_below_zero(dtype: str, options: str, implementation: str) -> None:
+def every_loss(dtype: str, options: str, function: str, implementation: str) -> np.ndarray:
+    """Returns the losses of a function on drawn arrays: of each token, or of a step of training."""
     x, w, y = drawn(160, 64, 700, DTYPES[dtype])
     known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
-    loss = linear_cross_entropy(x, w, y, reduction="none", **known)
-    assert (loss >= 0).all(), f"{(loss < 0).sum()} losses are below 0, the least is {loss.min()}"
-    found = linear_log_probs(x, w, y, **known)
-    assert (found.log_prob <= 0).all()
-    assert not np.signbit(np.asarray(found.log_prob))[np.asarray(found.log_prob) == 0].any(), "0, not -0"
-    value, _ = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **known)
-    assert value >= 0
+    if function == "none":
+        return np.asarray(linear_cross_entropy(x, w, y, reduction="none", **known))
+    if function == "log_probs":
+        return -np.asarray(linear_log_probs(x, w, y, **known).log_prob)
+    return np.asarray(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **known)[0])
+
+
+# Each dtype, option and function once for each implementation; the others take two minutes to compile.
+EVERY_DAY = {("bfloat16", "plain", "none"), ("float16", "capped", "log_probs"), ("float32", "scaled", "mean")}
+LOSSES = [
+    pytest.param(*chosen, marks=() if chosen in EVERY_DAY else pytest.mark.slow)
+    for chosen in itertools.product(DTYPES, OPTIONS, ("none", "log_probs", "mean"))
+]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_confident_tokens_are_as_accurate_as_from_float32_logits(options: str, implementation: str) -> None:
+@pytest.mark.parametrize(("dtype", "options", "function"), LOSSES)
+def test_the_loss_is_never_below_zero(dtype: str, options: str, function: str, implementation: str) -> None:
+    loss = every_loss(dtype, options, function, implementation)
+    assert (loss >= 0).all(), f"{(loss < 0).sum()} losses are below 0, the least is {loss.min()}"
+    if function == "log_probs":
+        assert not np.signbit(-loss[loss == 0]).any(), "0, not -0"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        *(("chunked", options) for options in OPTIONS),
+        ("pallas_triton", "plain"),
+        *(pytest.param("pallas_triton", options, marks=pytest.mark.slow) for options in ("scaled", "capped")),
+    ],
+)
+def test_confident_tokens_are_as_accurate_as_from_float32_logits(implementation: str, options: str) -> None:
     for largest in (64.0,) if options == "capped" else (64.0, 8192.0):
         known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
         x, w, y = exact(160, 700, largest=largest)
@@ -147,6 +167,7 @@ def test_repaired_rows(implementation: str) -> None:
     np.testing.assert_allclose(found[::7], wanted[::7], rtol=1e-5)
 
 
+@pytest.mark.slow  # of drawn arrays: test_jax_pallas_hopper_logits.py
 def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Pallas' interpreter: targets in whole and cut tiles, none, and several in one tile."""
     monkeypatch.setattr(hopper, "programs", lambda: 3)

@@ -40,8 +40,19 @@ def exported(function: Any, arrays: dict[str, Any], leading: str) -> export.Expo
     return export.export(jax.jit(function), platforms=["cpu"])(shapes)
 
 
-@pytest.mark.parametrize("function", ["mean", "none", "log_probs", "stats"])
-def test_any_number_of_tokens(function: str) -> None:
+FEW, MANY = (1037,), (1, 15, 40)  # tokens: of many chunks, and of one
+
+
+@pytest.mark.parametrize(
+    ("function", "numbers"),
+    [
+        ("log_probs", FEW),
+        ("stats", FEW),
+        *(pytest.param(function, FEW + MANY, marks=pytest.mark.slow) for function in ("mean", "none")),
+        *(pytest.param(function, MANY, marks=pytest.mark.slow) for function in ("log_probs", "stats")),
+    ],
+)
+def test_any_number_of_tokens(function: str, numbers: tuple[int, ...]) -> None:
     arrays = problem(40, 64, 1000)
     options: dict[str, Any] = {"memory_budget": 2**18, "ignore_index": 7}  # chunks of some rows, and slabs
 
@@ -49,7 +60,7 @@ def test_any_number_of_tokens(function: str) -> None:
         return everything(function, arrays, **options)
 
     program = exported(call, arrays, "n")
-    for tokens in (1, 15, 40, 1037):
+    for tokens in numbers:
         some = problem(tokens, 64, 1000)
         some["target"] = some["target"].at[tokens // 2].set(7)
         got, want = program.call(some), jax.jit(call)(some)
