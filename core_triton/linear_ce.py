@@ -284,6 +284,8 @@ def explain(
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
+    In a function that torch.compile traces it is an `Implementation`: the name and why, and no plan.
+
     Args:
         input: (..., D).
         linear_weight: (V, D).
@@ -310,6 +312,8 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
+    if torch.compiler.is_compiling():
+        return _choose(input.device, implementation)  # pyright: ignore[reportReturnType]
     spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
