@@ -1,10 +1,7 @@
 """Cases that hypothesis draws: shapes, dtypes and options beyond the table of parity/cases.py."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
@@ -13,18 +10,6 @@ from parity.cases import Case
 # With one or two elements luck decides how far rounding takes the unfused gradient; so far it always may.
 FEW_ELEMENTS = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 LEADS = st.lists(st.integers(1, 7), max_size=3).map(tuple)
-
-
-def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """Returns the mark that gives a test its number of `examples`: few every day."""
-    return pytest.mark.parametrize(
-        "examples", [few, pytest.param(many, marks=pytest.mark.slow)], ids=["few examples", "many examples"]
-    )
-
-
-def check_drawn(check: Callable[..., None], examples: int, **strategies: Any) -> None:
-    """Runs a check with so many draws of its arguments."""
-    settings(max_examples=examples)(given(**strategies)(check))()
 
 
 @st.composite

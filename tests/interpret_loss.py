@@ -143,7 +143,7 @@ def run_fewer_rows(*names: str) -> None:
 # Anchors that have to be repaired.
 
 REPAIRED = (
-    Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(40,), token_weight="mask", has_bias=True),
+    Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
     Case(name="far-softcap", logit_std=60.0, lead=(50,), spec=LossSpec("sum", softcap=60.0, z_loss_weight=1e-3)),
     Case(name="far", logit_std=60.0),
     Case(name="far-weight", logit_std=60.0, has_class_weight=True, head_dtype="float32", vocab_axis=1),

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_cases import FEW_ELEMENTS, check_drawn, drawn_cases, few_or_many
+from drawn_cases import FEW_ELEMENTS, drawn_cases
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged import assert_within_budget, least_budget
 from torch import Tensor
@@ -59,7 +60,9 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
 
-def check_call(case: Case, input_layout: Any, weight_layout: Any, factor: float) -> None:
+@settings(max_examples=200)
+@given(case=drawn_cases(), input_layout=layouts(), weight_layout=layouts(), factor=st.floats(1.0, 20.0))
+def test_any_call_is_within_its_error_budget(case: Case, input_layout: Any, weight_layout: Any, factor: float) -> None:
     arrays = make_arrays(case)
     head = getattr(torch, case.weight_dtype)
     dtypes = {"input": getattr(torch, case.dtype), "linear_weight": head, "linear_bias": head}
@@ -76,12 +79,6 @@ def check_call(case: Case, input_layout: Any, weight_layout: Any, factor: float)
     assert_within_budget(case, arrays, outputs, floor=chunks**0.5 * FEW_ELEMENTS[case.dtype])
 
 
-@few_or_many(60, 200)
-def test_any_call_is_within_its_error_budget(examples: int) -> None:
-    drawn = {"input_layout": layouts(), "weight_layout": layouts(), "factor": st.floats(1.0, 20.0)}
-    check_drawn(check_call, examples, case=drawn_cases(), **drawn)
-
-
 def test_an_expanded_input_and_head() -> None:
     case = Case(name="expanded", lead=(4, 3), hidden=5, vocab=20)
     arrays = make_arrays(case)
@@ -93,25 +90,20 @@ def test_an_expanded_input_and_head() -> None:
     assert_within_budget(case, arrays, run(case, tensors, 2**20))
 
 
-@few_or_many(60, 200)
-def test_shards_of_the_vocabulary_make_the_whole(examples: int) -> None:
-    check_drawn(
-        check_shards,
-        examples,
-        n=st.integers(1, 20),
-        d=st.integers(1, 16),
-        sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
-        padding=st.integers(0, 45),
-        chunk=st.integers(1, 20),
-        slab=st.integers(1, 40),
-        options=st.sampled_from(
-            ({}, {"softcap": 4.0, "z_loss_weight": 0.01}, {"label_smoothing": 0.2, "logit_scale": 0.5})
-        ),
-        weighted=st.booleans(),
-    )
-
-
-def check_shards(
+@settings(max_examples=200)
+@given(
+    n=st.integers(1, 20),
+    d=st.integers(1, 16),
+    sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    padding=st.integers(0, 45),
+    chunk=st.integers(1, 20),
+    slab=st.integers(1, 40),
+    options=st.sampled_from(
+        ({}, {"softcap": 4.0, "z_loss_weight": 0.01}, {"label_smoothing": 0.2, "logit_scale": 0.5})
+    ),
+    weighted=st.booleans(),
+)
+def test_shards_of_the_vocabulary_make_the_whole(
     n: int, d: int, sizes: list[int], padding: int, chunk: int, slab: int, options: dict[str, Any], weighted: bool
 ) -> None:
     vocab = sum(sizes)

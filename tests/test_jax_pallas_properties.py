@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from drawn_cases import FEW_ELEMENTS, check_drawn, drawn_cases, few_or_many
+from drawn_cases import FEW_ELEMENTS, drawn_cases
+from hypothesis import given, settings
 from judged import assert_within_budget
 
 from jax_pallas import chunked, rows
@@ -28,9 +29,9 @@ def check_call(case: Case) -> None:
     assert_within_budget(case, arrays, outputs, floor=chunks**0.5 * FEW_ELEMENTS[case.dtype])
 
 
-@few_or_many(5, 25)  # a compile each
+@pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_any_call_is_within_its_error_budget(examples: int) -> None:
-    check_drawn(check_call, examples, case=drawn_cases())
+    settings(max_examples=examples)(given(case=drawn_cases())(check_call))()  # a compile each
 
 
 PLAIN: dict[str, Any] = {}
