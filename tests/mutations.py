@@ -58,8 +58,8 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/kernels.py",
-        "tl.exp2(logits * LOG2_E - anchor[:, None])",
-        "tl.exp2(logits * LOG2_E + anchor[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E + anchor[:, None])",
         TABLE,
     ),
     Mutation(
@@ -79,7 +79,19 @@ TRITON_KERNELS = (
         tests("core_triton_interpreted", "repaired"),
     ),
     Mutation("core_triton/row_kernels.py", "rank, count + row - rank)", "rank, row)", TABLE),
-    Mutation("core_triton/row_kernels.py", "acc += x.to(tl.float32) * w", "acc -= x.to(tl.float32) * w", TABLE),
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.floor(top * LOG2_E)",
+        "-tl.floor(top * LOG2_E)",
+        tests("core_triton_interpreted", "repaired"),
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "number >= end - tiles",
+        "number > end - tiles",
+        tests("core_triton_interpreted", "repaired"),
+    ),
+    Mutation("core_triton/row_kernels.py", "picked = tl.load(row_ptr + row)", "picked = row", TABLE),
     Mutation("core_triton/row_kernels.py", "* prob - kept * other_prob", "* prob + kept * other_prob", TABLE),
     Mutation(
         "core_triton/row_kernels.py",
@@ -190,8 +202,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/kernels.py",
-        "part.only_seen(jnp.exp2(exponents))",
-        "jnp.exp2(exponents)",
+        "part.only_seen(exponential(part.logits, reference[:, None]))",
+        "exponential(part.logits, reference[:, None])",
         PALLAS,
     ),
     Mutation(
