@@ -209,7 +209,7 @@ def exponentials_kernel(
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes anchored exponentials and the float32 sums of them over each tile's classes: (29).
+    """Writes scaled exponentials and the float32 sums of them over each tile's classes: (29).
 
     Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
     of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES, e (rows, V), times

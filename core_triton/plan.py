@@ -77,7 +77,6 @@ class ExecutionPlan:
         tile: of logits; None where no kernel runs.
         chunks: rows at a time, and what depends on them.
         casts_head: the head is copied a piece at a time: to the input's dtype, or to rows that TMA can read.
-        casts_input: so are the rows of the input.
         d_input_kernel: d_input comes from our kernel; otherwise from cuBLAS's GEMM and a pass over its result.
         d_weight_kernel: d_weight comes from our kernel; otherwise from cuBLAS's GEMM.
         holds_rows: d_input's own memory holds the input's packed rows until their gradients replace them.
@@ -93,7 +92,6 @@ class ExecutionPlan:
     tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     casts_head: bool
-    casts_input: bool
     d_input_kernel: bool
     d_weight_kernel: bool
     holds_rows: bool
@@ -163,13 +161,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "chunked", "chunked", False, None, chunks, w.dtype != x.dtype, *[False] * 4, programs=0,
-            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
+            "chunked", "chunked", False, None, chunks, w.dtype != x.dtype,
+            d_input_kernel=False, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
+            memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     hopper = key.device.capability == 90 and key.device.type == "cuda" and x.itemsize == 2
     tile = tile_config.choose_tile(x.itemsize, key.device.capability)
     casts_head = w.dtype != x.dtype or not w.tma_compatible()
-    casts_input = not x.tma_compatible(by_row=True)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
     scaled_exp = not key.label_smoothing and (
@@ -195,8 +193,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "triton", "scaled_exp", hopper, tile, chunks, casts_head, casts_input, d_input_kernel, d_weight_kernel,
-            holds_rows, key.device.multiprocessors, tokens, key.memory_budget, matmuls,
+            "triton", "scaled_exp", hopper, tile, chunks, casts_head,
+            d_input_kernel=d_input_kernel, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
+            programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -209,11 +208,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input=key.d_input,
         d_weight=key.d_weight,
         converts=casts_head,
-        converts_rows=casts_input,
+        converts_rows=not x.tma_compatible(by_row=True),
         copied=key.copied_bytes,
         budget=key.memory_budget,
     )
     return ExecutionPlan(
-        "triton", "recompute", hopper, tile, chunks, casts_head, casts_input, False, False, False,
-        key.device.multiprocessors, tokens, key.memory_budget, matmuls,
+        "triton", "recompute", hopper, tile, chunks, casts_head,
+        d_input_kernel=False, d_weight_kernel=False, holds_rows=False,
+        programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

@@ -103,7 +103,7 @@ CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix i
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
-    """How plans A and B with anchored exponentials cut a call.
+    """How plans A and B with scaled exponentials cut a call.
 
     Args:
         rows: of a chunk.
@@ -154,7 +154,7 @@ def choose_scaled_exp(
     copied: int = 0,
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with anchored exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
 
     Args:
         tokens: N.

@@ -111,18 +111,24 @@ def test_the_least_budget_is_the_least(function: str, dtype: torch.dtype) -> Non
         assert least_budget(lambda budget: total(function, arrays, memory_budget=budget)) <= least
 
 
-@settings(max_examples=40)
-@given(
-    n=st.integers(1, 150),
-    d=st.integers(1, 40),
-    v=st.integers(1, 400),
-    dtype=st.sampled_from(DTYPES),
-    function=st.sampled_from(FUNCTIONS),
-    softcap=st.sampled_from((None, 4.0)),
-    factor=st.floats(1.0, 8.0),
-    bias=st.booleans(),
-)
-def test_drawn_problems_within_budget(
+DRAWN = {
+    "n": st.integers(1, 150),
+    "d": st.integers(1, 40),
+    "v": st.integers(1, 400),
+    "dtype": st.sampled_from(DTYPES),
+    "function": st.sampled_from(FUNCTIONS),
+    "softcap": st.sampled_from((None, 4.0)),
+    "factor": st.floats(1.0, 8.0),
+    "bias": st.booleans(),
+}
+
+
+@pytest.mark.parametrize("examples", [40, pytest.param(100, marks=pytest.mark.slow)])
+def test_drawn_problems_within_budget(examples: int) -> None:
+    settings(max_examples=examples)(given(**DRAWN)(check_drawn_problem))()
+
+
+def check_drawn_problem(
     n: int, d: int, v: int, dtype: torch.dtype, function: str, softcap: float | None, factor: float, bias: bool
 ) -> None:
     arrays = problem(n, d, v, dtype=dtype, bias=bias)

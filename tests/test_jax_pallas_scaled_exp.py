@@ -59,9 +59,18 @@ CASES = [
 
 def interpreted(_: str) -> launch.Kernels:
     kernels = load("mosaic")
-    names = ("exponentials", "statistics", "d_logits", "d_weight", "d_input")
-    switched = {name: waiting(partial(getattr(kernels, name), interpret=True)) for name in names}
-    return kernels._replace(add_target_rows=waiting(add_target_rows), **switched)
+
+    def run(kernel: Any) -> Any:
+        return waiting(partial(kernel, interpret=True))
+
+    return kernels._replace(
+        exponentials=run(kernels.exponentials),
+        statistics=run(kernels.statistics),
+        d_logits=run(kernels.d_logits),
+        d_weight=run(kernels.d_weight),
+        d_input=run(kernels.d_input),
+        add_target_rows=waiting(add_target_rows),
+    )
 
 
 def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
