@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from core_triton import ops, rows
+from core_triton import ops
 from core_triton.plan import ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
@@ -145,7 +145,7 @@ def linear_cross_entropy(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    return _loss(call, statistics=False)[0].reshape(_loss_shape(spec, target))
+    return _shaped(_loss(call, statistics=False).loss, target)
 
 
 def linear_cross_entropy_with_stats(
@@ -189,20 +189,24 @@ def linear_cross_entropy_with_stats(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    loss, lse, target_logit, top = _loss(call, statistics=True)
+    loss, *found = _loss(call, statistics=True)
+    row_weight, lse, target_logit, top = found
+    assert row_weight is not None
+    assert lse is not None
+    assert target_logit is not None
     assert top is not None
-    row_weight, leading = call.arrays.row_weight, target.shape
+    leading = target.shape
     contributes = row_weight != 0
     z_loss = row_weight * spec.z_loss_weight * lse.square()
     right = contributes & (target_logit >= top)
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
-        z_loss=(z_loss if spec.reduction == "none" else z_loss.sum()).reshape(_loss_shape(spec, target)),
+        z_loss=_shaped(z_loss if spec.reduction == "none" else z_loss.sum(), target),
         accuracy=right.sum() / contributes.sum().clamp(min=1),
-        n_valid=call.n_valid,
+        n_valid=(call.arrays.target != ignore_index).sum(),
     )
-    return loss.reshape(_loss_shape(spec, target)), stats
+    return _shaped(loss, target), stats
 
 
 def linear_log_probs(
@@ -242,7 +246,8 @@ def linear_log_probs(
     """
     spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    return LogProbs(*(result.reshape(target.shape) for result in ops.log_probs(call.arrays, call.options)))
+    found = ops.log_probs(call.arrays, call.options)
+    return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -404,8 +409,8 @@ class _Call:
 
     spec: LossSpec
     arrays: ops.Arrays
+    weights: ops.TokenWeights
     options: ops.Options
-    n_valid: Tensor  # ()
 
 
 def _prepare(
@@ -420,7 +425,7 @@ def _prepare(
     memory_budget: int | None,
     implementation: str | None,
 ) -> _Call:
-    """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector."""
+    """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
     named = {
         "input": input,
@@ -460,22 +465,30 @@ def _prepare(
         infos.append((name, tensor.shape, tensor.dtype))
     decide = _decide if compiling else _decide_once
     classes, budget, chosen = decide(spec, input.device, tuple(infos), memory_budget, implementation)
-    flat_target = target.reshape(-1).long()
     class_weight = None if weight is None else weight[:classes].float()
-    flat_token_weight = None if token_weight is None else token_weight.reshape(-1)
-    weigh = rows.row_weights
-    if chosen == "triton" and not compiling and ops.is_eager(input, linear_weight):
-        weigh = ops.row_weights_by_kernel
-    row_weight, n_valid = weigh(spec, flat_target, class_weight, flat_token_weight, normalizer, classes)
-    flat_input = input if input.ndim == 2 else input.reshape(-1, input.shape[-1])
+    weights = ops.TokenWeights(None if token_weight is None else _flat(token_weight, 1), normalizer)
     return _Call(
         spec=spec,
-        arrays=ops.Arrays(flat_input, linear_weight, linear_bias, flat_target, row_weight, class_weight),
+        arrays=ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
+        weights=weights,
         options=ops.Options(
-            spec.label_smoothing, spec.z_loss_weight, spec.softcap, spec.logit_scale, classes, budget, chosen
+            spec.reduction == "mean",
+            spec.ignore_index,
+            spec.label_smoothing,
+            spec.z_loss_weight,
+            spec.softcap,
+            spec.logit_scale,
+            classes,
+            budget,
+            chosen,
         ),
-        n_valid=n_valid,
     )
+
+
+def _flat(tensor: Tensor, axes: int) -> Tensor:
+    """Returns a tensor with its leading axes made one. `reshape` would make a view, and a node for autograd, of a
+    tensor that has the shape."""
+    return tensor if tensor.ndim == axes else tensor.reshape(-1, *tensor.shape[tensor.ndim + 1 - axes :])
 
 
 def _check_kind(name: str, tensor: Tensor) -> None:
@@ -493,8 +506,9 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         )
 
 
-def _loss_shape(spec: LossSpec, target: Tensor) -> torch.Size:
-    return target.shape if spec.reduction == "none" else torch.Size()
+def _shaped(loss: Tensor, target: Tensor) -> Tensor:
+    """Returns a loss of rows in the target's shape, and one of all rows as it is."""
+    return loss if loss.ndim == 0 or loss.shape == target.shape else loss.reshape(target.shape)
 
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
@@ -505,6 +519,7 @@ def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     d_input, d_weight, d_bias = call.arrays.needs_grad()
     d_head = d_weight or d_bias
     scalar = call.spec.reduction != "none"
+    groups = call.arrays, call.weights, call.options
     if (d_head and scalar) or (d_input and (scalar or not d_head)):
-        return ops.loss_and_gradients(call.arrays, call.options, statistics=statistics, reduce=scalar)
-    return ops.losses(call.arrays, call.options, statistics=statistics, reduce=scalar)
+        return ops.loss_and_gradients(*groups, statistics=statistics, reduce=scalar)
+    return ops.losses(*groups, statistics=statistics, reduce=scalar)

@@ -35,7 +35,6 @@ class Arrays(NamedTuple):
     linear_weight: Tensor  # (V, D)
     linear_bias: Tensor | None  # (V,)
     target: Tensor  # (N,) int64
-    row_weight: Tensor  # (N,) float32
     class_weight: Tensor | None  # (K,) float32
 
     def needs_grad(self) -> NeedsGrad:
@@ -48,9 +47,18 @@ class Arrays(NamedTuple):
         )
 
 
+class TokenWeights(NamedTuple):
+    """What `rows.row_weights` takes besides the targets and the classes' weights."""
+
+    token_weight: Tensor | None  # (N,)
+    normalizer: Tensor | None  # ()
+
+
 class Options(NamedTuple):
     """The options of a call, in types that an operator's schema knows."""
 
+    mean: bool  # the reduction's denominator is part of a row's weight
+    ignore_index: int
     label_smoothing: float
     z_loss_weight: float
     softcap: float | None
@@ -60,16 +68,23 @@ class Options(NamedTuple):
     implementation: str
 
     def spec(self) -> LossSpec:
-        return LossSpec("sum", 0, self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale)
+        reduction = "mean" if self.mean else "sum"
+        rest = self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale
+        return LossSpec(reduction, self.ignore_index, *rest)
 
 
 class Losses(NamedTuple):
-    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, but for a reduced loss."""
+    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, but for a reduced loss.
+
+    The first two of the optional ones are there where statistics are asked for or the backward pass needs them, the
+    others where statistics are asked for.
+    """
 
     loss: Tensor  # weighted; () where reduced
-    lse: Tensor
-    target_logit: Tensor
-    max: Tensor | None  # the largest logit, where statistics are asked for
+    row_weight: Tensor | None
+    lse: Tensor | None
+    target_logit: Tensor | None
+    max: Tensor | None  # the largest logit
 
 
 class LogProbs(NamedTuple):
@@ -78,36 +93,36 @@ class LogProbs(NamedTuple):
     log_prob: Tensor
     entropy: Tensor
     lse: Tensor
+    row_weight: Tensor | None  # where there is a backward pass
 
 
 # The functions.
 
 
-def loss_and_gradients(arrays: Arrays, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+def loss_and_gradients(
+    arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool
+) -> Losses:
     """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, whose gradients are made in this pass.
 
     Without `reduce` the gradients are of input alone: each row's is its loss's upstream gradient times what is saved.
     """
+    needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        needs_grad = arrays.needs_grad()
-        loss, lse, target_logit, top, *_ = torch.ops.linear_ce.loss_and_gradients(
-            *arrays, *options, statistics, reduce, *needs_grad
-        )
-        return Losses(loss, lse, target_logit, top if statistics else None)
-    results: Any = _LossAndGradients.apply(options, statistics, reduce, arrays.needs_grad(), *arrays)
+        found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
+        return Losses(*found[: len(Losses._fields)])
+    results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
     return Losses(*results)
 
 
-def losses(arrays: Arrays, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool) -> Losses:
     """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        loss, lse, target_logit, top = torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
-        found = Losses(loss, lse, target_logit, top if statistics else None)
-    elif not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
-        return _run_losses(arrays, options, statistics, needs_grad, reduce=reduce)
+        found = Losses(*torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad))
+    elif not any(needs_grad) and is_eager(arrays):
+        return _run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
-        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays)
+        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
@@ -117,9 +132,10 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         return LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
-    if not any(needs_grad) and is_eager(arrays.input, arrays.linear_weight):
+    if not any(needs_grad) and is_eager(arrays):
         return _run_log_probs(arrays, options, needs_grad)
-    return LogProbs(*_LogProbs.apply(options, needs_grad, *arrays))
+    results: Any = _LogProbs.apply(options, needs_grad, *arrays)
+    return LogProbs(*results)
 
 
 # Their autograd: the arrays are the last inputs.
@@ -152,17 +168,18 @@ class _LossAndGradients(torch.autograd.Function):
         needs_grad: NeedsGrad,
         *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
-        arrays = Arrays(*inputs)
-        if is_eager(arrays.input, arrays.linear_weight):
-            found, gradients, scales = _run_loss_and_gradients(arrays, options, statistics, reduce, needs_grad)
+        arrays, weights = _groups(inputs)
+        if is_eager(arrays):
+            found, gradients, scales = _run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                loss, lse, target_logit, top, *gradients, scales = torch.ops.linear_ce.loss_and_gradients(
-                    *arrays, *options, statistics, reduce, *needs_grad
+                *results, scales = torch.ops.linear_ce.loss_and_gradients(
+                    *arrays, *weights, *options, statistics, reduce, *needs_grad
                 )
-            found, scales = Losses(loss, lse, target_logit, top), scales if scales.numel() else None
+            found, gradients = Losses(*results[:-3]), Gradients(*results[-3:])
+            scales = scales if scales.numel() else None
         ctx.needs_grad, ctx.reduce, ctx.memory_budget = needs_grad, reduce, options.memory_budget
-        ctx.save_for_backward(arrays.row_weight, *gradients, scales)
+        ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -180,7 +197,7 @@ class _LossAndGradients(torch.autograd.Function):
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
         needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
         gradients = _scaled(needed, _Factors(input_factor, head_factor), ctx.memory_budget)
-        return None, None, None, None, *gradients, None, None, None
+        return None, None, None, None, *gradients, None, None, None, None
 
 
 class _RowLosses(torch.autograd.Function):
@@ -192,14 +209,14 @@ class _RowLosses(torch.autograd.Function):
         needs_grad: NeedsGrad,
         *inputs: Any,
     ) -> tuple[Tensor | None, ...]:
-        arrays = Arrays(*inputs)
-        if is_eager(arrays.input, arrays.linear_weight):
-            found = _run_losses(arrays, options, statistics, needs_grad)
+        arrays, weights = _groups(inputs)
+        if is_eager(arrays):
+            found = _run_losses(arrays, weights, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = Losses(*torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad))
+                found = Losses(*torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad))
         ctx.options = options
-        ctx.save_for_backward(*arrays, found.lse)
+        ctx.save_for_backward(*arrays, found.row_weight, found.lse)
         ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
         ctx.set_materialize_grads(False)
         return tuple(found)
@@ -209,14 +226,15 @@ class _RowLosses(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return (None,) * len(ctx.needs_input_grad)
-        *saved, lse = ctx.saved_tensors
+        *saved, row_weight, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
-        upstream = torch.where(arrays.row_weight != 0, d_loss * arrays.row_weight, 0.0)
+        upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
         coefficients = rows.loss_coefficients(
             options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
         )
-        gradients = _gradients(arrays, options, lse, coefficients, _asked(ctx))
-        return None, None, None, *gradients, None, None, None
+        needs_grad = NeedsGrad(*ctx.needs_input_grad[3:6])
+        gradients = _gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        return None, None, None, *gradients, None, None, None, None
 
 
 class _LogProbs(torch.autograd.Function):
@@ -226,42 +244,50 @@ class _LogProbs(torch.autograd.Function):
         options: Options,
         needs_grad: NeedsGrad,
         *inputs: Any,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         arrays = Arrays(*inputs)
-        if is_eager(arrays.input, arrays.linear_weight):
+        if is_eager(arrays):
             found = _run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
         ctx.options = options
-        ctx.save_for_backward(*arrays, found.entropy, found.lse)
+        ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
+        if found.row_weight is not None:
+            ctx.mark_non_differentiable(found.row_weight)
         return tuple(found)
 
     @staticmethod
     @_no_double_backward
-    def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, entropy, lse = ctx.saved_tensors
+    def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         coefficients = rows.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
-        gradients = _gradients(arrays, options, lse, coefficients, _asked(ctx))
-        return None, None, *gradients, None, None, None
+        needs_grad = NeedsGrad(*ctx.needs_input_grad[2:5])
+        gradients = _gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        return None, None, *gradients, None, None
 
 
-def _asked(ctx: Any) -> NeedsGrad:
-    """Which gradients a backward pass is asked for."""
-    *_, d_input, d_weight, d_bias, _target, _row_weight, _class_weight = ctx.needs_input_grad
-    return NeedsGrad(d_input, d_weight, d_bias)
+def _groups(inputs: tuple[Any, ...]) -> tuple[Arrays, TokenWeights]:
+    """Returns the groups of the arrays that a function of autograd takes one after the other."""
+    arrays = len(Arrays._fields)
+    return Arrays(*inputs[:arrays]), TokenWeights(*inputs[arrays:])
 
 
 def _gradients(
-    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
-    if is_eager(arrays.input, arrays.linear_weight):
-        return _run_gradients(arrays, options, lse, coefficients, needs_grad)
-    found = torch.ops.linear_ce.gradients(*arrays, *options, lse, *coefficients, *needs_grad)
+    if is_eager(arrays):
+        return _run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+    found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return Gradients(*(gradient if needed else None for gradient, needed in zip(found, needs_grad, strict=True)))
 
 
@@ -334,89 +360,139 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 # The plans.
 
 
-Results = tuple[Any, ...]  # loss, lse, target_logit, max, d_input, d_weight, d_bias
-
-
 def _run_loss_and_gradients(
-    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
     the third result holds that of d_input, and that of the head's gradients."""
-    scales = torch.stack(rows.saved_scales(arrays.row_weight)) if arrays.input.dtype == torch.float16 else None
 
-    def run() -> Results:
-        problem = _problem("loss_and_gradients", arrays, options, needs_grad, statistics=statistics)
-        plan = plan_of(problem)
+    def run() -> tuple[Any, ...]:
+        row_weight = _row_weights(arrays, weights, options)
+        problem = _problem("loss_and_gradients", arrays, options, row_weight, needs_grad, statistics=statistics)
+        plan, pair = plan_of(problem), None
         with _no_autocast(plan, arrays.input):
             if plan.path == "scaled_exp":
-                return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
-            pair = None if scales is None else (scales[0], scales[1])
-            loss, found, gradients = chunked.loss_and_gradients(
-                _tiles(plan), problem, plan.chunk_config, needs_grad, pair
-            )
-        top = found.max if statistics else None
-        return loss.sum() if reduce else loss, found.lse, found.target_logit, top, *gradients
+                loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
+            else:
+                if arrays.input.dtype == torch.float16:
+                    pair = rows.saved_scales(row_weight)
+                loss, found, gradients = chunked.loss_and_gradients(
+                    _tiles(plan), problem, plan.chunk_config, needs_grad, pair
+                )
+                loss = loss.sum() if reduce else loss
+        kept = _losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
+        return *kept, *gradients, None if pair is None else torch.stack(pair)
 
-    results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, options, run)
-    return Losses(*results[:4]), Gradients(*results[4:]), scales
+    results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, weights, options, run)
+    return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
 def _run_losses(
-    arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad, *, reduce: bool = False
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    statistics: bool,
+    needs_grad: NeedsGrad,
+    *,
+    reduce: bool = False,
 ) -> Losses:
     """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, because the
     budget must hold them too."""
 
-    def run() -> Results:
+    def run() -> Losses:
+        row_weight = _row_weights(arrays, weights, options)
         if any(needs_grad):
-            _problem("gradients", arrays, options, needs_grad)  # refuses what the backward pass could not do
-        problem = _problem("losses", arrays, options, NO_GRADIENTS, statistics=statistics)
+            _problem("gradients", arrays, options, row_weight, needs_grad)  # refuses what a backward pass could not do
+        problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics)
         plan = plan_of(problem)
         with _no_autocast(plan, arrays.input):
             if plan.path == "scaled_exp":
-                return _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
-            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
-        top = found.max if statistics else None
-        return loss.sum() if reduce else loss, found.lse, found.target_logit, top, None, None, None
+                loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
+            else:
+                loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
+                loss = loss.sum() if reduce else loss
+        return _losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
-    return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, options, run)[:4])
+    return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
 
 
-def _scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool) -> Results:
+def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
+    """Returns `rows.row_weights`, by one kernel where there are kernels."""
+    if options.implementation == "chunked":
+        return rows.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
+    from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
+
+    given = arrays.target, arrays.class_weight, *weights
+    target, *rest = (None if vector is None else vector.contiguous() for vector in given)
+    assert target is not None
+    class_weight, token_weight, normalizer = rest
+    return row_kernels.row_weights(
+        target,
+        class_weight,
+        token_weight,
+        normalizer,
+        options.vocab_size,
+        options.ignore_index,
+        mean=options.mean,
+    )
+
+
+def _losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
+    """Returns what is kept of a pass: the rest need not outlive it."""
+    if statistics:
+        return Losses(loss, row_weight, found.lse, found.target_logit, found.max)
+    return Losses(loss, row_weight, found.lse, None, None) if backward else Losses(loss, None, None, None, None)
+
+
+def _scaled_exp(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    loss, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
-    return loss, found.lse, found.target_logit, found.max, *gradients
+    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
 
 
-def _recorded(key: tuple[Any, ...], arrays: Arrays, options: Options, run: Callable[[], Results]) -> Results:
+def _recorded(
+    key: tuple[Any, ...],
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    run: Callable[[], tuple[Any, ...]],
+) -> tuple[Any, ...]:
     """Returns the results of `run`; on a GPU, a call that is launches and nothing else is recorded and replayed."""
     if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
     tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return replay.call((*key, options, tf32), arrays, run)
+    return replay.call((*key, options, tf32), (*arrays, *weights), run)
 
 
 def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `_run_losses`."""
-    if any(needs_grad):
-        _problem("gradients", arrays, options, needs_grad, entropy=True)  # refuses what the backward pass could not do
-    problem = _problem("statistics", arrays, options, NO_GRADIENTS, entropy=True)
+    row_weight = _row_weights(arrays, TokenWeights(None, None), options)
+    if any(needs_grad):  # refuses what the backward pass could not do
+        _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
+    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
     plan = plan_of(problem)
     with _no_autocast(plan, arrays.input):
         found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
     assert found.entropy is not None
     assert found.nll is not None
-    return LogProbs(0.0 - found.nll, found.entropy, found.lse)  # never -0.0
+    log_prob = 0.0 - found.nll  # never -0.0
+    return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
 
 
 def _run_gradients(
-    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     """Plan C's backward pass."""
-    problem = _problem("gradients", arrays, options, needs_grad, entropy=coefficients.beta is not None)
+    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=coefficients.beta is not None)
     plan = plan_of(problem)
     with _no_autocast(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
@@ -427,13 +503,14 @@ def _problem(
     stage: Stage,
     arrays: Arrays,
     options: Options,
+    row_weight: Tensor,
     needs_grad: NeedsGrad,
     *,
     statistics: bool = False,
     entropy: bool = False,
 ) -> Problem:
     """Returns the problem of a call with its plan. Kernels take vectors as contiguous, so strided ones are copied."""
-    copied, vectors = 0, arrays._asdict()
+    copied, vectors = 0, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
             vector = vectors[name]
@@ -501,40 +578,10 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     return KERNEL_TILES
 
 
-def is_eager(input: Tensor, linear_weight: Tensor) -> bool:
+def is_eager(arrays: Arrays) -> bool:
     """Whether the arrays are plain tensors that no dispatch mode looks at."""
     plain = (Tensor, torch.nn.Parameter)
-    return type(input) in plain and type(linear_weight) in plain and not _modes()
-
-
-def row_weights_by_kernel(
-    spec: LossSpec,
-    target: Tensor,
-    class_weight: Tensor | None,
-    token_weight: Tensor | None,
-    normalizer: Tensor | None,
-    classes: int,
-) -> tuple[Tensor, Tensor]:
-    """Returns what `rows.row_weights` returns, from one launch."""
-    from core_triton import replay, row_kernels  # Triton is not on every machine that has PyTorch
-
-    vectors = (
-        target.contiguous(),
-        None if token_weight is None else token_weight.contiguous(),
-        None if class_weight is None else class_weight.contiguous(),
-        normalizer,
-    )
-    mean = spec.reduction == "mean"
-
-    def run() -> tuple[Tensor, Tensor]:
-        return row_kernels.row_weights(*vectors, classes, spec.ignore_index, mean=mean)
-
-    if not target.is_cuda:
-        return run()
-    row_weight, n_valid = replay.call(("row_weights", classes, spec.ignore_index, mean), vectors, run)
-    assert row_weight is not None
-    assert n_valid is not None
-    return row_weight, n_valid
+    return type(arrays.input) in plain and type(arrays.linear_weight) in plain and not _modes()
 
 
 def _modes() -> int:
@@ -563,8 +610,10 @@ def _exact_matmuls(input: Tensor) -> Iterator[None]:
 # The operators, for torch.compile. Each is a function of the groups above, its fake form and its autograd.
 
 
-def _losses_op(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
-    return _run_losses(arrays, options, statistics, needs_grad)
+def _losses_op(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    return _run_losses(arrays, weights, options, statistics, needs_grad)
 
 
 def _scaled_op(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
@@ -574,32 +623,49 @@ def _scaled_op(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradi
 
 
 def _loss_and_gradients_fake(
-    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
-    found = _losses_fake(arrays, options, statistics, needs_grad)
+    found = _fake_losses(arrays, statistics=statistics, backward=not reduce)
     if reduce:
-        found = found._replace(loss=arrays.row_weight.new_empty(()))
-    scales = arrays.row_weight.new_empty(2) if arrays.input.dtype == torch.float16 else None
+        found = found._replace(loss=_fake_rows(arrays).new_empty(()))
+    scales = _fake_rows(arrays).new_empty(2) if arrays.input.dtype == torch.float16 else None
     return found, _fake_gradients(arrays, needs_grad), scales
 
 
-def _losses_fake(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
-    loss, lse, target_logit, top = (torch.empty_like(arrays.row_weight) for _ in Losses._fields)
-    return Losses(loss, lse, target_logit, top if statistics else None)
+def _losses_fake(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    return _fake_losses(arrays, statistics=statistics, backward=any(needs_grad))
 
 
 def _log_probs_fake(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
-    return LogProbs(*(torch.empty_like(arrays.row_weight) for _ in LogProbs._fields))
+    log_prob, entropy, lse, row_weight = (_fake_rows(arrays) for _ in LogProbs._fields)
+    return LogProbs(log_prob, entropy, lse, row_weight if any(needs_grad) else None)
 
 
 def _gradients_fake(
-    arrays: Arrays, options: Options, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
 ) -> Gradients:
     return _fake_gradients(arrays, needs_grad)
 
 
 def _scaled_fake(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
     return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
+
+
+def _fake_rows(arrays: Arrays) -> Tensor:
+    return torch.empty_like(arrays.target, dtype=torch.float32)
+
+
+def _fake_losses(arrays: Arrays, *, statistics: bool, backward: bool) -> Losses:
+    loss, row_weight, lse, target_logit, top = (_fake_rows(arrays) for _ in Losses._fields)
+    found = RowStatistics(lse, target_logit, None, top, None, None)
+    return _losses(loss, row_weight, found, statistics=statistics, backward=backward)
 
 
 def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
@@ -613,28 +679,37 @@ def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
 
 
 def _loss_and_gradients_autograd(
-    arrays: Arrays, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
-    if not any(arrays.needs_grad()):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.loss_and_gradients(*arrays, *options, statistics, reduce, *needs_grad)
-    results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays)
-    return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
+    if any(arrays.needs_grad()):
+        results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
+        return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
+    if is_eager(arrays):  # a compiled function's call: the dispatcher's next turn would take its time
+        return _run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
 
 
-def _losses_autograd(arrays: Arrays, options: Options, statistics: bool, needs_grad: NeedsGrad) -> Losses:
-    if not any(arrays.needs_grad()):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.losses(*arrays, *options, statistics, *needs_grad)
-    results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays)
-    return Losses(*results)
+def _losses_autograd(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    if any(arrays.needs_grad()):
+        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
+        return Losses(*results)
+    if is_eager(arrays):
+        return _run_losses(arrays, weights, options, statistics, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
 
 
 def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
-    if not any(arrays.needs_grad()):
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
-    return LogProbs(*_LogProbs.apply(options, needs_grad, *arrays))
+    if any(arrays.needs_grad()):
+        results: Any = _LogProbs.apply(options, needs_grad, *arrays)
+        return LogProbs(*results)
+    if is_eager(arrays):
+        return _run_log_probs(arrays, options, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
 
 
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:

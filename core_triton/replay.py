@@ -53,6 +53,7 @@ class Recording(NamedTuple):
     constants: tuple[Any, ...]
     addresses: tuple[Place, ...]
     descriptors: tuple[tuple[Place, tuple[Any, ...]], ...]  # address, the rest of what makes one
+    made: list[tuple[int, Any]]  # the descriptors of the last call with their addresses, of which many stay the same
     launches: tuple[tuple[Callable[..., None], Callable[[Any], tuple[Any, ...]]], ...]  # C launcher, its arguments
     outputs: tuple[_Output | None, ...]  # None where the call returned None
     workspace: int  # bytes
@@ -242,7 +243,8 @@ def _recording(
     first["address"] = 1 + len(constants)
     first["descriptor"] = first["address"] + len(addresses)
     picks = [(run, itemgetter(*(first[kind] + index for kind, index in found))) for run, found in positions]
-    return Recording(tuple(constants), tuple(addresses), tuple(descriptors), tuple(picks), outputs, workspace)
+    made: list[tuple[int, Any]] = [(0, None)] * len(descriptors)
+    return Recording(tuple(constants), tuple(addresses), tuple(descriptors), made, tuple(picks), outputs, workspace)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -306,8 +308,12 @@ def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torc
         torch._C._cuda_getCurrentRawStream(device.index),
         *recording.constants,
         *[bases[array] + offset for array, offset in recording.addresses],
-        *[descriptor(bases[array] + offset, *rest) for (array, offset), rest in recording.descriptors],
     ]
+    for index, ((array, offset), rest) in enumerate(recording.descriptors):
+        address, made = bases[array] + offset, recording.made[index]
+        if made[0] != address:
+            made = recording.made[index] = address, descriptor(address, *rest)
+        values.append(made[1])
     for run, arguments in recording.launches:
         run(*arguments(values))
     return tuple(results)

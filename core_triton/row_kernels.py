@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from core_triton.kernels import LOG2_E, slope, tanh
-from core_triton.launch import At, cdiv, column_block, device_info, launch
+from core_triton.launch import At, cdiv, column_block, device_info, launch, on_device
 from core_triton.problem import Gradients, Problem
 from core_triton.tile_config import TileConfig
 
@@ -25,39 +25,37 @@ LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anc
 @triton.jit(do_not_specialize=["ignore_index"])
 def row_weights_kernel(
     target_ptr,
-    token_weight_ptr,
     class_weight_ptr,
+    token_weight_ptr,
     normalizer_ptr,
     row_weight_ptr,
-    n_valid_ptr,
     tokens,
     classes,
     ignore_index,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes row_weight (N,) float32, what each row's loss is multiplied by, and n_valid (), int64: (5), (8), (9).
+    """Writes row_weight (N,) float32, what each row's loss is multiplied by: (5), (8), (9).
 
-    Reads target (N,), token_weight (N,), class_weight (K,) float32 and normalizer (), where they are there. One program
+    Reads target (N,), class_weight (K,) float32, token_weight (N,) and normalizer (), where they are there. One program
     does it all: two passes over N numbers, sums in one fixed order.
     """
-    n_valid = tl.zeros((), tl.int64)
+    valid_rows = tl.zeros((), tl.int64)
     denominator = tl.zeros((), tl.float32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
         target = tl.load(target_ptr + row, mask=row < tokens, other=ignore_index)
         valid = target != ignore_index
-        n_valid += tl.sum(valid.to(tl.int64), 0)
+        valid_rows += tl.sum(valid.to(tl.int64), 0)
         if class_weight_ptr is not None:
             is_class = (target >= 0) & (target < classes)
             weight = tl.load(class_weight_ptr + target, mask=valid & is_class, other=float("nan"))
             denominator += tl.sum(tl.where(valid, weight, 0.0), 0)
-    tl.store(n_valid_ptr, n_valid)
     if MEAN:
         if normalizer_ptr is not None:
             denominator = tl.load(normalizer_ptr).to(tl.float32)
         elif class_weight_ptr is None:
-            denominator = n_valid.to(tl.float32)
+            denominator = valid_rows.to(tl.float32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = row < tokens
@@ -74,21 +72,21 @@ def row_weights_kernel(
 
 def row_weights(
     target: Tensor,
-    token_weight: Tensor | None,
     class_weight: Tensor | None,
+    token_weight: Tensor | None,
     normalizer: Tensor | None,
     classes: int,
     ignore_index: int,
     *,
     mean: bool,
-) -> tuple[Tensor, Tensor]:
-    """Launches `row_weights_kernel` on contiguous vectors; returns row_weight (N,) and n_valid ()."""
+) -> Tensor:
+    """Launches `row_weights_kernel` on contiguous vectors; returns row_weight (N,)."""
     row_weight = torch.empty(len(target), dtype=torch.float32, device=target.device)
-    n_valid = torch.empty((), dtype=torch.int64, device=target.device)
-    arrays = target, token_weight, class_weight if mean else None, normalizer, row_weight, n_valid
+    arrays = target, class_weight if mean else None, token_weight, normalizer, row_weight
     sizes = len(target), classes, ignore_index
-    launch(row_weights_kernel, (1,), *arrays, *sizes, MEAN=mean, BLOCK=4096, num_warps=8)
-    return row_weight, n_valid
+    with on_device(target.device):
+        launch(row_weights_kernel, (1,), *arrays, *sizes, MEAN=mean, BLOCK=4096, num_warps=8)
+    return row_weight
 
 
 @triton.jit

@@ -129,14 +129,13 @@ def row_weights(
     token_weight: Tensor | None,
     normalizer: Tensor | None,
     classes: int,
-) -> tuple[Tensor, Tensor]:
-    """Returns what each row's loss is multiplied by, (N,) float32, and n_valid, (): MATH.md (5), (8), (9).
+) -> Tensor:
+    """Returns what each row's loss is multiplied by, (N,) float32: MATH.md (5), (8), (9).
 
     This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after
     selects out rows of 0.
     """
     valid = target != spec.ignore_index
-    n_valid = valid.sum()
     row_weight = valid.float() if token_weight is None else torch.where(valid, token_weight.float(), 0.0)
     if spec.reduction == "mean":
         if normalizer is not None:
@@ -145,10 +144,10 @@ def row_weights(
             denominator = torch.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
             # Where nothing is counted, nothing has a weight.
-            return row_weight / n_valid.clamp(min=1), n_valid
+            return row_weight / valid.sum().clamp(min=1)
         counts = (row_weight != 0) & (denominator != 0)
         row_weight = torch.where(counts, row_weight / denominator, 0.0)
-    return row_weight, n_valid
+    return row_weight
 
 
 def row_loss(

@@ -17,17 +17,25 @@ def _fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-def operator_arguments(dtype: torch.dtype, *, smoothing: float, softcap: float | None, bias: bool) -> tuple[Any, ...]:
+Arguments = tuple[Any, ...]
+
+
+def operator_arguments(
+    dtype: torch.dtype, *, smoothing: float, softcap: float | None, bias: bool
+) -> tuple[Arguments, Arguments, Arguments]:
+    """Returns the arrays, the weights of tokens and the options of an operator's call."""
     arrays = problem(dtype=dtype)
-    row_weight = torch.linspace(0.0, 1.0, 12)
-    class_weight = torch.linspace(0.5, 2.0, 45) if smoothing else None
-    return (
+    tensors = (
         arrays["input"],
         arrays["linear_weight"],
         arrays["linear_bias"] if bias else None,
         arrays["target"].clamp(max=44),
-        row_weight,
-        class_weight,
+        torch.linspace(0.5, 2.0, 45) if smoothing else None,
+    )
+    weights = torch.linspace(0.0, 1.0, 12), torch.tensor(7.5) if bias else None
+    options = (
+        bias,  # mean
+        -100,  # ignore_index
         smoothing,
         0.01,  # z_loss_weight
         softcap,
@@ -36,6 +44,7 @@ def operator_arguments(dtype: torch.dtype, *, smoothing: float, softcap: float |
         2**20,  # memory_budget
         "chunked",
     )
+    return tensors, weights, options
 
 
 OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1, "softcap": 4.0, "bias": False}]
@@ -46,7 +55,8 @@ OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1,
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
-    arguments = operator_arguments(dtype, **options)
+    tensors, weights, settings = operator_arguments(dtype, **options)
+    arguments = (*tensors, *weights, *settings)
     bias = options["bias"]
     # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -59,11 +69,11 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
         torch.ops.linear_ce.loss_and_gradients.default, (*arguments, True, False, True, False, False), **close
     )
     torch.library.opcheck(torch.ops.linear_ce.losses.default, (*arguments, True, True, True, bias), **close)
-    torch.library.opcheck(torch.ops.linear_ce.log_probs.default, (*arguments, True, True, bias), **close)
+    torch.library.opcheck(torch.ops.linear_ce.log_probs.default, (*tensors, *settings, True, True, bias), **close)
     rows = torch.linspace(-1.0, 1.0, 12)
-    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
+    plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in tensors)
     sigma = rows if options["smoothing"] else None
-    recomputed = (*plain, rows + 5.0, rows, rows, None, sigma, True, True, bias)
+    recomputed = (*plain, *settings, weights[0], rows + 5.0, rows, rows, None, sigma, True, True, bias)
     torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
 
 

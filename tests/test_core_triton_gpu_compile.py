@@ -50,33 +50,33 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
         arrays["linear_weight"],
         arrays.get("linear_bias"),
         arrays["target"].clamp(max=44),
-        torch.linspace(0.0, 1.0, 12, device=DEVICE),
         torch.linspace(0.5, 2.0, 45, device=DEVICE) if smoothing else None,
     )
-    # z_loss_weight, logit_scale, vocab_size, memory_budget
-    settings = (smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
+    weights = torch.linspace(0.0, 1.0, 12, device=DEVICE), torch.tensor(7.5, device=DEVICE) if bias else None
+    # mean, ignore_index, z_loss_weight, logit_scale, vocab_size, memory_budget
+    settings = (bias, -100, smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
         for statistics in (True, False):
             torch.library.opcheck(
                 torch.ops.linear_ce.loss_and_gradients.default,
-                (*arguments, *settings, statistics, True, *wanted),
+                (*arguments, *weights, *settings, statistics, True, *wanted),
                 **close,
             )
     torch.library.opcheck(
         torch.ops.linear_ce.loss_and_gradients.default,
-        (*arguments, *settings, True, False, True, False, False),
+        (*arguments, *weights, *settings, True, False, True, False, False),
         **close,
     )
     for statistics in (True, False):
         torch.library.opcheck(
-            torch.ops.linear_ce.losses.default, (*arguments, *settings, statistics, True, True, bias), **close
+            torch.ops.linear_ce.losses.default, (*arguments, *weights, *settings, statistics, True, True, bias), **close
         )
     torch.library.opcheck(torch.ops.linear_ce.log_probs.default, (*arguments, *settings, True, True, bias), **close)
     rows = torch.linspace(-1.0, 1.0, 12, device=DEVICE)
     plain = tuple(a.detach() if isinstance(a, Tensor) else a for a in arguments)
     sigma = rows if smoothing else None
-    recomputed = (*plain, *settings, rows + 5.0, rows, rows, None, sigma, True, True, bias)
+    recomputed = (*plain, *settings, weights[0], rows + 5.0, rows, rows, None, sigma, True, True, bias)
     torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
 
 

@@ -147,7 +147,7 @@ def scale(dtype: torch.dtype) -> Callable[[], None]:
 
 def row_weights() -> None:
     target = array(8192, dtype=torch.int64)
-    row_kernels.row_weights(target, array(8192), array(128256), None, 128256, -100, mean=True)
+    row_kernels.row_weights(target, array(128256), array(8192), None, 128256, -100, mean=True)
 
 
 def total() -> None:

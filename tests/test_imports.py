@@ -126,9 +126,10 @@ KERNELS = ("hopper.py", "hopper_logits.py", "hopper_gradients.py", "kernels.py",
 # Public functions and classes that only one framework needs, and why.
 ALONE = {
     "ops.py": {
-        *("Arrays", "Losses", "LogProbs"),  # an operator's schema wants flat lists, which PyTorch's side names
+        # An operator's schema wants flat lists, which PyTorch's side names.
+        *("Arrays", "TokenWeights", "Losses", "LogProbs"),
         *("loss_and_gradients", "losses", "log_probs"),  # in JAX variables, made of custom_vjp functions
-        *("is_eager", "row_weights_by_kernel"),  # of PyTorch's eager mode
+        "is_eager",  # of PyTorch's eager mode
     },
     "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it
     "problem.py": {
