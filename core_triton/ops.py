@@ -10,13 +10,13 @@ its autograd, the same `torch.autograd.Function`. Operators are registered throu
     `log_probs`           plan C for log-probabilities
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from inspect import Parameter, Signature
 from itertools import islice
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ def loss_and_gradients(
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
-        return Losses(*found[: len(Losses._fields)])
+        return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
     results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
     return Losses(*results)
 
@@ -118,7 +118,7 @@ def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistic
     """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        found = Losses(*torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad))
+        found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return _run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
@@ -131,7 +131,7 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
-        return LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
+        return _dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return _run_log_probs(arrays, options, needs_grad)
     results: Any = _LogProbs.apply(options, needs_grad, *arrays)
@@ -173,11 +173,13 @@ class _LossAndGradients(torch.autograd.Function):
             found, gradients, scales = _run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                *results, scales = torch.ops.linear_ce.loss_and_gradients(
+                results = torch.ops.linear_ce.loss_and_gradients(
                     *arrays, *weights, *options, statistics, reduce, *needs_grad
                 )
-            found, gradients = Losses(*results[:-3]), Gradients(*results[-3:])
-            scales = scales if scales.numel() else None
+            there = _losses_there(statistics=statistics, backward=not reduce)
+            found = _in_place(Losses, results, there)
+            gradients = _in_place(Gradients, results[sum(there) :], needs_grad)
+            scales = results[-1] if arrays.input.dtype == torch.float16 else None
         ctx.needs_grad, ctx.reduce, ctx.memory_budget = needs_grad, reduce, options.memory_budget
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
         ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
@@ -214,7 +216,7 @@ class _RowLosses(torch.autograd.Function):
             found = _run_losses(arrays, weights, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = Losses(*torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad))
+                found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
         ctx.options = options
         ctx.save_for_backward(*arrays, found.row_weight, found.lse)
         ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
@@ -250,7 +252,7 @@ class _LogProbs(torch.autograd.Function):
             found = _run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
-                found = LogProbs(*torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad))
+                found = _dispatched_log_probs(arrays, options, needs_grad)
         ctx.options = options
         ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
         if found.row_weight is not None:
@@ -288,7 +290,7 @@ def _gradients(
     if is_eager(arrays):
         return _run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
-    return Gradients(*(gradient if needed else None for gradient, needed in zip(found, needs_grad, strict=True)))
+    return _in_place(Gradients, found, needs_grad)
 
 
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
@@ -310,7 +312,7 @@ def _scaled(saved: Gradients, factors: _Factors, memory_budget: int) -> Gradient
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
-        return Gradients(*(None if one is None else new for one, new in zip(saved, found, strict=True)))
+        return _in_place(Gradients, found, [one is not None for one in saved])
     _scale(saved, factors, saved, memory_budget)
     return saved
 
@@ -439,9 +441,15 @@ def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Ten
 
 def _losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
     """Returns what is kept of a pass: the rest need not outlive it."""
-    if statistics:
-        return Losses(loss, row_weight, found.lse, found.target_logit, found.max)
-    return Losses(loss, row_weight, found.lse, None, None) if backward else Losses(loss, None, None, None, None)
+    made = loss, row_weight, found.lse, found.target_logit, found.max
+    there = _losses_there(statistics=statistics, backward=backward)
+    return Losses(*(one if kept else None for one, kept in zip(made, there, strict=True)))  # pyright: ignore[reportArgumentType]
+
+
+def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
+    """Returns which of the `Losses` are there; `backward`: the backward pass needs those of each row."""
+    rows = statistics or backward
+    return True, rows, rows, statistics, statistics
 
 
 def _scaled_exp(
@@ -607,7 +615,26 @@ def _exact_matmuls(input: Tensor) -> Iterator[None]:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
-# The operators, for torch.compile. Each is a function of the groups above, its fake form and its autograd.
+# The operators, for torch.compile. Each is a function of the groups above, its fake form and its autograd. An operator
+# returns a list of those results that are there.
+
+
+def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any:
+    """Returns the group of an operator's results, the next in `found`, with None for those that are not there."""
+    rest = iter(found)
+    return group(*[next(rest) if one else None for one in there])
+
+
+def _dispatched_losses(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    found = torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
+    return _in_place(Losses, found, _losses_there(statistics=statistics, backward=any(needs_grad)))
+
+
+def _dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    found = torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+    return _in_place(LogProbs, found, (True, True, True, any(needs_grad)))
 
 
 def _losses_op(
@@ -714,24 +741,20 @@ def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad)
 
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function in the form of an operator, whose schema knows no groups and no optional results: it takes the
-    fields of each group one after the other, and returns those of its results, an empty tensor for each None."""
+    fields of each group one after the other, and returns a list of the tensors in its results."""
     kinds = get_type_hints(function)
-    results = _tensors_in(kinds.pop("return"))
+    del kinds["return"]
     fields: dict[str, Any] = {}
     for name, kind in kinds.items():
         fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
     groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
 
-    def operator(*arguments: Any) -> Any:
+    def operator(*arguments: Any) -> list[Tensor]:
         flat = iter(arguments)
-        found = function(*[make(islice(flat, size) if size else flat) for make, size in groups])
-        if isinstance(found, Tensor):
-            return found
-        return tuple([arguments[0].new_empty(0) if result is None else result for result in _leaves(found)])
+        return _tensors(function(*[make(islice(flat, size) if size else flat) for make, size in groups]))
 
     parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
-    returned: Any = Tensor if results == 1 else tuple[(Tensor,) * results]
-    operator.__signature__ = Signature(parameters, return_annotation=returned)  # pyright: ignore[reportFunctionMemberAccess]
+    operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
     return operator
 
 
@@ -739,22 +762,15 @@ def _is_group(kind: Any) -> bool:
     return hasattr(kind, "_fields")
 
 
-def _tensors_in(kind: Any) -> int:
-    """Returns how many results there are in a result's type: a Tensor, a group, or a tuple of them."""
-    if _is_group(kind):
-        return len(kind._fields)
-    return sum(map(_tensors_in, get_args(kind))) if get_origin(kind) is tuple else 1
-
-
-def _leaves(results: Any) -> list[Tensor | None]:
-    """Returns the results of a tuple of them and of groups."""
-    leaves = []
+def _tensors(results: Any) -> list[Tensor]:
+    """Returns the tensors of a tuple of results and of groups of them."""
+    found = []
     for result in results:
         if isinstance(result, tuple):
-            leaves += _leaves(result)
-        else:
-            leaves.append(result)
-    return leaves
+            found += _tensors(result)
+        elif result is not None:
+            found.append(result)
+    return found
 
 
 def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:

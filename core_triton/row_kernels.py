@@ -34,11 +34,12 @@ def row_weights_kernel(
     ignore_index,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Writes row_weight (N,) float32, what each row's loss is multiplied by: (5), (8), (9).
 
-    Reads target (N,), class_weight (K,) float32, token_weight (N,) and normalizer (), where they are there. One program
-    does it all: two passes over N numbers, sums in one fixed order.
+    Reads target (N,), class_weight (K,) float32, token_weight (N,) and normalizer (), where they are there. A program
+    owns BLOCK_N rows, and sums the denominator of all rows itself, in one fixed order.
     """
     valid_rows = tl.zeros((), tl.int64)
     denominator = tl.zeros((), tl.float32)
@@ -56,18 +57,20 @@ def row_weights_kernel(
             denominator = tl.load(normalizer_ptr).to(tl.float32)
         elif class_weight_ptr is None:
             denominator = valid_rows.to(tl.float32)
-    for start in range(0, tokens, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < tokens
-        valid = tl.load(target_ptr + row, mask=inside, other=ignore_index) != ignore_index
-        zeros = tl.zeros((BLOCK,), tl.float32)
-        if token_weight_ptr is not None:
-            weight = tl.load(token_weight_ptr + row, mask=inside & valid, other=0.0).to(tl.float32)
-        else:
-            weight = valid.to(tl.float32)
-        if MEAN:
-            weight = tl.where((weight == 0) | (zeros + denominator == 0), 0.0, tl.div_rn(weight, zeros + denominator))
-        tl.store(row_weight_ptr + row, weight, mask=inside)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < tokens
+    valid = tl.load(target_ptr + row, mask=inside, other=ignore_index) != ignore_index
+    zeros = tl.zeros((BLOCK_N,), tl.float32)
+    if token_weight_ptr is not None:
+        weight = tl.load(token_weight_ptr + row, mask=inside & valid, other=0.0).to(tl.float32)
+    else:
+        weight = valid.to(tl.float32)
+    if MEAN:
+        weight = tl.where((weight == 0) | (zeros + denominator == 0), 0.0, tl.div_rn(weight, zeros + denominator))
+    tl.store(row_weight_ptr + row, weight, mask=inside)
+
+
+PASSED_ROWS, PACKED_ROWS = 4096, 1024  # that a program reads at a time of all rows, and that it owns
 
 
 def row_weights(
@@ -85,7 +88,9 @@ def row_weights(
     arrays = target, class_weight if mean else None, token_weight, normalizer, row_weight
     sizes = len(target), classes, ignore_index
     with on_device(target.device):
-        launch(row_weights_kernel, (1,), *arrays, *sizes, MEAN=mean, BLOCK=4096, num_warps=8)
+        grid, blocks = (cdiv(len(target), PACKED_ROWS),), {"BLOCK": PASSED_ROWS, "BLOCK_N": PACKED_ROWS}
+        if len(target):
+            launch(row_weights_kernel, grid, *arrays, *sizes, MEAN=mean, **blocks, num_warps=8)
     return row_weight
 
 
@@ -103,38 +108,39 @@ def pack_kernel(
     zeros,
     hits,
     BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
 
     Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes zeros (zeros,) int32 and hit (hits,). One program does it all: two
-    passes over N numbers.
+    how many of the first kind there are; zeroes zeros (zeros,) int32 and hit (hits,). A program owns BLOCK_N rows, and
+    counts those of the first kind, all and before its own, itself.
     """
-    count = tl.zeros((), tl.int32)
+    first = tl.program_id(0) * BLOCK_N
+    count, before = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
         row = start + tl.arange(0, BLOCK)
-        weight = tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0)
-        count += tl.sum((weight != 0).to(tl.int32), 0)
-    tl.store(count_ptr, count)
-    for start in range(0, zeros, BLOCK):
-        place = start + tl.arange(0, BLOCK)
+        counts = (tl.load(row_weight_ptr + row, mask=row < tokens, other=0.0) != 0).to(tl.int32)
+        count += tl.sum(counts, 0)
+        before += tl.sum(tl.where(row < first, counts, 0), 0)
+    if first == 0:
+        tl.store(count_ptr, count)
+    for start in range(first, zeros, BLOCK_N * tl.num_programs(0)):
+        place = start + tl.arange(0, BLOCK_N)
         tl.store(zeros_ptr + place, tl.zeros_like(place), mask=place < zeros)
     if hit_ptr is not None:
-        for start in range(0, hits, 4 * BLOCK):
-            hit = start + tl.arange(0, 4 * BLOCK)
-            tl.store(hit_ptr + hit, tl.zeros((4 * BLOCK,), tl.int8), mask=hit < hits)
-    before = tl.zeros((), tl.int32)
-    for start in range(0, tokens, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        inside = row < tokens
-        weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
-        counts = (weight != 0).to(tl.int32)
-        rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
-        place = tl.where(counts != 0, rank, count + row - rank)
-        tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
-        tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
-        tl.store(packed_weight_ptr + place, weight, mask=inside)
-        before += tl.sum(counts, 0)
+        for start in range(16 * first, hits, 16 * BLOCK_N * tl.num_programs(0)):
+            hit = start + tl.arange(0, 16 * BLOCK_N)
+            tl.store(hit_ptr + hit, tl.zeros((16 * BLOCK_N,), tl.int8), mask=hit < hits)
+    row = first + tl.arange(0, BLOCK_N)
+    inside = row < tokens
+    weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
+    counts = (weight != 0).to(tl.int32)
+    rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
+    place = tl.where(counts != 0, rank, count + row - rank)
+    tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
+    tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
+    tl.store(packed_weight_ptr + place, weight, mask=inside)
 
 
 def pack(
@@ -151,7 +157,8 @@ def pack(
     """Launches `pack_kernel`."""
     arrays = target, row_weight, order, packed_target, packed_weight, count, zeros, hit
     sizes = len(target), len(zeros), 0 if hit is None else hit.numel()
-    launch(pack_kernel, (1,), *arrays, *sizes, BLOCK=4096, num_warps=8)
+    programs = max(1, cdiv(len(target), PACKED_ROWS))
+    launch(pack_kernel, (programs,), *arrays, *sizes, BLOCK=PASSED_ROWS, BLOCK_N=PACKED_ROWS, num_warps=8)
 
 
 @triton.jit
