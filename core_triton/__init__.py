@@ -1,5 +1,6 @@
 """Fused linear + cross-entropy for PyTorch: `loss(x @ W.T + b, target)` and its gradients without the N x V logits."""
 
+from core_triton import operators as operators  # registers them
 from core_triton.linear_ce import (
     Implementation,
     LogProbs,

@@ -1,9 +1,7 @@
-"""Autograd around the plans: three differentiable functions, and the operators that torch.compile sees in their place.
+"""Autograd around the plans: three differentiable functions.
 
 In eager mode a function is a `torch.autograd.Function` that calls the plans. Under torch.compile, and wherever a
-dispatch mode looks on, it is an operator of `torch.library`, which a graph takes as a whole, with a fake form and, as
-its autograd, the same `torch.autograd.Function`. Operators are registered through `torch.library.Library`:
-`torch.library.custom_op` checks every result for aliasing, which takes 0.85 ms of host time for each call.
+dispatch mode looks on, it is an operator of `operators.py`, which a graph takes as a whole.
 
     `loss_and_gradients`  plan A: the gradients are made in the forward pass, and scaled in the backward pass
     `losses`              plan B; differentiated, plan C: the backward pass makes logits again
@@ -14,9 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
-from inspect import Parameter, Signature
-from itertools import islice
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,7 +106,7 @@ def loss_and_gradients(
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
         return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
-    results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
+    results: Any = LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
     return Losses(*results)
 
 
@@ -120,9 +116,9 @@ def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistic
     if torch.compiler.is_compiling():
         found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
-        return _run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
+        return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
-        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
+        results: Any = RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
@@ -133,8 +129,8 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     if torch.compiler.is_compiling():
         return _dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
-        return _run_log_probs(arrays, options, needs_grad)
-    results: Any = _LogProbs.apply(options, needs_grad, *arrays)
+        return run_log_probs(arrays, options, needs_grad)
+    results: Any = RowLogProbs.apply(options, needs_grad, *arrays)
     return LogProbs(*results)
 
 
@@ -158,7 +154,7 @@ def _no_double_backward(backward: Backward) -> Backward:
     return checked
 
 
-class _LossAndGradients(torch.autograd.Function):
+class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -170,7 +166,7 @@ class _LossAndGradients(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         arrays, weights = _groups(inputs)
         if is_eager(arrays):
-            found, gradients, scales = _run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
+            found, gradients, scales = run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.linear_ce.loss_and_gradients(
@@ -198,11 +194,11 @@ class _LossAndGradients(torch.autograd.Function):
         if scales is not None:
             input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
         needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
-        gradients = _scaled(needed, _Factors(input_factor, head_factor), ctx.memory_budget)
+        gradients = _scaled(needed, Factors(input_factor, head_factor), ctx.memory_budget)
         return None, None, None, None, *gradients, None, None, None, None
 
 
-class _RowLosses(torch.autograd.Function):
+class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -213,7 +209,7 @@ class _RowLosses(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         arrays, weights = _groups(inputs)
         if is_eager(arrays):
-            found = _run_losses(arrays, weights, options, statistics, needs_grad)
+            found = run_losses(arrays, weights, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
@@ -239,7 +235,7 @@ class _RowLosses(torch.autograd.Function):
         return None, None, None, *gradients, None, None, None, None
 
 
-class _LogProbs(torch.autograd.Function):
+class RowLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
@@ -249,7 +245,7 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         arrays = Arrays(*inputs)
         if is_eager(arrays):
-            found = _run_log_probs(arrays, options, needs_grad)
+            found = run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_log_probs(arrays, options, needs_grad)
@@ -288,7 +284,7 @@ def _gradients(
 ) -> Gradients:
     """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
     if is_eager(arrays):
-        return _run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
 
@@ -296,7 +292,7 @@ def _gradients(
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """What the saved gradients are multiplied by, () or (N, 1) float32 on their device: as autograd gives them."""
 
     input: Tensor
@@ -307,17 +303,17 @@ class _Factors(NamedTuple):
         return list(zip(gradients, (self.input, self.head, self.head), strict=True))
 
 
-def _scaled(saved: Gradients, factors: _Factors, memory_budget: int) -> Gradients:
+def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
     """Returns saved * factors: in place where no second backward pass can come, otherwise in new tensors."""
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
         return _in_place(Gradients, found, [one is not None for one in saved])
-    _scale(saved, factors, saved, memory_budget)
+    scale(saved, factors, saved, memory_budget)
     return saved
 
 
-def _scale(saved: Gradients, factors: _Factors, results: Gradients, memory_budget: int) -> None:
+def scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget: int) -> None:
     """Writes saved * factors, rounded once, to results, which may be the saved ones."""
     if all(one is None or _scaled_by_kernel(one, factor) for one, factor in factors.of(saved)):
         from core_triton import launch, replay, row_kernels  # Triton is not on every machine that has PyTorch
@@ -362,7 +358,7 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 # The plans.
 
 
-def _run_loss_and_gradients(
+def run_loss_and_gradients(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
@@ -382,14 +378,14 @@ def _run_loss_and_gradients(
                     _tiles(plan), problem, plan.chunk_config, needs_grad, pair
                 )
                 loss = loss.sum() if reduce else loss
-        kept = _losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
+        kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
         return *kept, *gradients, None if pair is None else torch.stack(pair)
 
     results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, weights, options, run)
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
-def _run_losses(
+def run_losses(
     arrays: Arrays,
     weights: TokenWeights,
     options: Options,
@@ -413,7 +409,7 @@ def _run_losses(
             else:
                 loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
                 loss = loss.sum() if reduce else loss
-        return _losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
+        return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
     return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
 
@@ -439,7 +435,7 @@ def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Ten
     )
 
 
-def _losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
+def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
     """Returns what is kept of a pass: the rest need not outlive it."""
     made = loss, row_weight, found.lse, found.target_logit, found.max
     there = _losses_there(statistics=statistics, backward=backward)
@@ -476,8 +472,8 @@ def _recorded(
     return replay.call((*key, options, tf32), (*arrays, *weights), run)
 
 
-def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
-    """Plan B with the entropy. `needs_grad` as for `_run_losses`."""
+def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    """Plan B with the entropy. `needs_grad` as for `run_losses`."""
     row_weight = _row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # refuses what the backward pass could not do
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
@@ -491,7 +487,7 @@ def _run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> L
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
 
 
-def _run_gradients(
+def run_gradients(
     arrays: Arrays,
     options: Options,
     row_weight: Tensor,
@@ -615,8 +611,7 @@ def _exact_matmuls(input: Tensor) -> Iterator[None]:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
-# The operators, for torch.compile. Each is a function of the groups above, its fake form and its autograd. An operator
-# returns a list of those results that are there.
+# Calls of operators, which return a list of those results that are there.
 
 
 def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any:
@@ -635,159 +630,3 @@ def _dispatched_losses(
 def _dispatched_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     found = torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
     return _in_place(LogProbs, found, (True, True, True, any(needs_grad)))
-
-
-def _losses_op(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
-) -> Losses:
-    return _run_losses(arrays, weights, options, statistics, needs_grad)
-
-
-def _scaled_op(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
-    results = _scaled_fake(factors, saved, memory_budget)
-    _scale(saved, factors, results, memory_budget)
-    return results
-
-
-def _loss_and_gradients_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
-) -> tuple[Losses, Gradients, Tensor | None]:
-    found = _fake_losses(arrays, statistics=statistics, backward=not reduce)
-    if reduce:
-        found = found._replace(loss=_fake_rows(arrays).new_empty(()))
-    scales = _fake_rows(arrays).new_empty(2) if arrays.input.dtype == torch.float16 else None
-    return found, _fake_gradients(arrays, needs_grad), scales
-
-
-def _losses_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
-) -> Losses:
-    return _fake_losses(arrays, statistics=statistics, backward=any(needs_grad))
-
-
-def _log_probs_fake(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
-    log_prob, entropy, lse, row_weight = (_fake_rows(arrays) for _ in LogProbs._fields)
-    return LogProbs(log_prob, entropy, lse, row_weight if any(needs_grad) else None)
-
-
-def _gradients_fake(
-    arrays: Arrays,
-    options: Options,
-    row_weight: Tensor,
-    lse: Tensor,
-    coefficients: Coefficients,
-    needs_grad: NeedsGrad,
-) -> Gradients:
-    return _fake_gradients(arrays, needs_grad)
-
-
-def _scaled_fake(factors: _Factors, saved: Gradients, memory_budget: int) -> Gradients:
-    return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
-
-
-def _fake_rows(arrays: Arrays) -> Tensor:
-    return torch.empty_like(arrays.target, dtype=torch.float32)
-
-
-def _fake_losses(arrays: Arrays, *, statistics: bool, backward: bool) -> Losses:
-    loss, row_weight, lse, target_logit, top = (_fake_rows(arrays) for _ in Losses._fields)
-    found = RowStatistics(lse, target_logit, None, top, None, None)
-    return _losses(loss, row_weight, found, statistics=statistics, backward=backward)
-
-
-def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
-    likes = arrays.input, arrays.linear_weight, arrays.linear_bias
-    return Gradients(
-        *(
-            torch.empty_like(like, memory_format=torch.contiguous_format) if needed and like is not None else None
-            for like, needed in zip(likes, needs_grad, strict=True)
-        )
-    )
-
-
-def _loss_and_gradients_autograd(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
-) -> tuple[Losses, Gradients, Tensor | None]:
-    if any(arrays.needs_grad()):
-        results: Any = _LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
-        return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
-    if is_eager(arrays):  # a compiled function's call: the dispatcher's next turn would take its time
-        return _run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
-
-
-def _losses_autograd(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
-) -> Losses:
-    if any(arrays.needs_grad()):
-        results: Any = _RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
-        return Losses(*results)
-    if is_eager(arrays):
-        return _run_losses(arrays, weights, options, statistics, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
-
-
-def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
-    if any(arrays.needs_grad()):
-        results: Any = _LogProbs.apply(options, needs_grad, *arrays)
-        return LogProbs(*results)
-    if is_eager(arrays):
-        return _run_log_probs(arrays, options, needs_grad)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
-
-
-def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function in the form of an operator, whose schema knows no groups and no optional results: it takes the
-    fields of each group one after the other, and returns a list of the tensors in its results."""
-    kinds = get_type_hints(function)
-    del kinds["return"]
-    fields: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
-    groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
-
-    def operator(*arguments: Any) -> list[Tensor]:
-        flat = iter(arguments)
-        return _tensors(function(*[make(islice(flat, size) if size else flat) for make, size in groups]))
-
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
-    operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
-    return operator
-
-
-def _is_group(kind: Any) -> bool:
-    return hasattr(kind, "_fields")
-
-
-def _tensors(results: Any) -> list[Tensor]:
-    """Returns the tensors of a tuple of results and of groups of them."""
-    found = []
-    for result in results:
-        if isinstance(result, tuple):
-            found += _tensors(result)
-        elif result is not None:
-            found.append(result)
-    return found
-
-
-def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
-    operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function)
-    schema = torch.library.infer_schema(operator, mutates_args=())
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, operator, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linear_ce::{name}", _flattened(fake), lib=_library)
-    if autograd is not None:
-        _library.impl(name, _flattened(autograd), "Autograd")
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
-
-_library = torch.library.Library("linear_ce", "DEF")
-_register("loss_and_gradients", _run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
-_register("losses", _losses_op, _losses_fake, _losses_autograd)
-_register("log_probs", _run_log_probs, _log_probs_fake, _log_probs_autograd)
-_register("gradients", _run_gradients, _gradients_fake)
-_register("scaled", _scaled_op, _scaled_fake)

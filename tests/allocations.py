@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from core_triton import ops
+from core_triton import operators
 
 PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 
@@ -30,7 +30,7 @@ class Meter(TorchDispatchMode):
         known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if func.namespace == "linear_ce":
             with self:
-                return ops.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
+                return operators.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
         out = func(*args, **kwargs)
         if func.overloadpacket.__name__ in PRODUCTS:
             self.products.append(func.overloadpacket.__name__)

@@ -31,7 +31,7 @@ from torch_problem import leaves, problem, total
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, ops, recompute, row_kernels, rows, target_kernels
+from core_triton import chunked, operators, ops, recompute, row_kernels, rows, target_kernels
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -191,7 +191,7 @@ class Guards(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "linear_ce":
             with self:
-                return ops.IMPLEMENTATIONS[func._schema.name](*args, **(kwargs or {}))
+                return operators.IMPLEMENTATIONS[func._schema.name](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in FACTORIES and isinstance(out, Tensor) and out.numel():
             return self.guarded(out)

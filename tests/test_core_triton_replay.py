@@ -106,6 +106,19 @@ def test_options_and_layouts_are_recorded_apart() -> None:
 
 
 @pytest.mark.gpu
+def test_the_weights_of_tokens_are_those_of_each_call() -> None:
+    rising = torch.linspace(0.0, 1.0, SIZES[0], device="cuda")
+    kinds: list[dict[str, Any]] = [
+        {"token_weight": rising, "normalizer": 7.5}, {"token_weight": 1.0 - rising, "normalizer": 3.0}
+    ]  # fmt: skip
+    want = [fresh(0, **kind) for kind in kinds]
+    for _ in range(2):
+        for kind, expected in zip(kinds, want, strict=True):
+            assert_same(results(0, **kind), expected)
+    assert len(recordings()) == 3  # training, scoring, the backward pass: of both kinds
+
+
+@pytest.mark.gpu
 def test_a_recording_holds_no_tensor() -> None:
     results(0)
     torch.cuda.synchronize()

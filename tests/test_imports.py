@@ -129,6 +129,9 @@ ALONE = {
         # An operator's schema wants flat lists, which PyTorch's side names.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
         *("loss_and_gradients", "losses", "log_probs"),  # in JAX variables, made of custom_vjp functions
+        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd's functions
+        # What an operator runs.
+        *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
         "is_eager",  # of PyTorch's eager mode
     },
     "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it

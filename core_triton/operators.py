@@ -1,0 +1,191 @@
+"""The operators that torch.compile sees in place of the functions of `ops.py`.
+
+Each has a fake form and, as its autograd, the `torch.autograd.Function` of eager mode. Operators are registered through
+`torch.library.Library`: `torch.library.custom_op` checks every result for aliasing, which takes 0.85 ms of host time
+for each call.
+"""
+
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from itertools import islice
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+
+from core_triton.ops import (
+    Arrays,
+    Factors,
+    LogProbs,
+    LossAndGradients,
+    Losses,
+    Options,
+    RowLogProbs,
+    RowLosses,
+    TokenWeights,
+    is_eager,
+    kept_losses,
+    run_gradients,
+    run_log_probs,
+    run_loss_and_gradients,
+    run_losses,
+    scale,
+)
+from core_triton.problem import Gradients, NeedsGrad
+from core_triton.rows import Coefficients, RowStatistics
+
+
+def _losses_op(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    return run_losses(arrays, weights, options, statistics, needs_grad)
+
+
+def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+    results = _scaled_fake(factors, saved, memory_budget)
+    scale(saved, factors, results, memory_budget)
+    return results
+
+
+def _loss_and_gradients_fake(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    found = _fake_losses(arrays, statistics=statistics, backward=not reduce)
+    if reduce:
+        found = found._replace(loss=_fake_rows(arrays).new_empty(()))
+    scales = _fake_rows(arrays).new_empty(2) if arrays.input.dtype == torch.float16 else None
+    return found, _fake_gradients(arrays, needs_grad), scales
+
+
+def _losses_fake(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    return _fake_losses(arrays, statistics=statistics, backward=any(needs_grad))
+
+
+def _log_probs_fake(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    log_prob, entropy, lse, row_weight = (_fake_rows(arrays) for _ in LogProbs._fields)
+    return LogProbs(log_prob, entropy, lse, row_weight if any(needs_grad) else None)
+
+
+def _gradients_fake(
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    lse: Tensor,
+    coefficients: Coefficients,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return _fake_gradients(arrays, needs_grad)
+
+
+def _scaled_fake(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
+    return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
+
+
+def _fake_rows(arrays: Arrays) -> Tensor:
+    return torch.empty_like(arrays.target, dtype=torch.float32)
+
+
+def _fake_losses(arrays: Arrays, *, statistics: bool, backward: bool) -> Losses:
+    loss, row_weight, lse, target_logit, top = (_fake_rows(arrays) for _ in Losses._fields)
+    found = RowStatistics(lse, target_logit, None, top, None, None)
+    return kept_losses(loss, row_weight, found, statistics=statistics, backward=backward)
+
+
+def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
+    likes = arrays.input, arrays.linear_weight, arrays.linear_bias
+    return Gradients(
+        *(
+            torch.empty_like(like, memory_format=torch.contiguous_format) if needed and like is not None else None
+            for like, needed in zip(likes, needs_grad, strict=True)
+        )
+    )
+
+
+def _loss_and_gradients_autograd(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+) -> tuple[Losses, Gradients, Tensor | None]:
+    if any(arrays.needs_grad()):
+        results: Any = LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
+        return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
+    if is_eager(arrays):  # a compiled function's call: the dispatcher's next turn would take its time
+        return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
+
+
+def _losses_autograd(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+) -> Losses:
+    if any(arrays.needs_grad()):
+        results: Any = RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
+        return Losses(*results)
+    if is_eager(arrays):
+        return run_losses(arrays, weights, options, statistics, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
+
+
+def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
+    if any(arrays.needs_grad()):
+        results: Any = RowLogProbs.apply(options, needs_grad, *arrays)
+        return LogProbs(*results)
+    if is_eager(arrays):
+        return run_log_probs(arrays, options, needs_grad)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+
+
+def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function in the form of an operator, whose schema knows no groups and no optional results: it takes the
+    fields of each group one after the other, and returns a list of the tensors in its results."""
+    kinds = get_type_hints(function)
+    del kinds["return"]
+    fields: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        fields |= get_type_hints(kind) if _is_group(kind) else {name: kind}
+    groups = [(kind._make, len(kind._fields)) if _is_group(kind) else (next, 0) for kind in kinds.values()]
+
+    def operator(*arguments: Any) -> list[Tensor]:
+        flat = iter(arguments)
+        return _tensors(function(*[make(islice(flat, size) if size else flat) for make, size in groups]))
+
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for name, kind in fields.items()]
+    operator.__signature__ = Signature(parameters, return_annotation=list[Tensor])  # pyright: ignore[reportFunctionMemberAccess]
+    return operator
+
+
+def _is_group(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    """Returns the tensors of a tuple of results and of groups of them."""
+    found = []
+    for result in results:
+        if isinstance(result, tuple):
+            found += _tensors(result)
+        elif result is not None:
+            found.append(result)
+    return found
+
+
+def _register(name: str, function: Callable[..., Any], fake: Callable[..., Any], autograd: Any = None) -> None:
+    operator = IMPLEMENTATIONS[f"linear_ce::{name}"] = _flattened(function)
+    schema = torch.library.infer_schema(operator, mutates_args=())
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, operator, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linear_ce::{name}", _flattened(fake), lib=_library)
+    if autograd is not None:
+        _library.impl(name, _flattened(autograd), "Autograd")
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}  # of the operators, by their names
+
+_library = torch.library.Library("linear_ce", "DEF")
+_register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake, _loss_and_gradients_autograd)
+_register("losses", _losses_op, _losses_fake, _losses_autograd)
+_register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
+_register("gradients", run_gradients, _gradients_fake)
+_register("scaled", _scaled_op, _scaled_fake)
