@@ -414,6 +414,47 @@ def run_chunks() -> None:
         say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
 
 
+# Rows of more than one program.
+
+
+def run_rows() -> None:
+    """Weights of rows and their packing, by several programs, each of which counts the rows before its own."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, classes = 5000, 40
+    target = torch.randint(0, classes + 20, (tokens,), generator=generator)
+    target[target >= classes] = -100
+    token_weight, class_weight = torch.rand(2, tokens, generator=generator)
+    token_weight[::7] = 0.0
+    class_weight = class_weight[:classes].clone()
+    spec = LossSpec("mean")
+    for name, vectors in (
+        ("count", (None, None, None)),
+        ("class weights", (class_weight, token_weight, None)),
+        ("normalizer", (None, token_weight, torch.tensor(7.5))),
+    ):
+        want = rows.row_weights(spec, target, *vectors, classes)
+        found = row_kernels.row_weights(target, *vectors, classes, spec.ignore_index, mean=True)
+        used = {"row_weight": 100 * error(found.numpy(), want.numpy()) / 1e-6}
+        order, packed_target, packed_weight = torch.empty_like(target), torch.empty_like(target), torch.empty_like(want)
+        count, zeros = torch.empty((), dtype=torch.int32), torch.ones(3000, dtype=torch.int32)
+        hit = torch.ones(40_000, dtype=torch.int8)
+        row_kernels.pack(
+            target,
+            want,
+            order=order,
+            packed_target=packed_target,
+            packed_weight=packed_weight,
+            count=count,
+            zeros=zeros,
+            hit=hit,
+        )
+        first = torch.argsort((want == 0).int(), stable=True)
+        right = torch.equal(order, first) and torch.equal(packed_target, target[first])
+        right &= torch.equal(packed_weight, want[first]) and int(count) == int((want != 0).sum())
+        used["packing"] = 0.0 if right and not zeros.any() and not hit.any() else 200.0
+        say(name=name, used=used)
+
+
 # The scaling kernel.
 
 
@@ -448,6 +489,7 @@ PROGRAMS = {
     "shards": run_shards,
     "layouts": run_layouts,
     "chunks": run_chunks,
+    "rows": run_rows,
     "scale": run_scale,
 }
 

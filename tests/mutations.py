@@ -80,6 +80,12 @@ TRITON_KERNELS = (
     ),
     Mutation("core_triton/row_kernels.py", "rank, count + row - rank)", "rank, row)", TABLE),
     Mutation(
+        "core_triton/row_kernels.py",
+        "row < first, counts",
+        "row <= first, counts",
+        tests("core_triton_interpreted", "rows"),
+    ),
+    Mutation(
         "core_triton/kernels.py",
         "tl.floor(top * LOG2_E)",
         "-tl.floor(top * LOG2_E)",

@@ -148,6 +148,11 @@ def test_the_heads_gradients_of_chunks_add_up(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("rows")])
+def test_rows_of_several_programs(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("scale")])
 def test_scale_kernel(results: Results) -> None:
     assert len(results) == 12  # three dtypes by four factors
