@@ -118,9 +118,9 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
-        any_target = True
+        hits = 15
         if io.hit_ptr is not None:  # read before the matmul, under which it arrives
-            any_target = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block) != 0
+            hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < sizes.rows
@@ -133,7 +133,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             columns = first + gl.arange(0, WIDTH, gl.SliceLayout(0, quarter))
             logits = to_logits(pieces[i], columns, head, sizes, switches)
             logits = masked(logits, columns, column, sizes.classes, tiling.block_v)
-            if any_target:
+            if ((hits >> i) & 1) != 0:  # few quarters have any
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))

@@ -113,7 +113,7 @@ def pack_kernel(
     """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
 
     Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes zeros (zeros,) int32 and hit (hits,). A program owns BLOCK_N rows, and
+    how many of the first kind there are; zeroes zeros (zeros,) and hit (hits,), int32. A program owns BLOCK_N rows, and
     counts those of the first kind, all and before its own, itself.
     """
     first = tl.program_id(0) * BLOCK_N
@@ -129,9 +129,9 @@ def pack_kernel(
         place = start + tl.arange(0, BLOCK_N)
         tl.store(zeros_ptr + place, tl.zeros_like(place), mask=place < zeros)
     if hit_ptr is not None:
-        for start in range(16 * first, hits, 16 * BLOCK_N * tl.num_programs(0)):
-            hit = start + tl.arange(0, 16 * BLOCK_N)
-            tl.store(hit_ptr + hit, tl.zeros((16 * BLOCK_N,), tl.int8), mask=hit < hits)
+        for start in range(4 * first, hits, 4 * BLOCK_N * tl.num_programs(0)):
+            hit = start + tl.arange(0, 4 * BLOCK_N)
+            tl.store(hit_ptr + hit, tl.zeros_like(hit), mask=hit < hits)
     row = first + tl.arange(0, BLOCK_N)
     inside = row < tokens
     weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
@@ -174,6 +174,7 @@ def pick_kernel(
     anchor_ptr,
     top_ptr,
     hit_ptr,
+    hit_first,
     hidden,
     classes,
     chunk_rows,
@@ -195,8 +196,8 @@ def pick_kernel(
 
     Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
     0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One program owns a row.
-    It also sets hit (chunks, halves of row blocks, class blocks) int8, where that is there, for the half tile that
-    holds the target.
+    Where hit is there, int32 of (chunks, halves of row blocks, class blocks) bytes, the bit of the quarter of a half
+    tile's classes that holds the target is set, in bytes from hit_first on.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -224,8 +225,9 @@ def pick_kernel(
     tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
-        place = half * tl.cdiv(classes, BLOCK_V) + target // BLOCK_V
-        tl.store(hit_ptr + place, tl.full((), 1, tl.int8), mask=is_class)
+        place = hit_first + half * tl.cdiv(classes, BLOCK_V) + target // BLOCK_V
+        bit = place % 4 * 8 + target % BLOCK_V // (BLOCK_V // 4)
+        tl.atomic_or(hit_ptr + place // 4, (tl.full((), 1, tl.int32) << bit.to(tl.int32)), mask=is_class)
 
 
 def pick(
@@ -239,7 +241,8 @@ def pick(
     target_logit: At,
     anchor: At,
     top: At,
-    hit: At | None,
+    hit: Tensor | None,
+    hit_first: int,
     chunk_rows: int,
     tile: TileConfig,
 ) -> None:
@@ -259,6 +262,7 @@ def pick(
         anchor,
         top,
         hit,
+        hit_first,
         x.shape[1],
         problem.classes,
         chunk_rows,

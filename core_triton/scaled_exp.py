@@ -37,7 +37,9 @@ class PackedRows(NamedTuple):
     count: Tensor  # () int32, how many contribute
     flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
-    hit: Tensor | None  # (chunks, halves of row blocks, class blocks) int8: a half tile holds a row's target
+    # int32, of (chunks, halves of row blocks, class blocks) bytes: its bit says that a quarter of a half tile's classes
+    # holds a row's target.
+    hit: Tensor | None
     target_logit: Tensor
     anchor: Tensor
     top: Tensor  # the largest logit of rows whose anchor is too low
@@ -56,11 +58,9 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2))
-    half = plan.tile.block_n // 2
     # Where the tiles of all chunks together are those of the whole call.
-    if plan.hopper and not plan.casts_head and (rows % half == 0 or chunks <= 1):
-        halves, class_blocks = cdiv(rows, half), cdiv(problem.classes, plan.tile.block_v)
-        hit = torch.empty(chunks, halves, class_blocks, dtype=torch.int8, device=row_weight.device)
+    if plan.hopper and not plan.casts_head and (rows % (plan.tile.block_n // 2) == 0 or chunks <= 1):
+        hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows), 4))
     found = PackedRows(
         torch.empty_like(target),
         torch.empty_like(target),
@@ -83,6 +83,13 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         hit=hit,
     )
     return found
+
+
+def _half_tiles(problem: Problem, rows: int) -> int:
+    """Returns how many half tiles of logits a chunk of rows has, on a Hopper."""
+    tile = plan_of(problem).tile
+    assert tile is not None
+    return cdiv(rows, tile.block_n // 2) * cdiv(problem.classes, tile.block_v)
 
 
 def scaled_exp(
@@ -197,7 +204,8 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         target_logit=At(rows.target_logit, start),
         anchor=At(rows.anchor, start),
         top=At(rows.top, start),
-        hit=None if rows.hit is None else At(rows.hit, start // config.rows),
+        hit=rows.hit,
+        hit_first=start // config.rows * _half_tiles(problem, config.rows),
         chunk_rows=config.rows,
         tile=plan.tile,
     )
@@ -240,7 +248,8 @@ def _store_exponentials(
     for slab, options in pieces:
         # The slab of the head goes before the next one is there: it may be a copy.
         if plan.hopper:
-            hit = None if rows.hit is None else At(rows.hit, number)
+            half_tiles = _half_tiles(problem, config.rows)
+            hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
             hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, hit=hit)
         else:
             kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)

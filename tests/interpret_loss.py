@@ -437,7 +437,7 @@ def run_rows() -> None:
         used = {"row_weight": 100 * error(found.numpy(), want.numpy()) / 1e-6}
         order, packed_target, packed_weight = torch.empty_like(target), torch.empty_like(target), torch.empty_like(want)
         count, zeros = torch.empty((), dtype=torch.int32), torch.ones(3000, dtype=torch.int32)
-        hit = torch.ones(40_000, dtype=torch.int8)
+        hit = torch.ones(10_000, dtype=torch.int32)
         row_kernels.pack(
             target,
             want,
