@@ -1,7 +1,7 @@
 """What the Hopper kernels share: sizes of tiles, layouts of memory, a ring of loaded tiles, roles of the warpgroups.
 
 In Pallas' Mosaic dialect, for sm_90. One warpgroup loads, and two multiply, each half of a tile; the kernels are in
-`hopper_tiles.py`, `hopper_gradients.py` and `hopper_d_input.py`. A kernel's functions take what belongs together as
+`hopper_logits.py` and `hopper_gradients.py`. A kernel's functions take what belongs together as
 NamedTuples and frozen dataclasses.
 """
 
@@ -15,19 +15,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_pallas.tile_config import CLASS_BLOCK, HALF, ROW_BLOCK
+
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a matmul's accumulator
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one for each column
 
 MULTIPROCESSORS = 132  # of an H100 SXM and an H200: what is compiled for where there is no GPU to ask
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def padded(classes: int) -> int:
-    """Returns how many columns an (n, classes) array of 16 bits gets, so that TMA can cut it into tiles."""
-    return cdiv(classes, 64) * 64
 
 
 def transforms(columns: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
@@ -64,13 +57,7 @@ def programs() -> int:
 # Mosaic works out layouts for itself otherwise: the same machine code, lowered in more than twice the time.
 COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
-HALF = 64  # rows of a warpgroup: the least that wgmma takes
-
-BLOCK_N = 2 * HALF  # rows of a tile of logits
-
-# And its classes. A thread holds 96 sums of them, as many of the tile before, and what it computes with: for 256, the
-# most that wgmma takes, there would be no room.
-BLOCK_V = 192
+BLOCK_N, BLOCK_V = ROW_BLOCK, CLASS_BLOCK  # of a tile of logits
 
 # Classes that an epilogue takes at a time: more, and the tensor cores run out of work meanwhile.
 PIECE = 32
@@ -80,9 +67,7 @@ PIECES = BLOCK_V // PIECE
 # Registers of a thread, of 65,536 for all three warpgroups.
 LOAD_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 
-# Units of the hidden size that are multiplied at a time, and how many such steps are loaded ahead: 163,840 bytes. A
-# stage's number is a mask, so a power of two.
-STEP, STAGES = 64, 4
+STAGES = 4  # steps that are loaded ahead: 163,840 bytes. A stage's number is a mask, so a power of two
 
 
 def slot_of(number: Any) -> Any:

@@ -2,7 +2,8 @@
 
 In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 192 classes
 (`hopper_tiles.Tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its matmul 12 per unit of it.
-All three are one kernel with an epilogue of their own (`hopper_tiles.py`): each epilogue is above its launcher.
+All three are one kernel, `logits_kernel`, with an epilogue of their own: each epilogue is above its launcher. What the
+kernel calls on the device is in `hopper_tiles.py`.
 
 What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
 blocks: nothing is added in an order that could change. Equations: linear_ce/MATH.md.
@@ -18,8 +19,34 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import BLOCK_N, BLOCK_V, HALF, PIECE, PIECES, ROW, cdiv, padded
-from jax_pallas.hopper_tiles import Half, Tiles, launch_tiles
+from jax_pallas.hopper import (
+    BLOCK_N,
+    BLOCK_V,
+    PIECE,
+    PIECES,
+    ROW,
+    STAGES,
+    as_roles,
+    make_ring,
+    pauses,
+    ring_barriers,
+    run_kernel,
+    transforms,
+    two_views,
+    views,
+)
+from jax_pallas.hopper_tiles import (
+    Epilogue,
+    Half,
+    LogitsKernel,
+    Program,
+    Tiles,
+    load_tiles,
+    logits_warpgroup,
+    walk_of,
+)
+from jax_pallas.row_kernels import Exponentials
+from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 
 LOG2_E = 1.4426950408889634
 
@@ -30,19 +57,68 @@ NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so 
 OF_TARGETS = ("target_exps", "target_logits")
 
 
-def limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
-    if jnp.dtype(x_dtype) not in (jnp.bfloat16, jnp.float16):
-        return f"the Hopper kernels multiply bfloat16 or float16, not {jnp.dtype(x_dtype).name}"
-    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
-        return f"the Hopper kernels need sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
-    if hidden % 8:  # TMA wants rows that start at multiples of 16 bytes
-        return f"the Hopper kernels need a hidden size that is a multiple of 8, got {hidden}"
-    if vocab_axis not in (0, 1):
-        return f"the Hopper kernels need vocab_axis 0 or 1, got {vocab_axis}"
-    if vocab_axis == 1 and vocab % 64:
-        return f"with vocab_axis 1 the Hopper kernels need a multiple of 64 classes, got {vocab}"
-    return None
+def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
+    """Runs an epilogue on every tile of x @ w.
+
+    Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
+    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and the
+    epilogue takes them a piece at a time, under the matmul of the next tile: the two warpgroups end their tiles at the
+    same time, and the tensor cores would stand idle for as long as an epilogue takes.
+    """
+    tiles, interpret = kernel.tiles, kernel.interpret
+    refs = dict(zip(kernel.names, rest, strict=False))
+    x_all, w_all, full, empty, *buffers = rest[len(refs) :]
+    w_views = views(w_all, interpret=interpret or tiles.vocab_axis == 1)
+    ring = make_ring(views(x_all, interpret=interpret), w_views, full, empty)
+    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
+    walk = walk_of(tiles, program)
+    buffer = views(buffers[0], interpret=interpret) if buffers else None
+    own = Program(kernel, walk, warpgroup, scalar_ref, refs, ring, buffer)
+    as_roles(warpgroup, partial(load_tiles, own, x_ref, w_ref), partial(logits_warpgroup, own))
+
+
+def launch_tiles(
+    name: str,
+    epilogue: Epilogue,
+    tiles: Tiles,
+    x: Array,
+    w: Array,
+    offsets: tuple[Array | int, Array | int, Array | int],
+    by_row: dict[str, Array | None],
+    operands: dict[str, Array | None],
+    results: dict[str, jax.ShapeDtypeStruct],
+    *,
+    stored: Any = None,
+    interpret: bool,
+) -> dict[str, Array]:
+    """Launches `logits_kernel` on x (N, D) and w (V, D), or (D, V), and returns its results by name.
+
+    Args:
+        offsets, stored: of `LogitsKernel`.
+        by_row, operands: `LogitsKernel.names`; None where there is none.
+    """
+    traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
+    scalars = jnp.concatenate([pauses(tiles.steps), *(number[None] for number in traced)])
+    present = {key: value for key, value in {**by_row, **operands}.items() if value is not None}
+    kernel = LogitsKernel(
+        tiles,
+        tuple(number if isinstance(number, int) else None for number in offsets),
+        (*present, *results),
+        tuple(key for key in by_row if key in present),
+        epilogue,
+        stored,
+        interpret,
+    )
+    if tiles.vocab_axis:
+        w_type = plgpu.SMEM((STAGES, STEP, BLOCK_V), x.dtype, transforms=transforms(STEP))
+    else:
+        w_type = two_views((STAGES, BLOCK_V, STEP), x.dtype, interpret=interpret)
+    scratch = [two_views((STAGES, BLOCK_N, STEP), x.dtype, interpret=interpret), w_type, *ring_barriers(2)]
+    if stored is not None:
+        scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
+    arrays, body, grid = (x, w, scalars, *present.values()), partial(logits_kernel, kernel), (tiles.programs,)
+    found = run_kernel(body, name, arrays, list(results.values()), scratch, grid, interpret, approximate=True)
+    return dict(zip(results, found, strict=True))
 
 
 def to_logits(
@@ -61,15 +137,20 @@ def to_logits(
     return softcap * ratio, ratio
 
 
-def places_of(tiles: Tiles, target: Array | None) -> Array | None:
+def places_of(target: Array, classes: int) -> Array:
     """Returns (half row blocks, class blocks) int32: which of HALF places has what the targets of the half row block
-    have in the class block, -1 where there is none of them; `target` (rows,) int32 columns, -1 for none."""
-    if target is None:
-        return None
-    padded_target = jnp.pad(target, (0, tiles.row_blocks * BLOCK_N - tiles.rows), constant_values=-1)
-    block = jnp.where(padded_target < 0, -1, padded_target // BLOCK_V).reshape(-1, HALF, 1)
-    here = block == jnp.arange(tiles.class_blocks, dtype=jnp.int32)
+    have in the class block, -1 where there is none of them; `target` (half row blocks * HALF,) int32, -1 for none."""
+    block = jnp.where(target < 0, -1, target // BLOCK_V).reshape(-1, HALF, 1)
+    here = block == jnp.arange(cdiv(classes, BLOCK_V), dtype=jnp.int32)
     return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
+
+
+def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
+    """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,)."""
+    halves = 2 * cdiv(rows, BLOCK_N)
+    row = jnp.arange(chunks)[:, None] * rows + jnp.arange(halves * HALF)
+    found = places_of(jnp.take(target, row.reshape(-1), mode="fill", fill_value=-1), classes)
+    return found.reshape(chunks, halves, -1)
 
 
 def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Array:
@@ -111,19 +192,12 @@ class ExponentialsSwitches(NamedTuple):
         logit_scale, softcap: of the logits.
         stores: the exponentials.
         largest: the rows' largest logits.
-        repair: of flagged row blocks only, sums or, where the first flag is TOPS, largest logits.
-        has_target: what the targets have.
     """
 
     logit_scale: float
     softcap: float | None
     stores: bool
     largest: bool
-    repair: bool
-    has_target: bool
-
-
-TOPS = 2  # in place of a first flag of 1: sums are the largest logits. So both passes are one kernel, compiled once
 
 
 def exponentials_epilogue(
@@ -134,27 +208,25 @@ def exponentials_epilogue(
     # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
     values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
     found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
-    if switches.largest or switches.repair:
+    if switches.largest:
         top = half.masked(capped, piece, -jnp.inf).max(1)
         found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
-    last = found
-    if switches.repair:
-        finds = jnp.full(found["sums"].shape, half.refs["redo"][0] == TOPS)
-        last = {"sums": jnp.where(finds, found["tops"], found["sums"])}
-    half.put_last(piece, last)
-    if switches.has_target:
-        logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
-        store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
+    half.put_last(piece, found)
+    logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
+    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
     if not switches.stores:
         return found, None
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
 
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
     bias: Array | None,
     anchor: Array,
+    target: Array,
+    places: Array,
     start: Array | int,
     *,
     rows: int,
@@ -164,92 +236,32 @@ def exponentials(
     softcap: float | None,
     stores: bool,
     largest: bool,
-    target: Array | None = None,
-    redo: Array | None = None,
-    e: Array | None = None,
     interpret: bool = False,
-) -> tuple[Array | None, ...]:
-    """Returns scaled exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
+) -> Exponentials:
+    """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; its first `classes` are classes.
         bias: at least (classes,), or None.
         anchor: (rows,) float32 integers.
+        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of.
+        places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
         rows, classes, vocab_axis, logit_scale, softcap: as known when the call is traced.
         stores: whether the exponentials are wanted.
         largest: whether the largest logits are.
-        target: (rows,) int32 classes, -1 for none, or None; of a target comes back what its sum was made of.
-        redo: (1 + rows / 128 rounded up,) int32. If its first is 0 nothing is done, else what belongs to the blocks of
-            128 rows whose flags, which follow, are not 0: the largest logits in place of the sums where wanted.
-        e: with `redo` and `stores`, the exponentials. Those blocks of it are written anew, in place.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
-
-    Returns:
-        e (rows or up to 7 more, padded) bfloat16, times the cap's slope, 0 past the last row and class, or None.
-        sums (rows,) float32 of the exponentials before they are rounded, or None; with `redo`, of flagged rows only.
-        tops (rows,) float32, likewise, or None.
-        the targets' exponentials, before they are rounded, and logits, (rows,) float32 each, 0 without a target.
     """
-    shared = {
-        "rows": rows,
-        "classes": classes,
-        "vocab_axis": vocab_axis,
-        "logit_scale": logit_scale,
-        "softcap": softcap,
-        "interpret": interpret,
-    }
-    if redo is None:
-        found = _exponentials(x, w, bias, anchor, start, target, None, None, **shared, stores=stores, largest=largest)
-        top = found["tops"].max(0)[:rows] if largest else None
-        return found.get("out"), found["sums"].sum(0)[:rows], top, *(found.get(name) for name in OF_TARGETS)
-    redo = redo * (TOPS if largest else 1)
-    found = _exponentials(x, w, bias, anchor, start, None, redo, e, **shared, stores=stores, largest=False)
-    values = found["sums"]
-    sums, top = None if largest else values.sum(0)[:rows], values.max(0)[:rows] if largest else None
-    return found.get("out"), sums, top, None, None
-
-
-@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest"))  # chunks of one size are lowered once
-def _exponentials(
-    x: Array,
-    w: Array,
-    bias: Array | None,
-    anchor: Array,
-    start: Array | int,
-    target: Array | None,
-    redo: Array | None,
-    e: Array | None,
-    *,
-    rows: int,
-    classes: int,
-    vocab_axis: int,
-    logit_scale: float,
-    softcap: float | None,
-    stores: bool,
-    largest: bool,
-    interpret: bool,
-) -> dict[str, Array]:
-    """Returns "out", if stored, "sums" and, if wanted, "tops" by block, and OF_TARGETS, of `exponentials`."""
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
-    places = places_of(tiles, target)
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
-    names = ["sums", *["tops"] * largest]
-    results = dict.fromkeys(names, tiles.by_block)
-    if target is not None:
-        results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
-    if stores and redo is not None:
-        operands["out"] = e
-    elif stores:
+    results = dict.fromkeys(["sums", *["tops"] * largest], tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
+    if stores:
         results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
-    operands["redo"] = redo
-    repair, has_target = redo is not None, target is not None
-    switches = ExponentialsSwitches(logit_scale, softcap, stores, largest, repair, has_target)
     found = launch_tiles(
-        "exponentials_again" if repair else "exponentials",
-        partial(exponentials_epilogue, switches),
+        "exponentials",
+        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, largest)),
         tiles,
         x,
         w,
@@ -260,9 +272,7 @@ def _exponentials(
         stored=jnp.bfloat16 if stores else None,
         interpret=interpret,
     )
-    if target is None or places is None:
-        return found
-    return found | {name: by_target(tiles, places, target, found[name]) for name in OF_TARGETS}
+    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *(found[name] for name in OF_TARGETS))
 
 
 class StatisticsSwitches(NamedTuple):
@@ -350,12 +360,13 @@ def statistics(
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     weights = class_weight if weighted else None
-    places = places_of(tiles, target)
+    target = tiles.by_row(target, -1)
+    places = None if target is None else places_of(target, classes)
     operands = {
         "bias": tiles.by_column(bias, first_class),
         "class_weight": tiles.by_column(weights, first_class),
         "places": places,
-        "target": tiles.by_row(target, -1),
+        "target": target,
     }
     names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
 
@@ -367,6 +378,7 @@ def statistics(
     found = launch_tiles("statistics", epilogue, tiles, x, w, offsets, {}, operands, results, interpret=interpret)
     targets = None
     if target is not None and places is not None:
+        target = target[:rows]
         target_exp, target_logit = (by_target(tiles, places, target, found[name]) for name in OF_TARGETS)
         targets = target, target_exp, target_logit
     return _merged({key: found[key][:, :rows] for key in names}, targets)

@@ -1,16 +1,14 @@
-"""The Hopper kernel that computes tiles of logits for an epilogue: `hopper_logits.py` has three.
+"""What the Hopper kernel of `hopper_logits.py` does on the device: it computes tiles of logits for an epilogue.
 
 which tiles a program takes      `Tiles`, `Walk`
 what a program has               `LogitsKernel`, `Program`; its epilogue gets a `Half`
 one warpgroup loads              `load_tiles`
 two multiply                     `logits_warpgroup`, `multiply`
 a piece of a tile is finished    `finish`, which calls the epilogue
-the kernel, and its launch       `logits_kernel`, `launch_tiles`
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,30 +22,20 @@ from jax_pallas.hopper import (
     BLOCK_N,
     BLOCK_V,
     COLUMN,
-    HALF,
     PIECE,
     PIECES,
     ROW,
     STAGES,
-    STEP,
     Ring,
     arrive_at_all,
-    as_roles,
-    cdiv,
     in_pieces,
-    make_ring,
     over_steps,
     own_pauses,
-    pauses,
-    ring_barriers,
-    run_kernel,
     slot_of,
-    transforms,
-    two_views,
-    views,
     wait_for_all,
     zero_piece,
 )
+from jax_pallas.tile_config import HALF, STEP, cdiv
 
 GROUP_BYTES = 2**24  # of rows that share a block of classes before the next comes: both come from L2 then
 
@@ -131,15 +119,11 @@ class Walk(NamedTuple):
     tiles: Tiles
     program: Array
     count: Array
-    redo: Any  # (1 + row blocks,) int32: only tiles of row blocks whose flag, after the first, is not 0; None: all
 
 
-def walk_of(tiles: Tiles, program: Array, redo: Any) -> Walk:
-    """Returns the walk of a program; with `redo` whose first is 0 it takes no tile."""
-    count = lax.div(tiles.count - program + tiles.programs - 1, tiles.programs)
-    if redo is not None:
-        count = jnp.where(redo[0] == 0, 0, count)
-    return Walk(tiles, program, count, redo)
+def walk_of(tiles: Tiles, program: Array) -> Walk:
+    """Returns the walk of a program."""
+    return Walk(tiles, program, lax.div(tiles.count - program + tiles.programs - 1, tiles.programs))
 
 
 def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) -> T:
@@ -148,12 +132,7 @@ def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) ->
 
     def one(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
         before, carry = carried
-        number = walk.program + t * walk.tiles.programs
-        if walk.redo is None:
-            return before + steps, tile(before, number, carry)
-        flagged = walk.redo[1 + tile_of(walk.tiles, number)[0]] != 0
-        carry = lax.cond(flagged, lambda carry: tile(before, number, carry), lambda carry: carry, carry)
-        return before + jnp.where(flagged, steps, 0), carry
+        return before + steps, tile(before, walk.program + t * walk.tiles.programs, carry)
 
     return lax.fori_loop(0, walk.count, one, (jnp.int32(0), carry))[1]
 
@@ -235,11 +214,11 @@ class LogitsKernel:
             follows the pauses in the kernel's scalars.
         names: of the operands after x, w and scalars, and of the results. With "places" (half row blocks, class
             blocks) int32, halves of tiles where these are not below 0 take the path of those of which not all columns
-            count: `Half.place`. With "redo", see `Walk`.
+            count: `Half.place`.
         by_row: those that have a value for each row, which epilogues get loaded.
         epilogue: returns a piece of "out" (rows, padded) or None, and after the last piece has written what there is
             one of for each row.
-        stored: dtype of "out", an operand or a result; None: nothing is stored.
+        stored: dtype of the result "out"; None: nothing is stored.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
 
@@ -391,70 +370,3 @@ def store_piece(own: Program, values: Array, row: Array, column: Array, piece: i
     plgpu.commit_smem()
     at = (pl.ds(row, HALF), pl.ds(column, PIECE))
     plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.refs["out"].at[at])
-
-
-def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
-    """Runs an epilogue on every tile of x @ w, or on those of flagged row blocks.
-
-    Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
-    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and the
-    epilogue takes them a piece at a time, under the matmul of the next tile: the two warpgroups end their tiles at the
-    same time, and the tensor cores would stand idle for as long as an epilogue takes.
-    """
-    tiles, interpret = kernel.tiles, kernel.interpret
-    refs = dict(zip(kernel.names, rest, strict=False))
-    x_all, w_all, full, empty, *buffers = rest[len(refs) :]
-    w_views = views(w_all, interpret=interpret or tiles.vocab_axis == 1)
-    ring = make_ring(views(x_all, interpret=interpret), w_views, full, empty)
-    program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
-    walk = walk_of(tiles, program, refs.get("redo"))
-    buffer = views(buffers[0], interpret=interpret) if buffers else None
-    own = Program(kernel, walk, warpgroup, scalar_ref, refs, ring, buffer)
-    as_roles(warpgroup, partial(load_tiles, own, x_ref, w_ref), partial(logits_warpgroup, own))
-
-
-def launch_tiles(
-    name: str,
-    epilogue: Epilogue,
-    tiles: Tiles,
-    x: Array,
-    w: Array,
-    offsets: tuple[Array | int, Array | int, Array | int],
-    by_row: dict[str, Array | None],
-    operands: dict[str, Array | None],
-    results: dict[str, jax.ShapeDtypeStruct],
-    *,
-    stored: Any = None,
-    interpret: bool,
-) -> dict[str, Array]:
-    """Launches `logits_kernel` on x (N, D) and w (V, D), or (D, V), and returns its results by name.
-
-    Args:
-        offsets, stored: of `LogitsKernel`.
-        by_row, operands: `LogitsKernel.names`; None where there is none. The operand "out" is written in place.
-    """
-    traced = [jnp.asarray(number, jnp.int32) for number in offsets if not isinstance(number, int)]
-    scalars = jnp.concatenate([pauses(tiles.steps), *(number[None] for number in traced)])
-    present = {key: value for key, value in {**by_row, **operands}.items() if value is not None}
-    kernel = LogitsKernel(
-        tiles,
-        tuple(number if isinstance(number, int) else None for number in offsets),
-        (*present, *results),
-        tuple(key for key in by_row if key in present),
-        epilogue,
-        stored,
-        interpret,
-    )
-    if tiles.vocab_axis:
-        w_type = plgpu.SMEM((STAGES, STEP, BLOCK_V), x.dtype, transforms=transforms(STEP))
-    else:
-        w_type = two_views((STAGES, BLOCK_V, STEP), x.dtype, interpret=interpret)
-    scratch = [two_views((STAGES, BLOCK_N, STEP), x.dtype, interpret=interpret), w_type, *ring_barriers(2)]
-    if stored is not None:
-        scratch.append(two_views((2, 2, HALF, PIECE), stored, interpret=interpret))
-    out = jax.new_ref(present["out"]) if "out" in present else None
-    arrays = (x, w, scalars, *(out if key == "out" else value for key, value in present.items()))
-    body, grid = partial(logits_kernel, kernel), (tiles.programs,)
-    found = run_kernel(body, name, arrays, list(results.values()), scratch, grid, interpret, approximate=True)
-    written = dict(zip(results, found, strict=True))
-    return written if out is None else {**written, "out": jax.freeze(out)}

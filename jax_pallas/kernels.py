@@ -1,7 +1,8 @@
-"""Pallas kernels for any GPU from Ampere on, through Pallas' Triton backend: the implementation "pallas_triton".
+"""Pallas kernels for any GPU from Ampere on, by Pallas' Triton backend: the implementation "pallas_triton", and for
+the Hopper kernels too the one that does rows again that left the range of their anchors.
 
-How they are launched is in `triton_launch.py`; core_triton/kernels.py and target_kernels.py are the same in Triton. A
-program owns a tile and writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by
+How they are launched is in `triton_launch.py`; core_triton/kernels.py is the same in Triton. A program owns a tile and
+writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by `row_kernels.py` or
 XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas' interpreter. Equations:
 linear_ce/MATH.md.
 """
@@ -15,45 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from jax_pallas.triton_launch import arange, load, run, store
+from jax_pallas.problem import Problem
+from jax_pallas.row_kernels import LN_2, LOG2_E, Again, CallRows, Exponentials, repaired_anchor
+from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile
+from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
-LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
-BLOCK_N, GROUP = 128, 8  # rows of a tile, and of a flag of `redo`; row blocks beside each other on a block of classes
-REDO_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
+GROUP = 8  # row blocks beside each other on a block of classes
+REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
 ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address
-FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
-
-
-class Tile(NamedTuple):
-    """BLOCK_N rows x block_v classes of logits, summed over block_d columns of x at a time."""
-
-    block_v: int
-    block_d: int
-
-
-def tile_of(dtype: Any, *, sloped: bool) -> Tile:
-    """Returns the tile for operands of a dtype; `sloped` where a slope or a gradient is kept beside each logit.
-
-    A thread holds 128 float32 sums in its 255 registers, 64 where each has company; and 64 for float32, which no matrix
-    unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
-    """
-    if jnp.dtype(dtype).itemsize == 4:
-        return Tile(128, 32)
-    return Tile(128 if sloped else 256, 64)
-
-
-def limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        return f"pallas_triton multiplies bfloat16, float16 or float32, not {jnp.dtype(dtype).name}"
-    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
-        return f"pallas_triton needs sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
-    return None if vocab_axis in (0, 1) else f"pallas_triton needs vocab_axis 0 or 1, got {vocab_axis}"
-
-
-def padded(classes: int) -> int:  # columns of a matrix of so many, here as in the Hopper kernels
-    return pl.cdiv(classes, 64) * 64
 
 
 class Matmul(NamedTuple):
@@ -64,7 +35,7 @@ class Matmul(NamedTuple):
     vocab_axis: int
     logit_scale: float
     softcap: float | None
-    tile: Tile
+    tile: TritonTile
     ranged: bool = True  # of w only some classes: the device knows the first, and how many after it are left out
 
     @property
@@ -73,7 +44,7 @@ class Matmul(NamedTuple):
 
     @property
     def tiles(self) -> int:
-        return pl.cdiv(self.rows, BLOCK_N) * self.class_blocks
+        return pl.cdiv(self.rows, ROW_BLOCK) * self.class_blocks
 
     def run(
         self, kernel: Callable[..., None], scalars: Any, operands: Any, results: Any, programs: int, **in_place: Any
@@ -103,7 +74,7 @@ def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
     """Returns the row block and the class block of a tile: GROUP row blocks first, then the next class block."""
     group = lax.div(tile, GROUP * matmul.class_blocks)
     within = tile - group * (GROUP * matmul.class_blocks)
-    size = lax.min(pl.cdiv(matmul.rows, BLOCK_N) - group * GROUP, jnp.int32(GROUP))
+    size = lax.min(pl.cdiv(matmul.rows, ROW_BLOCK) - group * GROUP, jnp.int32(GROUP))
     return group * GROUP + lax.rem(within, size), lax.div(within, size)
 
 
@@ -112,7 +83,7 @@ def logits_tile(
 ) -> LogitsTile:
     """Computes a tile of logits: (1), (2). Past the last row it repeats it; columns not seen hold anything."""
     tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
-    row = arange(blocks[0] * BLOCK_N, BLOCK_N)
+    row = arange(blocks[0] * ROW_BLOCK, ROW_BLOCK)
     first_place = blocks[1] * tile.block_v
     column = place = arange(first_place, tile.block_v)
     seen = (place < matmul.classes)[None, :] if matmul.classes % tile.block_v else None
@@ -139,7 +110,7 @@ def logits_tile(
         contract = (((1,), (1 - axis,)), ((), ()))
         return raw + lax.dot_general(x, w, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
-    logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((BLOCK_N, tile.block_v), jnp.float32))
+    logits = lax.fori_loop(0, pl.cdiv(hidden, tile.block_d), step, jnp.zeros((ROW_BLOCK, tile.block_v), jnp.float32))
     if bias_ref is not None:
         logits = logits + load(bias_ref, column, mask=column < bias_ref.shape[0])[None, :]
     if matmul.logit_scale != 1.0:
@@ -155,10 +126,9 @@ def slope(logits: Array, softcap: float) -> Array:
     return 1.0 - lax.square(logits * (1.0 / softcap))
 
 
-def at_targets(part: LogitsTile, target_ref: Any, values: Array, put: Callable[[Array, Array], None]) -> None:
+def at_targets(part: LogitsTile, target: Array, values: Array, put: Callable[[Array, Array], None]) -> None:
     """Calls put(found, owns), (block_n,) each, if the tile holds targets: of values (block_n, block_v), what each row's
     target has, and whether it is in this tile. Most tiles hold none; and behind the branch registers suffice."""
-    target = load(target_ref, part.row, mask=part.inside)
     owns = part.inside & (target >= 0) & (target >= part.first) & (target < part.first + part.place.shape[0])
 
     @pl.when(owns.astype(jnp.int32).max() != 0)
@@ -167,15 +137,14 @@ def at_targets(part: LogitsTile, target_ref: Any, values: Array, put: Callable[[
 
 
 class ExponentialsIO(NamedTuple):
-    """What `exponentials_kernel` reads beside the operands of the logits, and writes: None where not asked for."""
+    """What `store_exponentials` reads beside the logits, and writes: None where not asked for."""
 
-    anchor_ref: Any  # (rows,)
-    target_ref: Any  # (rows,)
+    target_ref: Any  # (rows,), or those of the call
     e_ref: Any  # (rows, padded)
     sum_ref: Any  # (class blocks, rows)
     top_ref: Any  # (class blocks, rows)
-    target_exp_ref: Any  # (rows,)
-    target_logit_ref: Any  # (rows,)
+    target_exp_ref: Any  # (1, rows)
+    target_logit_ref: Any  # (1, rows)
 
 
 def exponential(logits: Array, reference: Array) -> Array:
@@ -187,25 +156,20 @@ def exponential(logits: Array, reference: Array) -> Array:
     return jnp.exp2((logits - reference) * LOG2_E)
 
 
-def exponentials_tile(
-    matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any,
-    io: ExponentialsIO,
+def store_exponentials(
+    matmul: Matmul, part: LogitsTile, anchor: Array, io: ExponentialsIO, first_row: Any = 0
 ) -> None:  # fmt: skip
-    """Does a tile of `exponentials_kernel`."""
-    part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
-    if io.top_ref is not None:
-        store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
-    reference = load(io.anchor_ref, part.row, mask=part.inside) * LN_2
+    """Writes what is asked for of a tile of logits under anchors (block_n,)."""
+    reference = anchor * LN_2
 
     def put_target(logit: Array, owns: Array) -> None:
-        store(io.target_exp_ref, part.row, values=exponential(logit, reference), mask=owns)
-        store(io.target_logit_ref, part.row, values=logit, mask=owns)
+        for ref, value in ((io.target_exp_ref, exponential(logit, reference)), (io.target_logit_ref, logit)):
+            store(ref, jnp.zeros_like(part.row), part.row, values=value, mask=owns)
 
-    if io.target_ref is not None:  # one look at the tile for both, or registers would spill
-        at_targets(part, io.target_ref, part.logits, put_target)
+    # One look at the tile for both, or registers would spill.
+    at_targets(part, load(io.target_ref, first_row + part.row, mask=part.inside), part.logits, put_target)
     exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
-    if io.sum_ref is not None:
-        store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+    store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
     if io.e_ref is not None:
         if matmul.softcap is not None:
             exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
@@ -215,64 +179,110 @@ def exponentials_tile(
 
 def exponentials_kernel(
     matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
-    redo_ref: Any, _: Any, *results: Any,
+    *results: Any,
 ) -> None:  # fmt: skip
-    """Writes what is asked for of `ExponentialsIO`: (29), (31).
-
-    A program owns a tile; with redo, every REDO_PROGRAMS-th tile, of which it does those of flagged rows.
-    """
-    io, operands, program = ExponentialsIO(anchor_ref, target_ref, *results), (x_ref, w_ref, bias_ref), pl.program_id(0)
-    if redo_ref is None:
-        return exponentials_tile(matmul, blocks_of(matmul, program), scalars_ref, *operands, io)
-
-    def step(index: Any, _: None) -> None:
-        tile = program + index * REDO_PROGRAMS
-        blocks = blocks_of(matmul, lax.min(tile, jnp.int32(matmul.tiles - 1)))
-        wanted = (tile < matmul.tiles) & (redo_ref[1 + blocks[0]] != 0)
-        pl.when(wanted)(lambda: exponentials_tile(matmul, blocks, scalars_ref, *operands, io))
-
-    steps = jnp.where(redo_ref[0] != 0, jnp.int32(pl.cdiv(matmul.tiles, REDO_PROGRAMS)), jnp.int32(0))
-    lax.fori_loop(jnp.int32(0), steps, step, None)
+    """Writes what is asked for of `ExponentialsIO`: (29), (31). A program owns a tile."""
+    blocks, io = blocks_of(matmul, pl.program_id(0)), ExponentialsIO(target_ref, *results)
+    part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
+    if io.top_ref is not None:
+        store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
+    store_exponentials(matmul, part, load(anchor_ref, part.row, mask=part.inside), io)
 
 
 def exponentials(
-    x: Array, w: Array, bias: Array | None, anchor: Array, start: Array | int, *, rows: int, classes: int,
-    vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
-    target: Array | None = None, redo: Array | None = None, e: Array | None = None,
-) -> tuple[Array | None, ...]:  # fmt: skip
-    """Returns scaled exponentials of rows' logits, their sums and the rows' largest logits: (29), (31).
+    x: Array, w: Array, bias: Array | None, anchor: Array, target: Array, start: Array | int, *, rows: int,
+    classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
+) -> Exponentials:  # fmt: skip
+    """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
         bias, anchor: at least (classes,) float32, or None; (rows,) float32 integers.
+        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of, in one place.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
-        target: (rows,) int32 classes, -1 for none, or None; of a target comes back what its sum was made of.
-        redo: (1 + rows / 128 rounded up,) int32, or None: everything. If its first is 0 nothing is done, else the
-            blocks of 128 rows whose flags, which follow, are not 0: the largest logits instead of sums, if wanted.
-        e: where `redo` is given and `stores`: the exponentials, of which those blocks are written, in place.
-
-    Returns:
-        e (rows, padded) bfloat16, times the cap's slope, 0 past the last class, or None.
-        sums of the exponentials before they are rounded, and tops; (rows,) float32 or None, anything in rows not done.
-        the targets' exponentials, before they are rounded, and logits; (rows,) float32, 0 without a target, or None.
     """
-    tile = tile_of(x.dtype, sloped=stores and softcap is not None)
-    if redo is not None:
-        tile = tile._replace(block_d=32)  # the loop over tiles takes registers
+    tile = triton_tile(x.dtype.itemsize, sloped=stores and softcap is not None)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
-    wanted = redo is None or not largest, largest
-    of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
-    operands = (x, w, bias, anchor, target, redo, e)
-    results = (stored, *(by_block if one else None for one in wanted), of_target, of_target)
-    programs = matmul.tiles if redo is None else min(matmul.tiles, REDO_PROGRAMS)
-    found = matmul.run(exponentials_kernel, (start,), operands, results, programs, in_place=e is not None)
-    e, sums, tops, *of_target = found
-    sums, tops = None if sums is None else sums.sum(0), None if tops is None else tops.max(0)
-    return e, sums, tops, *(None if target is None else jnp.where(target >= 0, value, 0.0) for value in of_target)
+    of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
+    results = stored, by_block, by_block if largest else None, of_target, of_target
+    return Exponentials(*matmul.run(exponentials_kernel, (start,), (x, w, bias, anchor, target), results, matmul.tiles))
+
+
+FINDS, REDOES = 1, 2  # steps of a repair. Not 0: XLA launches a kernel to write scalars that are all 0
+
+
+class Repair(NamedTuple):
+    """What `repair_kernel` knows when the call is traced: the matmul, and how many programs share its tiles."""
+
+    matmul: Matmul
+    programs: int
+
+
+def repair_kernel(
+    repair: Repair, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, target_ref: Any, flag_ref: Any,
+    *rest: Any,
+) -> None:  # fmt: skip
+    """Does the flagged row blocks of a chunk again, under anchors made of their largest logits: (30).
+
+    The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch. FINDS
+    raises top (P,), -inf before, to the largest logits. REDOES computes the logits again and writes what
+    `exponentials_kernel` does. Both launches are one kernel, compiled once. Programs take turns at the tiles; most
+    chunks have no flag, and there is nothing to do.
+    """
+    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-5:]
+    first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
+    program = pl.program_id(0)
+
+    def tile(blocks: tuple[Array, Array]) -> None:
+        part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
+        at = first_row + part.row
+
+        @pl.when(launch_step == FINDS)
+        def _find() -> None:
+            top = part.only_seen(part.logits, -jnp.inf).max(1)
+            raise_to(top_ref, at, jnp.where(part.inside, top, -jnp.inf))
+
+        @pl.when(launch_step == REDOES)
+        def _redo() -> None:
+            anchor = repaired_anchor(load(top_ref, at, mask=part.inside))
+            sum_ref, target_exp_ref, target_logit_ref = results
+            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref)
+            store_exponentials(matmul, part, anchor, io, first_row)
+
+    def step(index: Any, _: None) -> None:
+        number = program + index * repair.programs
+        blocks = blocks_of(matmul, lax.min(number, jnp.int32(matmul.tiles - 1)))
+        wanted = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
+        pl.when(wanted)(lambda: tile(blocks))
+
+    steps = jnp.where(flag_ref[first_flag] != 0, jnp.int32(pl.cdiv(matmul.tiles, repair.programs)), jnp.int32(0))
+    lax.fori_loop(jnp.int32(0), steps, step, None)
+
+
+def repair(
+    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None
+) -> tuple[CallRows, Array | None, Again]:
+    """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`."""
+    spec, bias = problem.spec, problem.linear_bias
+    options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
+    matmul = Matmul(size, problem.classes, *options, ranged=False)
+    known = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    bias = None if bias is None else bias.astype(jnp.float32)
+    of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
+    made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
+    for step in (FINDS, REDOES):
+        scalars = jnp.stack([place[2], place[0], place[1], jnp.int32(step)])
+        operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
+        results, in_place = (rows.top, e, *made), 1 + (e is not None)
+        top, e, *again = run(
+            repair_kernel, known, operands, results, (known.programs,), in_place=in_place, stages=REPAIR_STAGES
+        )
+        rows = rows._replace(top=top)
+    return rows, e, Again(*again)
 
 
 def statistics_kernel(
@@ -294,7 +304,7 @@ def statistics_kernel(
         store(target_logit_ref, part.row, values=logit, mask=owns)
 
     if target_ref is not None:
-        at_targets(part, target_ref, part.logits, put_target)
+        at_targets(part, load(target_ref, part.row, mask=part.inside), part.logits, put_target)
     top = logits.max(1)
     put(top_ref, *part.by_block, values=top)
     shifted = logits - jnp.where(top == -jnp.inf, 0.0, top)[:, None]  # all -inf: sums of 0, not NaN
@@ -324,7 +334,9 @@ def statistics(
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
         target's summand of the first sum, and its logit, 0 where there is none. None what is not wanted.
     """
-    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=softcap is not None))
+    matmul = Matmul(
+        rows, classes, vocab_axis, logit_scale, softcap, triton_tile(x.dtype.itemsize, sloped=softcap is not None)
+    )
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     operands = (x, w, bias, class_weight if weighted else None, target)
     of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -387,86 +399,8 @@ def d_logits(
         lse, alpha, tau, beta, sigma: (rows,) float32; the last two may be None, which means zeros.
         contributes: (rows,) bool; the other rows are 0.
     """
-    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile_of(x.dtype, sloped=True))
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, triton_tile(x.dtype.itemsize, sloped=True))
     of_rows = (target, lse, alpha, tau, beta, sigma, contributes.astype(jnp.int32))
     operands = (x, w, bias, None if sigma is None else class_weight, *of_rows)
     result = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)
     return matmul.run(d_logits_kernel, (start, first_class, skip), operands, (result,), matmul.tiles)[0]
-
-
-class TargetRows(NamedTuple):
-    """What `target_rows_kernel` knows when the call is traced, and reads and writes."""
-
-    vocab_axis: int  # of d_weight
-    width: int  # columns of a program
-    target_ref: Any  # (N,), sorted
-    row_ref: Any  # (N,)
-    theta_ref: Any  # (N,)
-    x_ref: Any  # (rows, D)
-    d_weight_ref: Any  # (V, D) or (D, V)
-
-
-def add_target_rows(io: TargetRows, target: Array, first: Array, column: Array, columns: int, size: int) -> None:
-    """Adds the terms of the run of a target that begins at `first` to some columns, `size` rows at a time."""
-    count, depth = io.target_ref.shape[0], arange(column, columns)
-    inside = depth < io.x_ref.shape[1]
-
-    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        position, total = carry
-        positions = arange(position, size)
-        member = positions < count
-        member = member & (load(io.target_ref, positions, mask=member) == target)
-        theta, row = (load(ref, positions, mask=member)[:, None] for ref in (io.theta_ref, io.row_ref))
-        x = load(io.x_ref, row, depth[None, :], mask=(theta != 0) & inside[None, :])
-        ended = member.astype(jnp.int32).min() == 0
-        return jnp.where(ended, count, position + size), total + theta * x.astype(jnp.float32)
-
-    start = (first, jnp.zeros((size, columns), jnp.float32))
-    total = lax.while_loop(lambda carry: carry[0] < count, step, start)[1]
-    place = (target, depth) if io.vocab_axis == 0 else (depth, target)
-    old = load(io.d_weight_ref, *place, mask=inside).astype(jnp.float32)
-    store(io.d_weight_ref, *place, values=old + total.sum(0), mask=inside)
-
-
-def target_rows_kernel(
-    options: tuple[int, int], target_ref: Any, row_ref: Any, theta_ref: Any, x_ref: Any, _: Any, d_weight_ref: Any
-) -> None:
-    """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
-
-    A program has a position and some columns. Most runs are short: the program at a run's first position sums it. A few
-    run through a tenth of the rows: the programs at the first SHARES positions share the columns of those of MANY rows.
-    """
-    io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref)
-    count, width = target_ref.shape[0], io.width
-    position, column = pl.program_id(0), pl.program_id(1) * width
-    target = target_ref[position]
-    before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
-    equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
-    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
-    first = position - offset
-    last = first + MANY - 1
-    long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
-    is_class = (target >= 0) & (target < d_weight_ref.shape[io.vocab_axis])
-    part = width // SHARES
-    pl.when(is_class & long & (offset < SHARES))(
-        lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
-    )
-    pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
-
-
-def add_targets(d_weight: Array, x: Array, target: Array, row: Array, theta: Array, *, vocab_axis: int) -> Array:
-    """Returns d_weight, in its place, with the terms of each class, theta * x, added to its row, rounded once: (33).
-
-    Args:
-        d_weight: (V, D), or (D, V) where `vocab_axis` is 1.
-        x: (rows, D).
-        target: (N,) int32 in ascending order; those that are no class are skipped.
-        row: (N,) int32, whose row of x it is.
-        theta: (N,) float32; where it is 0 nothing is added, whatever x holds.
-    """
-    if not target.size:
-        return d_weight
-    width = min(512, max(64, pl.next_power_of_2(x.shape[1])))
-    operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
-    launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
-    return run(target_rows_kernel, (vocab_axis, width), operands, (result,), in_place=True, **launch)[0]

@@ -1,10 +1,9 @@
-"""The kernels of each implementation under one set of names, and which of them a call runs.
+"""Which implementation a call runs, and what a plan needs to know of its device.
 
 A call without a name is traced for no device in particular: `resolve` chooses where the program is lowered, for each
 platform of a program that is lowered for several.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas.pieces import is_symbolic
-from jax_pallas.tile_config import TileConfig
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
@@ -28,71 +26,45 @@ class DeviceInfo(NamedTuple):
     multiprocessors: int
 
 
-class Kernels(NamedTuple):
-    """What an implementation has; None where XLA's own product does the work.
-
-    Args:
-        limits: (dtype, hidden, vocab, vocab_axis) -> what keeps the kernels from such a call, or None.
-        gradient_limits: (dtype, hidden, vocab) -> the same of `d_weight` and `d_input`.
-        tile: (dtype) -> the tile of logits.
-        exponentials: e (n, padded(K)), their sums, the largest logits and the targets' summands and logits of a chunk.
-        statistics: of a chunk's rows over a stretch of the vocabulary.
-        d_logits: of the same.
-        add_target_rows: adds the targets' terms to d_weight.
-        d_weight: e^T x, added to what is there.
-        d_input: rho (e w) + theta w_target.
-        d_input_scratch: (rows, hidden, classes, most, programs) -> bytes that d_input takes besides its result, `most`
-            at most.
-    """
-
-    limits: Callable[..., str | None]
-    gradient_limits: Callable[..., str | None] | None
-    tile: Callable[[Any], TileConfig]
-    exponentials: Callable[..., tuple[Array | None, ...]]
-    statistics: Callable[..., tuple[Any, ...]]
-    d_logits: Callable[..., Array]
-    add_target_rows: Callable[..., Array]
-    d_weight: Callable[..., Array] | None
-    d_input: Callable[..., Array] | None
-    d_input_scratch: Callable[..., int] | None
+def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
+    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+    if jnp.dtype(x_dtype) not in (jnp.bfloat16, jnp.float16):
+        return f"the Hopper kernels multiply bfloat16 or float16, not {jnp.dtype(x_dtype).name}"
+    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
+        return f"the Hopper kernels need sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
+    if hidden % 8:  # TMA wants rows that start at multiples of 16 bytes
+        return f"the Hopper kernels need a hidden size that is a multiple of 8, got {hidden}"
+    if vocab_axis not in (0, 1):
+        return f"the Hopper kernels need vocab_axis 0 or 1, got {vocab_axis}"
+    if vocab_axis == 1 and vocab % 64:
+        return f"with vocab_axis 1 the Hopper kernels need a multiple of 64 classes, got {vocab}"
+    return None
 
 
-def load(implementation: str) -> Kernels:
-    """Returns the kernels of an implementation; nothing of its backend is imported before."""
-    if implementation == "mosaic":
-        from jax_pallas import hopper, hopper_d_input, hopper_gradients, hopper_logits, target_kernels
+def hopper_gradient_limits(dtype: Any, hidden: int, vocab: int) -> str | None:
+    """Returns a sentence that names what keeps these kernels from a call that those of logits serve, or None."""
+    if jnp.dtype(dtype) != jnp.bfloat16:
+        return f"the Hopper kernels of gradients multiply bfloat16, not {jnp.dtype(dtype).name}"
+    if not 0 < hidden < 2**25 or not 0 < vocab < 2**25:  # d_input multiplies steps by programs and tiles, in int32
+        return f"the Hopper kernels of gradients need sizes from 1 to 2**25 - 1, got {hidden} hidden, {vocab} classes"
+    if hidden % 64:
+        return f"the Hopper kernels of gradients need a hidden size that is a multiple of 64, got {hidden}"
+    return None
 
-        return Kernels(
-            limits=hopper_logits.limits,
-            gradient_limits=hopper_gradients.limits,
-            tile=lambda dtype: TileConfig(hopper.BLOCK_N, hopper.BLOCK_V),
-            exponentials=hopper_logits.exponentials,
-            statistics=hopper_logits.statistics,
-            d_logits=hopper_logits.d_logits,
-            add_target_rows=target_kernels.add_targets,
-            d_weight=hopper_gradients.add_d_weight,
-            d_input=hopper_d_input.store_d_input,
-            d_input_scratch=hopper_d_input.d_input_scratch,
-        )
-    from jax_pallas import kernels
 
-    return Kernels(
-        limits=kernels.limits,
-        gradient_limits=None,
-        tile=lambda dtype: TileConfig(kernels.BLOCK_N, kernels.tile_of(dtype, sloped=False).block_v),
-        exponentials=kernels.exponentials,
-        statistics=kernels.statistics,
-        d_logits=kernels.d_logits,
-        add_target_rows=kernels.add_targets,
-        d_weight=None,
-        d_input=None,
-        d_input_scratch=None,
-    )
+def triton_limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
+    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"pallas_triton multiplies bfloat16, float16 or float32, not {jnp.dtype(dtype).name}"
+    if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
+        return f"pallas_triton needs sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
+    return None if vocab_axis in (0, 1) else f"pallas_triton needs vocab_axis 0 or 1, got {vocab_axis}"
 
 
 def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
     """Returns what keeps an implementation from arrays of these shapes and dtypes, or None."""
-    return load(implementation).limits(dtype, hidden, vocab, vocab_axis) if implementation in NAMES else None
+    of_kernels = {"mosaic": hopper_limits, "pallas_triton": triton_limits}
+    return of_kernels[implementation](dtype, hidden, vocab, vocab_axis) if implementation in of_kernels else None
 
 
 def check_sizes(input_shape: tuple[Any, ...], weight_shape: tuple[Any, ...]) -> None:

@@ -25,12 +25,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, launch, recompute, rows
+from jax_pallas import chunked, launch, rows
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.rows import Coefficients
-from jax_pallas.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
 
 RESIDUAL = (
@@ -157,6 +156,7 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
     statistics = _statistics(options, *arrays)
     assert statistics.entropy is not None
+    assert statistics.nll is not None
     return 0.0 - statistics.nll, statistics.entropy, statistics.lse
 
 
@@ -202,6 +202,8 @@ def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tu
     problem = _problem("losses", options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import scaled_exp
+
         loss, found, _ = scaled_exp(problem, NO_GRADIENTS, statistics=options.statistics)
         return loss, found
     return chunked.losses(_tiles(plan), problem, plan.chunk_config)
@@ -226,6 +228,8 @@ def _plan_a(
     plan = plan_of(problem)
     scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import scaled_exp
+
         losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics)
     else:
         losses, found, gradients = chunked.loss_and_gradients(
@@ -312,8 +316,12 @@ def plan_for(
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
-    """Returns what makes the tiles of the plans in `chunked`."""
-    return chunked.XLA_TILES if plan.path == "chunked" else recompute.KERNEL_TILES
+    """Returns what makes the tiles of the plans in `chunked`; Pallas is imported only where its kernels do."""
+    if plan.path == "chunked":
+        return chunked.XLA_TILES
+    from jax_pallas.recompute import KERNEL_TILES
+
+    return KERNEL_TILES
 
 
 def _named(array: Array) -> Array:

@@ -52,9 +52,10 @@ class ExecutionPlan:
     """How a call runs.
 
     Args:
-        implementation: "mosaic", "pallas_triton" or "chunked"; also the family of the kernels.
+        implementation: "mosaic", "pallas_triton" or "chunked".
         path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
             logits again for the gradients, 4 matmuls; "chunked" is XLA's own operators.
+        hopper: the matmul kernels are those of sm_90, in Mosaic; otherwise those of Pallas' Triton backend.
         tile: of logits; None where no kernel runs.
         chunks: rows at a time, and what depends on them.
         tokens: N.
@@ -68,6 +69,7 @@ class ExecutionPlan:
 
     implementation: str
     path: Path
+    hopper: bool
     tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     tokens: int
@@ -90,11 +92,13 @@ class ExecutionPlan:
         return self.chunks
 
     def __str__(self) -> str:
-        family = {"mosaic": "Hopper's, in Mosaic", "pallas_triton": "Pallas' Triton backend's"}
+        family = None
+        if self.path != "chunked":
+            family = "Hopper's, in Mosaic" if self.hopper else "Pallas' Triton backend's"
         ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
         return describe_plan(
             path=self.path,
-            kernels=family.get(self.implementation),
+            kernels=family,
             tile=None if self.tile is None else (self.tile.block_n, self.tile.block_v),
             rows=self.chunks.rows,
             tokens=self.tokens,
@@ -132,16 +136,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "chunked", "chunked", None, chunks, tokens, key.memory_budget, matmuls, casts_head,
+            "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
             slabs_in_place=False, d_input_kernel=False, d_weight_kernel=False,
         )  # fmt: skip
-    kernels = launch.load(key.implementation)
-    tile, limits = kernels.tile(x.dtype), kernels.gradient_limits
-    multiplies = limits is not None and not casts_head and limits(x.dtype, hidden, vocab) is None
-    if limits is None:  # XLA's GEMMs take whole arrays: nothing is padded
-        stores = not casts_head and vocab == key.classes == tile_config.padded(vocab)
-    else:
-        stores = multiplies
+    hopper = key.implementation == "mosaic"
+    tile = tile_config.choose_tile(x.itemsize, hopper=hopper)
+    multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
+    # XLA's GEMMs take whole arrays: nothing is padded.
+    stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     scaled_exp = (
         not (key.label_smoothing or casts_head)
         and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
@@ -155,8 +157,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         def scratch(rows: int, most: int) -> int:
             if not key.d_input:
                 return 0
-            if kernels.d_input_scratch is not None:
-                return kernels.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
+            if hopper:
+                return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
             return 4 * rows * hidden  # of XLA's GEMM
 
         chunks = tile_config.choose_scaled_exp(
@@ -167,11 +169,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stores=needs_grad,
             holds=key.d_input or not needs_grad,
             statistics=key.statistics,
+            softcap=key.softcap,
+            hopper=hopper,
             scratch=scratch,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            key.implementation, "scaled_exp", tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
+            key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
             slabs_in_place=slabs_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies,
         )  # fmt: skip
@@ -190,6 +194,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         budget=key.memory_budget,
     )
     return ExecutionPlan(
-        key.implementation, "recompute", tile, chunks, tokens, key.memory_budget, matmuls, casts_head, slabs_in_place,
-        d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+        key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
+        slabs_in_place=slabs_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
     )  # fmt: skip

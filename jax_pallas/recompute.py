@@ -6,10 +6,12 @@ written once in the second. The gradients are XLA's GEMMs of those, but d_weight
 implementation has one.
 """
 
+from types import ModuleType
+
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas import launch
+from jax_pallas import kernels
 from jax_pallas.chunked import RowGradient, Tiles
 from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem, add_d_weight, plan_of
@@ -21,8 +23,7 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
     w, bias, class_weight, first, skip = _slab(problem, slab)
     weighted = problem.spec.label_smoothing != 0
     column, hit = problem.target_column(target, slab)
-    kernels = launch.load(plan_of(problem).implementation)
-    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = kernels.statistics(
+    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = _launcher(problem).statistics(
         x,
         w,
         bias,
@@ -43,7 +44,7 @@ def _d_logits(
 ) -> tuple[Array, Array | None]:
     w, bias, class_weight, first, skip = _slab(problem, slab)
     coefficients = row.coefficients
-    d_logits = launch.load(plan_of(problem).implementation).d_logits(
+    d_logits = _launcher(problem).d_logits(
         x,
         w,
         bias,
@@ -69,16 +70,25 @@ def _d_logits(
 def _add_d_weight(
     problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
 ) -> Array:
-    plan = plan_of(problem)
-    kernel = launch.load(plan.implementation).d_weight if plan.d_weight_kernel else None
-    if kernel is None:
+    if not plan_of(problem).d_weight_kernel:
         return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
+    from jax_pallas import hopper_gradients
+
     axis = problem.vocab_axis
     sizes = {"vocab": d_weight.shape[axis], "classes": slab.size, "vocab_axis": axis}
-    return kernel(d_logits, x, 0, **sizes, old=d_weight, first_class=jnp.int32(slab.start))
+    return hopper_gradients.add_d_weight(d_logits, x, 0, **sizes, old=d_weight, first_class=jnp.int32(slab.start))
 
 
 KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)
+
+
+def _launcher(problem: Problem) -> ModuleType:
+    """Returns the file of the plan's kernels of logits; Mosaic is imported only where they are its."""
+    if not plan_of(problem).hopper:
+        return kernels
+    from jax_pallas import hopper_logits
+
+    return hopper_logits
 
 
 def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:

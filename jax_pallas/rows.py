@@ -39,7 +39,7 @@ class RowStatistics(NamedTuple):
 
     lse: Array
     target_logit: Array  # NaN where the target is no class
-    nll: Array  # lse - target_logit, never below 0; NaN where the target is no class
+    nll: Array | None  # lse - target_logit, never below 0; NaN where the target is no class; None: not asked for
     max: Array
     weighted_sum: Array | None
     entropy: Array | None
@@ -188,6 +188,7 @@ def row_loss(
 ) -> Array:
     """Returns row_weight * loss of each row, (N,) float32, 0 for rows that do not contribute: (6), (7), (10)."""
     loss = statistics.nll
+    assert loss is not None
     if class_weight is not None:
         loss = _target_class_weight(target, class_weight, classes) * loss
     if spec.label_smoothing:

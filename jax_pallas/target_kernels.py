@@ -1,188 +1,193 @@
-"""Mosaic kernels that add the targets' terms to the head's gradient: sums of runs of equal targets.
+"""Kernels of Pallas' Triton backend that add the targets' terms to the head's gradient: rows sorted by target, then
+sums of their runs.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. `target_windows_kernel` sums what
-is in a window of positions, `target_runs_kernel` what goes on beyond one. Equations: linear_ce/MATH.md.
+No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
-from jax_pallas.hopper import ROW, cdiv
+from jax_pallas.triton_launch import arange, load, run, store
 
-WINDOW = 32  # positions of a program: a run that goes on beyond them is summed in as many parts
+STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
 
-TOGETHER = 8  # rows that are fetched at a time
+SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = 32, 256, 128  # of a program, that it compares at a time, of one that merges
 
-Ref = Any
+FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
 
 
-@dataclass(frozen=True)
-class TargetKernel:
-    """Both kernels as they are known when the call is traced.
+class Sort(NamedTuple):
+    """What the kernels that sort know when the call is traced."""
 
-    Args:
-        width: columns of D of a program.
-        windows: of WINDOW positions each.
-        classes: K.
-        vocab_axis: of d_weight.
-    """
-
-    width: int
-    windows: int
+    count: int  # of rows
     classes: int
-    vocab_axis: int
-
-    @property
-    def layout(self) -> Any:
-        """Returns the layout of (width,) numbers in a warpgroup's registers."""
-        if self.width == 64:
-            return ROW
-        return plgpu.Layout.WG_STRIDED((self.width,), self.width // 128 if self.vocab_axis == 0 else 1)
-
-    def row_of(self, weight_ref: Ref, column: Any, y: Any) -> Ref:
-        """Returns a program's columns of a class's row of d_weight."""
-        columns = pl.ds(column, self.width)
-        return weight_ref.at[(y, columns) if self.vocab_axis == 0 else (columns, y)]
-
-    def load(self, ref: Ref) -> Array:
-        return plgpu.load(ref, layout=self.layout, optimized=False)
-
-    def is_class(self, y: Any) -> Any:
-        return y < self.classes
+    stretch: int
 
 
-def store(ref: Ref, values: Array) -> None:
-    by_name = getattr(plgpu, "store", None)  # from JAX 0.12 on, which wants stores of two bytes a thread so
-    if by_name is None:
-        ref[...] = values
-    else:
-        by_name(ref, values, optimized=False)
+def keys_of(sort: Sort, target_ref: Any, row_weight_ref: Any, row: Array) -> Array:
+    """Returns what rows are sorted by, int32: their target, and `classes` where it is none or does not contribute."""
+    inside = row < sort.count
+    target, weight = load(target_ref, row, mask=inside), load(row_weight_ref, row, mask=inside)
+    return jnp.where((target >= 0) & (weight != 0), target, sort.classes).astype(jnp.int32)
 
 
-def target_windows_kernel(
-    kernel: TargetKernel, target_ref: Ref, row_ref: Ref, theta_ref: Ref, x_ref: Ref, weight_ref: Ref, part_ref: Ref
-) -> None:
-    """Sums the runs within a window, and the parts of those that begin before it or go on after it.
+def sort_kernel(
+    sort: Sort, target_ref: Any, row_weight_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
+    sorted_theta_ref: Any,
+) -> None:  # fmt: skip
+    """Sorts each stretch of rows by target, equal ones in their order: a row's place is how many come before it.
 
-    Adds the former to their rows of d_weight, and writes the latter to part (windows, 2, D) float32: of a run that
-    began before, and of one that goes on.
+    Every pair of rows of a stretch is compared, SORTED_ROWS rows x OTHER_ROWS others at a time; that is a few
+    instructions a pair, and one launch instead of those of a general sort.
     """
-    window, column = lax.axis_index("window"), lax.axis_index("column") * kernel.width
-    own = (window + 1) * WINDOW  # in target
-    before, last = target_ref[own - 1], target_ref[own + WINDOW - 1]
-    goes_on = last == target_ref[own + WINDOW]
+    first = pl.program_id(0) * SORTED_ROWS
+    row = arange(first, SORTED_ROWS)
+    key = keys_of(sort, target_ref, row_weight_ref, row)
+    start = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
+    end = lax.min(start + sort.stretch, jnp.int32(sort.count))
 
-    def add(i: Any, total: Array) -> Array:
-        ys = [target_ref[own + i * TOGETHER + j] for j in range(TOGETHER + 1)]
-        positions = [window * WINDOW + i * TOGETHER + j for j in range(TOGETHER)]
-        rows = [kernel.load(x_ref.at[row_ref[p], pl.ds(column, kernel.width)]) for p in positions]
-        factors = [theta_ref[p] for p in positions]
-        places = [kernel.row_of(weight_ref, column, jnp.clip(y, 0, kernel.classes - 1)) for y in ys]
-        olds = [kernel.load(place) for place in places[:TOGETHER]]
-        for j in range(TOGETHER):
-            y, following = ys[j], ys[j + 1]
-            factor = jnp.full(total.shape, factors[j])
-            total += jnp.where(factor == 0, 0.0, factor * rows[j].astype(jnp.float32))
-            ends = (y != following) | (i * TOGETHER + j == WINDOW - 1)
-            part = jnp.where(y == before, 0, 1)  # of a run that began before, or of one that goes on
-            whole = (part == 1) & ~(goes_on & (y == last))
+    def step(index: Any, before: Array) -> Array:
+        other = arange(start + index * OTHER_ROWS, OTHER_ROWS)
+        other_key = jnp.where(other < end, keys_of(sort, target_ref, row_weight_ref, other), sort.classes + 1)
+        equal = (other_key[None, :] == key[:, None]) & (other[None, :] < row[:, None])
+        return before + ((other_key[None, :] < key[:, None]) | equal).astype(jnp.int32)
 
-            @pl.when(kernel.is_class(y) & ends & whole)
-            def _store(place: Ref = places[j], old: Array = olds[j], total: Array = total) -> None:
-                store(place, (old.astype(jnp.float32) + total).astype(jnp.bfloat16))
-
-            @pl.when(kernel.is_class(y) & ends & ~whole)
-            def _part(part: Any = part, total: Array = total) -> None:
-                part_ref[window, part, pl.ds(column, kernel.width)] = total
-
-            total = jnp.where(jnp.full(total.shape, ends), 0.0, total)
-        return total
-
-    @pl.when(kernel.is_class(target_ref[own]))
-    def _sum() -> None:
-        zeros = plgpu.layout_cast(jnp.zeros((kernel.width,), jnp.float32), kernel.layout)
-        lax.fori_loop(0, WINDOW // TOGETHER, add, zeros)
+    steps = lax.div(end - start + OTHER_ROWS - 1, jnp.int32(OTHER_ROWS))
+    before = lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((SORTED_ROWS, OTHER_ROWS), jnp.int32))
+    place, inside = start + before.sum(1), row < sort.count
+    values = key, row, load(theta_ref, row, mask=inside)
+    for ref, value in zip((sorted_target_ref, sorted_row_ref, sorted_theta_ref), values, strict=True):
+        store(ref, place, values=value, mask=inside)
 
 
-def target_runs_kernel(kernel: TargetKernel, target_ref: Ref, part_ref: Ref, weight_ref: Ref) -> None:
-    """Adds up the parts of a run that begins in a window and goes on after it."""
-    window, column = lax.axis_index("window"), lax.axis_index("column") * kernel.width
-    own = (window + 1) * WINDOW
-    y = target_ref[own + WINDOW - 1]
+def merge_stretches_kernel(
+    sort: Sort, target_ref: Any, row_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
+    sorted_theta_ref: Any,
+) -> None:  # fmt: skip
+    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
+    every other stretch, by bisection."""
+    first = pl.program_id(0) * MERGED_ROWS
+    position = arange(first, MERGED_ROWS)
+    inside = position < sort.count
+    own = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
+    key = load(target_ref, position, mask=inside)
 
-    def more(carry: tuple[Any, Array]) -> Any:
-        return target_ref[(carry[0] + 1) * WINDOW] == y
+    def stretch(index: Any, place: Array) -> Array:
+        start = index * sort.stretch
+        # In an earlier stretch those up to and with the key come before, in a later one those below it.
+        bound = key + (start < own).astype(jnp.int32)
+        length = jnp.where(start == own, 0, lax.min(jnp.int32(sort.stretch), sort.count - start))
 
-    def add(carry: tuple[Any, Array]) -> tuple[Any, Array]:
-        first, total = carry
-        others = [jnp.minimum(first + j, kernel.windows - 1) for j in range(TOGETHER)]
-        parts = [kernel.load(part_ref.at[other, 0, pl.ds(column, kernel.width)]) for other in others]
-        for j in range(TOGETHER):
-            inside = jnp.full(total.shape, target_ref[(first + j + 1) * WINDOW] == y)
-            total = jnp.where(inside, total + parts[j], total)
-        return first + TOGETHER, total
+        def halve(_: Any, edges: tuple[Array, Array]) -> tuple[Array, Array]:
+            low, high = edges
+            middle, open_ = lax.div(low + high, jnp.int32(2)), low < high
+            below = load(target_ref, start + middle, mask=open_) < bound
+            return jnp.where(open_ & below, middle + 1, low), jnp.where(open_ & ~below, middle, high)
 
-    @pl.when(kernel.is_class(y) & (y == target_ref[own + WINDOW]) & (y != target_ref[own - 1]))
-    def _sum() -> None:
-        place = kernel.row_of(weight_ref, column, y)
-        begun = kernel.load(part_ref.at[window, 1, pl.ds(column, kernel.width)])
-        _, total = lax.while_loop(more, add, (window + 1, begun))
-        store(place, (kernel.load(place).astype(jnp.float32) + total).astype(jnp.bfloat16))
+        edges = jnp.zeros_like(position), jnp.zeros_like(position) + length
+        return place + lax.fori_loop(0, sort.stretch.bit_length(), halve, edges)[0]
+
+    place = lax.fori_loop(0, pl.cdiv(sort.count, sort.stretch), stretch, position - own)
+    values = key, load(row_ref, position, mask=inside), load(theta_ref, position, mask=inside)
+    for ref, value in zip((sorted_target_ref, sorted_row_ref, sorted_theta_ref), values, strict=True):
+        store(ref, place, values=value, mask=inside)
+
+
+def sort_by_target(
+    target: Array, row_weight: Array, theta: Array, count: int, classes: int
+) -> tuple[Array, Array, Array]:
+    """Returns the targets (N,) int32 of the first `count` rows in ascending order, the rows that they are of, (N,)
+    int32, and their theta. Targets below 0 and those of rows of row_weight 0 come last, as `classes`."""
+    sort = Sort(count, classes, STRETCH)
+    results = tuple(jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32))
+    operands, grid = (target, row_weight, theta), (pl.cdiv(count, SORTED_ROWS),)
+    found = run(sort_kernel, sort, operands, results, grid, warps=8, stages=1)
+    if count > STRETCH:
+        grid = (pl.cdiv(count, MERGED_ROWS),)
+        found = run(merge_stretches_kernel, sort, tuple(found), results, grid, warps=4, stages=1)
+    return tuple(found)
+
+
+class TargetRows(NamedTuple):
+    """What `target_rows_kernel` knows when the call is traced, and reads and writes."""
+
+    vocab_axis: int  # of d_weight
+    width: int  # columns of a program
+    classes: int  # K
+    target_ref: Any  # (N,), sorted
+    row_ref: Any  # (N,)
+    theta_ref: Any  # (N,)
+    x_ref: Any  # (rows, D)
+    d_weight_ref: Any  # (V, D) or (D, V)
+
+
+def add_target_rows(io: TargetRows, target: Array, first: Array, column: Array, columns: int, size: int) -> None:
+    """Adds the terms of the run of a target that begins at `first` to some columns, `size` rows at a time."""
+    count, depth = io.target_ref.shape[0], arange(column, columns)
+    inside = depth < io.x_ref.shape[1]
+
+    def step(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        position, total = carry
+        positions = arange(position, size)
+        member = positions < count
+        member = member & (load(io.target_ref, positions, mask=member) == target)
+        theta, row = (load(ref, positions, mask=member)[:, None] for ref in (io.theta_ref, io.row_ref))
+        x = load(io.x_ref, row, depth[None, :], mask=(theta != 0) & inside[None, :])
+        ended = member.astype(jnp.int32).min() == 0
+        return jnp.where(ended, count, position + size), total + theta * x.astype(jnp.float32)
+
+    start = (first, jnp.zeros((size, columns), jnp.float32))
+    total = lax.while_loop(lambda carry: carry[0] < count, step, start)[1]
+    place = (target, depth) if io.vocab_axis == 0 else (depth, target)
+    old = load(io.d_weight_ref, *place, mask=inside).astype(jnp.float32)
+    store(io.d_weight_ref, *place, values=old + total.sum(0), mask=inside)
+
+
+def target_rows_kernel(
+    options: tuple[int, int, int], target_ref: Any, row_ref: Any, theta_ref: Any, x_ref: Any, _: Any, d_weight_ref: Any
+) -> None:
+    """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
+
+    A program has a position and some columns. Most runs are short: the program at a run's first position sums it. A few
+    run through a tenth of the rows: the programs at the first SHARES positions share the columns of those of MANY rows.
+    """
+    io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref)
+    count, width = target_ref.shape[0], io.width
+    position, column = pl.program_id(0), pl.program_id(1) * width
+    target = target_ref[position]
+    before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
+    equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
+    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
+    first = position - offset
+    last = first + MANY - 1
+    long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
+    is_class = (target >= 0) & (target < io.classes)
+    part = width // SHARES
+    pl.when(is_class & long & (offset < SHARES))(
+        lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
+    )
+    pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
 
 
 def add_targets(
-    d_weight: Array,
-    x: Array,
-    target: Array,
-    row: Array,
-    theta: Array,
-    *,
-    vocab_axis: int,
-    classes: int | None = None,
+    d_weight: Array, x: Array, target: Array, row: Array, theta: Array, *, classes: int, vocab_axis: int
 ) -> Array:
-    """Adds theta * x to the targets' rows of d_weight, in place: (33).
-
-    Each run of equal targets is summed in float32, window after window of its positions, and rounded once.
+    """Returns d_weight, in its place, with the terms of each class, theta * x, added to its row, rounded once: (33).
 
     Args:
-        d_weight: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1.
-        x: (N, D) bfloat16.
-        target: (N,) int32, ascending, not negative; those past the last class are left out.
-        row: (N,) int32: of x.
-        theta: (N,) float32. Where it is 0 the row of x is left out, whatever it holds.
-        vocab_axis: of d_weight.
-        classes: K; None: V.
+        d_weight: (V, D), or (D, V) where `vocab_axis` is 1.
+        x: (rows, D).
+        target: (N,) int32 in ascending order; those that are not below `classes` are skipped.
+        row: (N,) int32, whose row of x it is.
+        theta: (N,) float32; where it is 0 nothing is added, whatever x holds.
     """
-    hidden = x.shape[1]
-    # Columns of (D, V), each in a place of its own, take registers for their addresses: half as many at a time.
-    width = next(width for width in (1024, 512, 256, 128, 64)[vocab_axis:] if hidden % width == 0)
-    windows = cdiv(len(target), WINDOW)
-    kernel = TargetKernel(width, windows, d_weight.shape[vocab_axis] if classes is None else classes, vocab_axis)
-    # Past the last position there is no class, for more than the positions that are looked at together.
-    after = windows * WINDOW - len(target)
-    target = jnp.pad(target, (WINDOW, after + TOGETHER * WINDOW), constant_values=jnp.iinfo(jnp.int32).max)
-    row, theta = jnp.pad(row, (0, after)), jnp.pad(theta, (0, after))
-    grid = {
-        "grid": (hidden // width, windows),
-        "grid_names": ("column", "window"),
-        "num_threads": 1,
-        "thread_name": "wg",
-        "compiler_params": plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    }
-    ref = jax.new_ref(d_weight)
-    parts = plgpu.kernel(
-        partial(target_windows_kernel, kernel),
-        out_type=(jax.ShapeDtypeStruct((windows, 2, hidden), jnp.float32),),
-        kernel_name="target_windows_kernel",
-        **grid,
-    )(target, row, theta, x, ref)
-    runs = plgpu.kernel(partial(target_runs_kernel, kernel), out_type=(), kernel_name="target_runs_kernel", **grid)
-    runs(target, parts[0], ref)
-    return jax.freeze(ref)
+    if not target.size:
+        return d_weight
+    width = min(512, max(64, pl.next_power_of_2(x.shape[1])))
+    operands, result = (target, row, theta, x, d_weight), jax.ShapeDtypeStruct(d_weight.shape, d_weight.dtype)
+    launch = {"grid": (target.size, pl.cdiv(x.shape[1], width)), "warps": 4, "stages": 1}
+    return run(target_rows_kernel, (vocab_axis, width, classes), operands, (result,), in_place=1, **launch)[0]

@@ -2,8 +2,10 @@
 beyond rounding.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
 
@@ -21,9 +23,125 @@ class TileConfig:
     block_v: int
 
 
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 ROW_BLOCK = 128  # rows of a tile of logits
 
-CLASS_BLOCK = 192  # and its classes at least: partial sums for each
+# Classes of a tile of the Hopper kernels. A thread holds 96 sums of them, as many of the tile before, and what it
+# computes with: for 256, the most that wgmma takes, there would be no room.
+CLASS_BLOCK = 192
+
+HALF = 64  # rows of a warpgroup: the least that wgmma takes
+
+STEP = 64  # units of the hidden size, or classes, that the Hopper kernels multiply at a time
+
+D_BLOCK = 2 * HALF  # columns of D of a tile of a gradient
+
+
+class TritonTile(NamedTuple):
+    """ROW_BLOCK rows x block_v classes of logits, summed over block_d columns of x at a time."""
+
+    block_v: int
+    block_d: int
+
+
+def triton_tile(itemsize: int, *, sloped: bool) -> TritonTile:
+    """Returns the tile of Pallas' Triton kernels; `sloped` where a slope or a gradient is kept beside each logit.
+
+    A thread holds 128 float32 sums in its 255 registers, 64 where each has company; and 64 for float32, which no matrix
+    unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
+    """
+    if itemsize == 4:
+        return TritonTile(128, 32)
+    return TritonTile(128 if sloped else 256, 64)
+
+
+# Of the kernel that repairs, which seldom has work: it compiles in a seventh of the time of `triton_tile`'s.
+REPAIR_TILE, REPAIR_STAGES = TritonTile(128, 32), 2
+
+
+def choose_tile(itemsize: int, *, hopper: bool) -> TileConfig:
+    """Returns the tile of logits for operands of so many bytes."""
+    return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else triton_tile(itemsize, sloped=False).block_v)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `item_of`.
+
+    Args:
+        tile_rows: rows of a tile, of 128 columns of D.
+        rounds: whole tiles that each program takes first.
+        rest: tiles left, which are cut along the classes.
+        cuts: programs that take an equal part of each of them.
+        head: steps that those parts cover.
+        steps: of a whole tile.
+        spare: programs that divide the steps after the head of all cut tiles.
+    """
+
+    tile_rows: int
+    rounds: int
+    rest: int
+    cuts: int
+    head: int
+    steps: int
+    spare: int
+
+    @property
+    def slots(self) -> int:
+        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
+        if self.cuts * self.rest == self.rest and self.head == self.steps:
+            return 0
+        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.slots * D_BLOCK * self.tile_rows
+
+    @property
+    def cost(self) -> float:
+        """An estimate of the time, in steps of one row of a tile, that orders what was measured on an H200.
+
+        A step costs 16 rows more than its own: narrow tiles read more for each matmul. Tails are read out of step
+        with the heads; and partial tiles are written and read.
+        """
+        tail = self.steps - self.head
+        part = max(cdiv(self.head, max(self.cuts, 1)), cdiv(tail * self.rest, max(self.spare, 1)))
+        longest = (self.tile_rows + 16) * (self.rounds * self.steps + (part if self.rest else 0))
+        return longest * (1 + 0.1 * tail / self.steps) + self.bytes / 6000
+
+
+LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+
+TILE_ROWS = range(256, 120, -8)
+
+
+def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool, many: int) -> Shares:
+    """Returns how `many` programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
+    steps = cdiv(classes, STEP)
+    rounds, rest = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), many)
+    if not (rest and cuts_tiles):
+        return Shares(tile_rows, rounds, rest, int(rest > 0), steps, steps, 0)
+    cuts = min(many // rest, steps)
+    spare, head = many - cuts * rest, steps
+    if spare >= LEAST_SPARE:
+        head = max(cuts, round(steps * cuts * rest / many))
+    return Shares(tile_rows, rounds, rest, cuts, head, steps, min(spare, (steps - head) * rest))
+
+
+def choose_shares(rows: int, hidden: int, classes: int, most: int | None, many: int) -> Shares:
+    """Returns how `many` programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
+    choices = [cut(rows, hidden, classes, *choice, many) for choice in itertools.product(TILE_ROWS, (False, True))]
+    return min((shares for shares in choices if most is None or shares.bytes <= most), key=lambda shares: shares.cost)
+
+
+def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many: int) -> int:
+    """Returns the bytes that `d_input` takes beside its arguments, by `many` programs; `most` is its argument of that
+    name."""
+    return choose_shares(rows, hidden, classes, most, many).bytes
+
 
 # Of a row, for its target's logit and summand: each of `TARGET_PLACES` tiles that hold a target has a place for all of
 # its rows' two numbers.
@@ -37,23 +155,23 @@ class ScaledExpConfig:
 
     Args:
         rows: of a chunk.
+        last_rows: that the kernels of the last chunk compute, which may have fewer.
         product_bytes: that d_input's partial sums may take.
         bytes: of workspace.
     """
 
     rows: int
+    last_rows: int
     product_bytes: int
     bytes: int
 
-    def kernel_rows(self, size: int, tokens: int) -> int:
-        """Returns the rows that the kernels of a chunk of `size` of `tokens` rows compute.
-
-        A shorter chunk takes as many as the others, whose kernels then serve it too and are compiled once, where that
-        costs less than a `COMPILED_SHARE`-th of the call.
-        """
-        return self.rows if (self.rows - size) * COMPILED_SHARE <= tokens else size
+    def kernel_rows(self, size: int) -> int:
+        """Returns the rows that the kernels of a chunk of `size` rows compute."""
+        return size if size == self.rows else self.last_rows
 
 
+# The last chunk takes as many rows as the others where that costs less than such a share of the call: then the kernels
+# of the others serve it too, and are compiled once.
 COMPILED_SHARE = 50  # of two products: d_weight's, which starts the sum there, is a kernel of its own anyway
 
 PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
@@ -70,6 +188,8 @@ def choose_scaled_exp(
     stores: bool,
     holds: bool,
     statistics: bool,
+    softcap: bool,
+    hopper: bool,
     scratch: Callable[[int, int], int],
     budget: int,
 ) -> ScaledExpConfig:
@@ -83,6 +203,8 @@ def choose_scaled_exp(
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
         holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
         statistics: the largest logits are wanted.
+        softcap: the logits are capped.
+        hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
         scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
         budget: bytes.
 
@@ -93,14 +215,19 @@ def choose_scaled_exp(
     least_rows = min(tokens, MIN_ROWS)
     fixed = 56 * tokens + 8 * classes + 4096  # rows' numbers, d_bias: XLA keeps within it at 65,536 tokens too
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
-    blocks = -(-classes // CLASS_BLOCK)
+    block_v = CLASS_BLOCK if hopper else triton_tile(itemsize, sloped=stores and softcap).block_v
+    blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
     def config(rows: int) -> ScaledExpConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
-        sums = (4 * (1 + statistics) * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)) * padded_rows
-        size = fixed + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
+        # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again.
+        sums = (4 * max((1 + statistics) * blocks, again) + TARGET_BYTES * hopper + 32) * padded_rows
+        places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * cdiv(tokens, rows) * hopper
+        size = fixed + places + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = max(0, min(budget // PRODUCT_SHARE, budget - size))
-        return ScaledExpConfig(rows, most, size + max(sums, scratch(rows, most)))
+        last = (tokens - 1) % rows + 1
+        last_rows = rows if hopper and (rows - last) * COMPILED_SHARE <= tokens else last
+        return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
     chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
     densely = chunks + 16

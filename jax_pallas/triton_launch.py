@@ -64,15 +64,20 @@ mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu
 
 def run(
     kernel: Callable[..., None], options: Any, operands: tuple[Any, ...], results: tuple[Any, ...],
-    grid: tuple[int, ...], *, in_place: bool = False, warps: int = 8, stages: int = 3,
+    grid: tuple[int, ...], *, in_place: int = 0, warps: int = 8, stages: int = 3,
 ) -> Any:  # fmt: skip
-    """Runs a kernel and returns its results, with `in_place` the first in the place of the last operand."""
+    """Runs a kernel and returns its results, the first `in_place` of which take the places of the last operands."""
     leaves, tree = jax.tree.flatten(operands)
-    aliases = ((len(leaves) - 1, 0),) if in_place else ()
+    results = jax.tree.map(lambda result: jax.ShapeDtypeStruct(result.shape, result.dtype), results)
+    aliases = tuple((len(leaves) - in_place + i, i) for i in range(in_place))
     params = plgpu.CompilerParams(num_warps=warps, num_stages=stages)
     launch = _Launch(kernel, options, grid, tree, results, aliases, params)
-    found = sequential_vmap(lambda *leaves: _launch_p.bind(*leaves, launch=launch))(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
+    return jax.tree.unflatten(jax.tree.structure(results), _run(*leaves, launch=launch))
+
+
+@partial(jax.jit, static_argnames="launch")  # equal launches are lowered once
+def _run(*leaves: Array, launch: _Launch) -> list[Array]:
+    return sequential_vmap(lambda *leaves: _launch_p.bind(*leaves, launch=launch))(*leaves)
 
 
 def arange(start: Any, size: int) -> Array:
@@ -82,6 +87,11 @@ def arange(start: Any, size: int) -> Array:
 def load(ref: Any, *index: Any, mask: Any = None) -> Array:
     """Returns ref[index], 0 outside the mask."""
     return plgpu.load(ref.at[index], mask=mask, other=None if mask is None else 0)
+
+
+def raise_to(ref: Any, index: Any, values: Array) -> None:
+    """Makes ref[index] at least `values`, whichever program is first."""
+    plgpu.atomic_max(ref, (index,), values)
 
 
 def store(ref: Any, *index: Any, values: Array, mask: Array) -> None:

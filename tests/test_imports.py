@@ -121,7 +121,10 @@ def test_no_file_says_too_much(package: str) -> None:
         assert lines <= 800, f"{path.relative_to(ROOT)} has {lines} lines: it says more than one thing"
 
 
-KERNELS = ("hopper.py", "hopper_logits.py", "hopper_gradients.py", "kernels.py", "target_kernels.py", "launch.py")
+KERNELS = (
+    *("hopper.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("kernels.py", "row_kernels.py", "target_kernels.py", "launch.py"),
+)
 
 # Public functions and classes that only one framework needs, and why.
 ALONE = {
@@ -143,12 +146,14 @@ ALONE = {
     "rows.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
-        *("Carry", "Sums", "Factors"),  # what a loop carries
-        *("target_rows", "dotted_logits", "known"),  # by XLA, where PyTorch's row kernels do it
+        "Carry",  # what a loop carries
+        *("target_rows", "known"),  # by XLA, where PyTorch's row kernels do it
     },
     "tile_config.py": {
-        *("choose_tile", "padded_hidden"),  # a tile comes with a Mosaic kernel, and TMA needs no copy of whole rows
-        *("Shares", "choose_shares"),  # in JAX beside their kernel, in hopper_d_input.py
+        "padded_hidden",  # TMA needs no copy of whole rows
+        *("TritonTile", "triton_tile"),  # beside those of Hopper's kernels, which are another backend's
+        *("cut", "d_input_scratch"),  # of tiles whose rows are chosen too
+        "cdiv",  # in PyTorch in launch.py
     },
 }
 SHARED = sorted(path.name for path in (ROOT / "core_triton").glob("*.py") if (ROOT / "jax_pallas" / path.name).exists())

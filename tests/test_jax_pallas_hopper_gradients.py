@@ -11,19 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import hopper_d_input, hopper_gradients, target_kernels
-from jax_pallas.hopper import MULTIPROCESSORS, cdiv, padded
-from jax_pallas.hopper_d_input import Shares, choose_shares, cut, d_input_scratch, store_d_input
-from jax_pallas.hopper_gradients import D_BLOCK, STEP, add_d_weight
+from jax_pallas import hopper_gradients
+from jax_pallas.hopper import MULTIPROCESSORS
+from jax_pallas.hopper_gradients import add_d_weight, store_d_input
+from jax_pallas.launch import hopper_gradient_limits
+from jax_pallas.tile_config import D_BLOCK, STEP, Shares, cdiv, choose_shares, cut, d_input_scratch, padded
 
 ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
 
 
 def use_programs(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
-    for module in (hopper_gradients, hopper_d_input):
-        monkeypatch.setattr(module, "programs", lambda: many)
+    monkeypatch.setattr(hopper_gradients, "programs", lambda: many)
 
 
 def float64(array: Any) -> np.ndarray:
@@ -220,17 +219,17 @@ def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has `item_of` and `items_of` count in NumPy, for all programs of a card at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
-    monkeypatch.setattr(hopper_d_input, "lax", SimpleNamespace(**numbers))
-    monkeypatch.setattr(hopper_d_input, "jnp", np)
+    monkeypatch.setattr(hopper_gradients, "lax", SimpleNamespace(**numbers))
+    monkeypatch.setattr(hopper_gradients, "jnp", np)
 
 
 def taken(shares: Shares, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
     """Returns (first step, end, slot) of the items of each tile; fails where one is none or has a slot of another."""
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
-    items = np.broadcast_to(hopper_d_input.items_of(shares), MULTIPROCESSORS)
+    items = np.broadcast_to(hopper_gradients.items_of(shares), MULTIPROCESSORS)
     slots = []
     for item in range(items.max(initial=0)):
-        found = hopper_d_input.item_of(item, shares)
+        found = hopper_gradients.item_of(item, shares)
         parts = np.stack([np.broadcast_to(part, MULTIPROCESSORS) for part in found], 1)[item < items]
         for tile, first, length, slot in parts.tolist():
             assert length > 0
@@ -250,7 +249,7 @@ def summed(shares: Shares, index: int) -> list[int]:
         tail, at = shares.steps - shares.head, shares.spare * index
         low, high = max(at // shares.rest - 1, 0), min((at + shares.spare) // shares.rest + 2, shares.spare)
         for turn in range(low, high):
-            begin, end = (int(hopper_d_input.tails(edge, shares)) for edge in (turn, turn + 1))
+            begin, end = (int(hopper_gradients.tails(edge, shares)) for edge in (turn, turn + 1))
             if begin < (index + 1) * tail and end > index * tail:
                 slots.append(shares.cuts * shares.rest + turn + index)
     return slots
@@ -293,7 +292,7 @@ def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         return [jnp.zeros(result.shape, result.dtype) for result in results]
 
     use_programs(monkeypatch, MULTIPROCESSORS)
-    monkeypatch.setattr(hopper_d_input, "run_kernel", run_kernel)
+    monkeypatch.setattr(hopper_gradients, "run_kernel", run_kernel)
     for rows, hidden, classes, most in [
         (1000, 64, 50257, None),
         (2048, 4096, 128256, None),
@@ -308,41 +307,11 @@ def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
         allocated.clear()
 
 
-# The targets' terms of d_weight.
-
-
-@pytest.mark.parametrize(
-    ("hidden", "vocab_axis"), [(192, 0), (64, 1), *(pytest.param(*more, marks=SLOW) for more in [(128, 0), (192, 1)])]
-)
-def test_add_target_rows(hidden: int, vocab_axis: int) -> None:
-    rng, vocab, classes, rows = np.random.default_rng(0), 48, 40, 50
-    x = rng.standard_normal((rows, hidden))
-    x[7] = np.nan
-    # Runs within a window of 32 places, of whole windows and more, and targets past the last class.
-    runs = [np.full(90, 2), np.full(35, 3), np.full(32, 4), np.full(3, 6), np.arange(7, 40), [40, 99]]
-    target = np.concatenate(runs).astype(np.int32)
-    row = rng.integers(0, rows, target.size).astype(np.int32)
-    theta = np.where(row == 7, 0.0, rng.standard_normal(target.size)).astype(np.float32)
-    before = jnp.asarray(rng.standard_normal((vocab, hidden)), jnp.bfloat16)
-    x = jnp.asarray(x, jnp.bfloat16)
-    arrays = (before if vocab_axis == 0 else before.T, x, *map(jnp.asarray, (target, row, theta)))
-    with plgpu.force_gpu_interpret_mode():
-        found = target_kernels.add_targets(*arrays, vocab_axis=vocab_axis, classes=classes)
-    found = found if vocab_axis == 0 else found.T
-    wanted = float64(before)
-    for y, i, t in zip(target, row, theta, strict=True):
-        if 0 <= y < classes and t:
-            wanted[y] += t * float64(x[i])
-    close(found, wanted)
-    untouched = [0, 1, 5, *range(classes, vocab)]
-    assert (np.asarray(found)[untouched] == np.asarray(before)[untouched]).all()
-
-
 def test_limits() -> None:
-    assert hopper_gradients.limits(jnp.bfloat16, 192, 50257) is None
-    assert "float16" in (hopper_gradients.limits(jnp.float16, 192, 50257) or "")
-    assert "72" in (hopper_gradients.limits(jnp.bfloat16, 72, 50257) or "")
-    assert "33554432" in (hopper_gradients.limits(jnp.bfloat16, 64, 2**25) or "")
+    assert hopper_gradient_limits(jnp.bfloat16, 192, 50257) is None
+    assert "float16" in (hopper_gradient_limits(jnp.float16, 192, 50257) or "")
+    assert "72" in (hopper_gradient_limits(jnp.bfloat16, 72, 50257) or "")
+    assert "33554432" in (hopper_gradient_limits(jnp.bfloat16, 64, 2**25) or "")
     with pytest.raises(ValueError, match="e must have 128 columns for 65 classes, got 64"):
         add_d_weight(
             jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16), 0, vocab=65, classes=65, vocab_axis=0

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,8 @@ import pytest
 from jax import Array
 
 from jax_pallas import hopper, hopper_logits
-from jax_pallas.hopper import cdiv, padded
+from jax_pallas.launch import hopper_limits
+from jax_pallas.tile_config import HALF, cdiv, padded
 
 FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
@@ -131,12 +131,20 @@ def close(found: Array, wanted: np.ndarray, tolerance: float) -> None:
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
-def run_exponentials(call: Call, drawn: dict[str, Array], **options: Any) -> tuple[Any, ...]:
+def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
+    """Returns e, and of all blocks together the sums, the largest logits, and what the targets have."""
     options = {"stores": True, "largest": True, **options}
     bias = drawn["bias"] if call.bias else None
-    return hopper_logits.exponentials(
-        drawn["x"], drawn["w"], bias, drawn["anchor"], jnp.int32(call.start), **call.options, **options
+    target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
+    places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
+    found = hopper_logits.exponentials(
+        drawn["x"], drawn["w"], bias, drawn["anchor"], target, places, jnp.int32(call.start), **call.options, **options
     )
+    row = jnp.arange(call.rows)
+    place = places[row // HALF, target.clip(0) // hopper.BLOCK_V].clip(0)
+    of_target = (jnp.where(target >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
+    top = None if found.tops is None else found.tops.max(0)[: call.rows]
+    return found.e, found.sums.sum(0)[: call.rows], top, *of_target
 
 
 def check_targets(
@@ -178,34 +186,6 @@ def test_sums_alone(name: str) -> None:
     assert tops is None
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
-
-
-@pytest.mark.parametrize("stores", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_only_flagged_blocks_are_done_again(stores: bool) -> None:
-    call = Call(400, rows=390, start=10, classes=300)
-    drawn = call.drawn()
-    before = jnp.full((392, padded(call.classes)), 7, jnp.bfloat16)
-
-    @partial(jax.jit, static_argnames="largest")
-    def run(redo: Array, largest: bool = False) -> Any:
-        return run_exponentials(call, drawn, stores=stores, largest=largest, redo=redo, e=before if stores else None)
-
-    e, sums, *_ = run(jnp.array([1, 1, 0, 0, 1], jnp.int32))  # of rows 0 to 128, and from 384 on
-    flagged = np.repeat([True, False, False, True], 128)[: call.rows]
-    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
-    close(sums[flagged], exponentials.sum(1)[flagged], FLOAT32)
-    _, sums, tops, *_ = run(jnp.array([1, 1, 0, 0, 1], jnp.int32), largest=True)
-    assert sums is None
-    close(tops[flagged], call.logits(drawn).max(1)[flagged], FLOAT32)
-    if stores:
-        assert e is not None
-        done, others = np.flatnonzero(flagged), np.flatnonzero(~flagged)
-        close(e[done, : call.classes], exponentials[flagged], 2.0**-8)
-        assert not e[call.rows :].any()
-        assert (e[others] == 7).all()
-        e, *_ = run(jnp.array([0, 1, 1, 1, 1], jnp.int32))
-        assert e is not None
-        assert (e == 7).all(), "the first flag is that of all"
 
 
 @NAN
@@ -354,8 +334,8 @@ def test_rows_that_do_not_contribute_may_hold_nan() -> None:
 
 
 def test_limits() -> None:
-    assert hopper_logits.limits(jnp.bfloat16, 4096, 50257, 0) is None
-    assert hopper_logits.limits(jnp.float16, 72, 6400, 1) is None
-    assert "float32" in (hopper_logits.limits(jnp.float32, 4096, 50257, 0) or "")
-    assert "60" in (hopper_logits.limits(jnp.bfloat16, 60, 50257, 0) or "")
-    assert "50257" in (hopper_logits.limits(jnp.bfloat16, 64, 50257, 1) or "")
+    assert hopper_limits(jnp.bfloat16, 4096, 50257, 0) is None
+    assert hopper_limits(jnp.float16, 72, 6400, 1) is None
+    assert "float32" in (hopper_limits(jnp.float32, 4096, 50257, 0) or "")
+    assert "60" in (hopper_limits(jnp.bfloat16, 60, 50257, 0) or "")
+    assert "50257" in (hopper_limits(jnp.bfloat16, 64, 50257, 1) or "")

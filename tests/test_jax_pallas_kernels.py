@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,11 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import kernels
+from jax_pallas import kernels, row_kernels, target_kernels
+from jax_pallas.launch import triton_limits
+from jax_pallas.problem import Problem as CallProblem
+from jax_pallas.row_kernels import CallRows
+from linear_ce.spec import LossSpec
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`
@@ -101,6 +104,16 @@ def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None
     assert error <= tolerance, f"{name}: error {error:.1e} is {error / tolerance:.0%} of its budget"
 
 
+def exponentials(
+    problem: "Problem", anchor: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
+) -> Any:
+    """Returns e, and of all blocks together the sums and the largest logits; and what the targets have."""
+    target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
+    found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(anchor), target, start, **options)
+    top = None if found.tops is None else found.tops.max(0)
+    return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0]
+
+
 @pytest.mark.parametrize("case", cases(1, 4))
 def test_exponentials(case: Case) -> None:
     problem = Problem(case)
@@ -108,15 +121,19 @@ def test_exponentials(case: Case) -> None:
     @jax.jit
     def run(start: jax.Array) -> Any:
         options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
-        return kernels.exponentials(problem.x, problem.w, problem.bias, jnp.asarray(problem.anchor), start, **options)
+        return exponentials(problem, problem.anchor, start, bias=problem.bias, target=target, **options)
 
-    e, sums, tops, *_ = run(jnp.int32(START))
+    target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
+    e, sums, tops, target_exp, target_logit = run(jnp.int32(START))
     expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
     assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
     judge("sums", sums, expected.sum(1), FLOAT32)
     judge("tops", tops, problem.logits.max(1), FLOAT32)
+    at = np.flatnonzero(target >= 0), np.asarray(target)[target >= 0]
+    judge("target_exp", target_exp[at[0]], expected[at], FLOAT32)
+    judge("target_logit", target_logit[at[0]], problem.logits[at], FLOAT32)
     judge("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
     error = np.abs(wide(e)[:, : case.classes] - expected * problem.slope)
     assert (error <= 2.0**-8 * expected + 1e-5).all(), "each of e is rounded once"
@@ -127,33 +144,64 @@ def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
-    e, sums, tops, *_ = kernels.exponentials(problem.x, problem.w, None, jnp.asarray(problem.anchor), START, **options)
+    e, sums, tops, *_ = exponentials(problem, problem.anchor, START, **options)
     assert e is None
     assert tops is None
     judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
 
 
-def test_redo_writes_the_flagged_blocks_and_no_other() -> None:
+def called(tokens: int, target: Any, flag: Any) -> CallRows:
+    """Returns rows of a call whose other numbers are NaN, for no kernel to use."""
+    nan = jnp.full(tokens, jnp.nan)
+    top = jnp.full(tokens, -jnp.inf)
+    return CallRows(target, jnp.ones(tokens), nan, top, jnp.asarray(flag, jnp.int32), nan, nan, nan, None, None)
+
+
+@pytest.mark.parametrize("stores", [True, pytest.param(False, marks=SLOW)])
+def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
     case = Case(softcap=4.0)
     problem = Problem(case)
-    sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16)
+    first_row, first_flag = 256, 3
+    target = jnp.full(512, -1, jnp.int32).at[first_row : first_row + ROWS : 2].set(7)
+    of_rows: Any = None
+    spec = LossSpec("sum", softcap=4.0)
+    ours = CallProblem(problem.x, problem.w, None, of_rows, of_rows, None, spec, case.classes)
 
-    @partial(jax.jit, static_argnames="largest")
-    def run(redo: jax.Array, largest: bool = False) -> Any:
-        options = {**case.known, "classes": case.classes, "stores": True, "largest": largest}
-        anchor = jnp.asarray(problem.anchor)
-        return kernels.exponentials(problem.x, problem.w, None, anchor, START, redo=redo, e=sevens, **options)
+    @jax.jit
+    def run(flag: jax.Array) -> Any:
+        sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
+        place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
+        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens)
 
-    expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
-    e, sums, tops, *_ = run(jnp.asarray([1, 0, 1], jnp.int32))
-    assert tops is None
-    assert (e[:128] == 7).all()
-    judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
-    judge("sums", sums[128:], expected.sum(1)[128:], FLOAT32)
-    _, sums, tops, *_ = run(jnp.asarray([1, 0, 1], jnp.int32), largest=True)
-    assert sums is None
-    judge("tops", tops[128:], problem.logits.max(1)[128:], FLOAT32)
-    assert (run(jnp.asarray([0, 1, 1], jnp.int32))[0] == 7).all(), "the first flag is that of all"
+    rows, e, again = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
+    anchor = np.floor(problem.logits.max(1) * LOG2_E)
+    expected = np.exp2(problem.logits * LOG2_E - anchor[:, None])
+    judge("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
+    assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
+    judge("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
+    judge("target_exp", again.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
+    judge("target_logit", again.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
+    if stores:
+        assert (e[:128] == 7).all()
+        judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
+        _, e, _ = run(jnp.asarray([1, 1, 1, 0, 1, 1], jnp.int32))
+        assert (e == 7).all(), "the chunk's first flag is that of all"
+
+
+@pytest.mark.parametrize("stretch", [target_kernels.STRETCH, 256])
+def test_sort_by_target(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_kernels, "STRETCH", stretch)
+    rng, count, classes = np.random.default_rng(0), 1000, 40
+    target = rng.integers(-1, classes, count + 24).astype(np.int32)
+    target[300:700] = 3
+    weight = (rng.uniform(size=count + 24) < 0.8).astype(np.float32)
+    theta = rng.standard_normal(count + 24).astype(np.float32)
+    arrays = jnp.asarray(target), jnp.asarray(weight), jnp.asarray(theta)
+    found = target_kernels.sort_by_target(*arrays, count, classes)
+    key = np.where((target >= 0) & (weight != 0), target, classes)[:count]
+    order = np.argsort(key, kind="stable")
+    for got, wanted in zip(found, (key[order], order, theta[order]), strict=True):
+        assert (np.asarray(got) == wanted).all()
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -163,7 +211,8 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
     known = {**case.known, "classes": case.classes}
     anchor = jnp.zeros(ROWS)
-    e, sums, *_ = kernels.exponentials(x, problem.w, bias, anchor, START, stores=True, largest=False, **known)
+    problem.x = x
+    e, sums, *_ = exponentials(problem, anchor, START, bias=bias, stores=True, largest=False, **known)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
@@ -261,7 +310,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     before = jnp.asarray(rng.standard_normal((classes, hidden)), DTYPES[dtype])
     x = jnp.asarray(x, DTYPES[dtype])
     arrays = (before if vocab_axis == 0 else before.T, x, jnp.asarray(target), jnp.asarray(row), jnp.asarray(theta))
-    found = kernels.add_targets(*arrays, vocab_axis=vocab_axis)
+    found = target_kernels.add_targets(*arrays, classes=40, vocab_axis=vocab_axis)
     expected = wide(before)
     for y, i, t in zip(target, row, theta, strict=True):
         if 0 <= y < classes and t:
@@ -277,9 +326,7 @@ def test_vmap_runs_one_after_the_other() -> None:
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
 
     def run(anchor: jax.Array) -> jax.Array:
-        sums = kernels.exponentials(problem.x, problem.w, None, anchor, START, **options)[1]
-        assert sums is not None
-        return sums
+        return exponentials(problem, anchor, START, **options)[1]
 
     anchors = jnp.asarray(problem.anchor) + jnp.arange(2.0)[:, None]
     sums = jax.vmap(run)(anchors)
@@ -288,10 +335,10 @@ def test_vmap_runs_one_after_the_other() -> None:
 
 
 def test_limits() -> None:
-    assert kernels.limits(jnp.bfloat16, 33, 50257, 1) is None
-    assert "float64" in str(kernels.limits(jnp.float64, 64, 1000, 0))
-    assert "0 classes" in str(kernels.limits(jnp.float32, 64, 0, 0))
-    assert "vocab_axis" in str(kernels.limits(jnp.float32, 64, 1000, 2))
+    assert triton_limits(jnp.bfloat16, 33, 50257, 1) is None
+    assert "float64" in str(triton_limits(jnp.float64, 64, 1000, 0))
+    assert "0 classes" in str(triton_limits(jnp.float32, 64, 0, 0))
+    assert "vocab_axis" in str(triton_limits(jnp.float32, 64, 1000, 2))
 
 
 SHAPES = {
@@ -301,7 +348,8 @@ SHAPES = {
     "gpt2": (1000, 768, 50257),
     "small": (1000, 960, 5000),
 }
-FUNCTIONS = ("exponentials", "sums", "redo", "statistics", "d_logits", "add_target_rows")
+ROW_FUNCTIONS = ("pick", "join_blocks", "finish_rows", "sort_by_target", "add_target_rows")
+FUNCTIONS = ("exponentials", "sums", "repair", "statistics", "d_logits", *ROW_FUNCTIONS)
 NO_SPILLS = "--xla_gpu_fail_ptx_compilation_on_register_spilling=true"
 
 
@@ -339,7 +387,7 @@ def test_kernels_compile_and_fit(target: str) -> None:
 def test_kernels_with_options_compile_and_fit() -> None:
     capped = {"shape": "gemma", "dtype": "bfloat16", "vocab_axis": 1, "options": True, "softcap": 30.0}
     exact = {"shape": "small", "dtype": "float32", "functions": ["exponentials"]}
-    check(compile_all("a100", [{**capped, "functions": ["redo", "d_logits"]}, exact]))
+    check(compile_all("a100", [{**capped, "functions": ["repair", "finish_rows", "d_logits"]}, exact]))
 
 
 @SLOW
@@ -366,7 +414,7 @@ def compile_one(
     """Compiles a function; `options` are a bias and all that goes with it."""
     n, d, v = SHAPES[shape]
 
-    def array(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    def array(*sizes: int, dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     x = array(8192, d, dtype=DTYPES[dtype])
@@ -376,14 +424,45 @@ def compile_one(
     known = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
     stretch = {**known, "classes": min(v, 8192)}
     stores = {**known, "classes": v, "stores": function != "sums", "largest": options}
-    redo, e = array(1 + -(-n // 128), dtype=jnp.int32), array(n, -(-v // 64) * 64, dtype=jnp.bfloat16)
+    e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
+    of_call, targets = array(size), array(size, dtype=jnp.int32)
+    flags = array(4 * (1 + -(-n // 128)), dtype=jnp.int32)
+    rows = row_kernels.CallRows(
+        targets, of_call, of_call, of_call, flags, of_call, of_call, of_call, of_call if options else None, of_call
+    )
+    place, blocks = array(4, dtype=jnp.int32), array(-(-v // 128), n)
+    tops = blocks if options else None
+    found = row_kernels.Exponentials(e, blocks, tops, array(1, n), array(1, n))
+    joined, again = row_kernels.Joined(row, maybe), row_kernels.Again(blocks, array(1, n), array(1, n))
 
-    def redone(x: Any, w: Any, bias: Any, anchor: Any, start: Any, redo: Any, e: Any) -> Any:
-        return kernels.exponentials(x, w, bias, anchor, start, redo=redo, e=e, **stores)
+    def call_problem(x: Any, w: Any, bias: Any, class_weight: Any = None) -> CallProblem:
+        of_rows: Any = None
+        spec = LossSpec("sum", softcap=softcap)
+        return CallProblem(x, w, bias, of_rows, of_rows, class_weight, spec, v, vocab_axis=vocab_axis)
+
+    def repaired(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
+        ours = call_problem(x, w, bias)
+        return kernels.repair(ours, x, rows, place, n, e)
 
     def exponentials(*arrays: Any) -> Any:
-        *arrays_, target = arrays
-        return kernels.exponentials(*arrays_, target=target, **stores)
+        return kernels.exponentials(*arrays, **stores)
+
+    def pick(x: Any, w: Any, bias: Any, target: Any, row_weight: Any) -> Any:
+        ours = call_problem(x, w, bias)
+        return row_kernels.pick(
+            ours, target, row_weight, chunks=4, chunk_rows=n, holds=True, largest=options, gradients=True
+        )
+
+    def join_blocks(rows: Any, place: Any, sums: Any, tops: Any) -> Any:
+        return row_kernels.join_blocks(rows, place, n, sums, tops)
+
+    def finish_rows(*arrays: Any) -> Any:
+        x, w, rows, place, found, joined, again, class_weight = arrays
+        ours = call_problem(x, w, None, class_weight)
+        return row_kernels.finish_rows(ours, rows, place, n, found, None, joined, again, x)
+
+    def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
+        return target_kernels.sort_by_target(target, row_weight, theta, 9000, v)
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
@@ -393,13 +472,17 @@ def compile_one(
         return kernels.d_logits(*arrays, **stretch)
 
     def add_target_rows(*arrays: Any) -> Any:
-        return kernels.add_targets(*arrays, vocab_axis=vocab_axis)
+        return target_kernels.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)
 
     of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
-        "exponentials": (exponentials, (x, w, classes, row, scalar, index), ()),
-        "sums": (exponentials, (x, w, classes, row, scalar, index), ()),
-        "redo": (redone, (x, w, classes, row, scalar, redo, e), (6,)),
+        "exponentials": (exponentials, (x, w, classes, row, index, scalar), ()),
+        "sums": (exponentials, (x, w, classes, row, index, scalar), ()),
+        "repair": (repaired, (x, w, classes, rows, place, e), (3, 5)),
+        "pick": (pick, (x, w, classes, targets, of_call), ()),
+        "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
+        "finish_rows": (finish_rows, (x, w, rows, place, found, joined, again, classes), (0, 2, 4)),
+        "sort_by_target": (sort_by_target, (targets, of_call, of_call), ()),
         "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar, index), ()),
         "d_logits": (d_logits, (x, w, classes, classes, *of_rows, scalar, scalar, scalar), ()),
         "add_target_rows": (add_target_rows, (w, x, index, index, row), (0,)),

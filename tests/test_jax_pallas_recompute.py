@@ -49,6 +49,8 @@ def grown(tokens: int, budget: int, **changes: Any) -> Any:
         "classes": 128256,
         "itemsize": 2,
         "statistics": False,
+        "softcap": False,
+        "hopper": True,
         "scratch": lambda rows, most: 0,
     }
     return choose_scaled_exp(**numbers | {"stores": True, "holds": True, "tokens": tokens, "budget": budget} | changes)
@@ -69,11 +71,12 @@ def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
 
 
 def test_a_last_chunk_takes_the_kernels_of_the_others_where_that_costs_little() -> None:
-    config = grown(8192, 2**29, classes=151936)
-    assert config.rows == 1664
-    assert config.kernel_rows(1536, 8192) == 1664  # 128 rows of 8192
-    assert config.kernel_rows(1408, 8192) == 1408  # 256, more than a 50th
-    assert config.kernel_rows(1664, 8192) == 1664
+    for tokens, last_rows in ((8192, 1664), (8064, 1408)):  # 128 rows of 8192 more, and 256, above a 50th
+        config = grown(tokens, 2**29, classes=151936)
+        assert config.rows == 1664
+        assert config.kernel_rows((tokens - 1) % 1664 + 1) == last_rows
+        assert config.kernel_rows(1664) == 1664
+    assert grown(8192, 2**29, classes=151936, hopper=False).kernel_rows(1536) == 1536
 
 
 def test_a_budget_too_small_for_exponentials_names_the_least() -> None:

@@ -176,19 +176,21 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
     anchor = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
     known: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
-    known |= {"interpret": True, "target": y}
-    _, sums, _, target_exp, target_logit = hopper_logits.exponentials(
-        x, w, None, anchor, 0, stores=False, largest=False, **known
-    )
+    known |= {"interpret": True}
+    places = hopper_logits.chunk_places(y, 700, 160, 1)[0]
+    found = hopper_logits.exponentials(x, w, None, anchor, y, places, 0, stores=False, largest=False, **known)
     at, has = (np.arange(160), np.maximum(y, 0)), np.asarray(y) >= 0
-    assert sums is not None
-    assert target_exp is not None
-    assert target_logit is not None
+    row = jnp.arange(160)
+    place = places[row // 64, y.clip(0) // 192].clip(0)
+    sums = found.sums.sum(0)[:160]
+    target_exp, target_logit = (
+        jnp.where(has, value[place, row], 0.0) for value in (found.target_exp, found.target_logit)
+    )
     assert (target_logit == np.where(has, logits[at], 0)).all()
     wanted = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(anchor)), 0)
     np.testing.assert_allclose(target_exp, wanted, rtol=1e-3, atol=1e-30)
     assert (sums >= target_exp).all()
-    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, **known)
+    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, target=y, **known)
     top, sum_exp, _, _, target_exp, target_logit = found
     assert top is not None
     assert target_exp is not None

@@ -1,0 +1,337 @@
+"""Kernels of Pallas' Triton backend that multiply no matrices: what happens to rows between the matmuls of
+`scaled_exp.py`.
+
+They serve both families of matmul kernels. They read and write each number once or a few times, and sum in one fixed
+order. What belongs to a row of the call is in an array (P,), which goes on as far as the kernels of the last chunk do.
+Equations: linear_ce/MATH.md.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from jax_pallas.problem import Problem
+from jax_pallas.rows import nll_and_lse
+from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
+from jax_pallas.triton_launch import arange, load, raise_to, run, store
+
+LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
+
+# A row's sum is done again where it leaves these: far inside float32's range, far outside of what anchors near the
+# largest logit give.
+LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
+
+SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
+
+BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
+
+FINISHED_ROWS = 8  # of a program: enough programs to fill a GPU
+
+FINISHED_COLUMNS = 512  # of the input that it scales at a time
+
+
+class CallRows(NamedTuple):
+    """What there is one of for each row of a call, (P,) float32 where nothing else is said."""
+
+    target: Array  # int32, -1 where it is no class or there is no row
+    row_weight: Array  # 0 where there is no row
+    anchor: Array  # inf where there is no row: its exponentials are zeros
+    top: Array  # the largest logit of rows whose anchor is too low, -inf before it is found
+    flag: Array  # (chunks * (1 + row blocks),) int32: of each chunk, whether any anchor is too low, and of which blocks
+    loss: Array
+    lse: Array
+    target_logit: Array  # NaN where the target is no class
+    largest: Array | None  # logit
+    theta: Array | None
+
+
+class Exponentials(NamedTuple):
+    """What a chunk's logits leave, of the kernels of either family.
+
+    Args:
+        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None: not asked for.
+        sums: of the exponentials before they are rounded, (class blocks, rows or more) float32.
+        tops: the rows' largest logits, likewise; None: not asked for.
+        target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, anything where
+            there is no target.
+        target_logit: and their logits.
+    """
+
+    e: Array | None
+    sums: Array
+    tops: Array | None
+    target_exp: Array
+    target_logit: Array
+
+
+class TargetPlaces(NamedTuple):
+    """Where the Hopper kernel has what belongs to the targets of a chunk: which of the places of `Exponentials`."""
+
+    of_call: Array  # (chunks, halves of row blocks, class blocks) int32
+    chunk: Array  # () int32: its number
+
+
+HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.of_call`
+
+
+class Joined(NamedTuple):
+    """What the class blocks of a chunk's rows give together, (rows,) float32."""
+
+    total: Array  # of exponentials
+    largest: Array | None  # logit
+
+
+class Again(NamedTuple):
+    """What `kernels.repair` finds of the flagged blocks of a chunk's rows, float32."""
+
+    sums: Any  # (class blocks, rows)
+    target_exp: Any  # (1, rows)
+    target_logit: Any  # (1, rows)
+
+
+def chunk_flags(chunk_rows: int) -> int:
+    """Returns how many flags a chunk has in `CallRows.flag`."""
+    return 1 + pl.cdiv(chunk_rows, ROW_BLOCK)
+
+
+class Pick(NamedTuple):
+    """What `pick_kernel` knows when the call is traced."""
+
+    classes: int
+    vocab_axis: int
+    logit_scale: float
+    softcap: float | None
+    block_d: int
+
+
+def pick_kernel(
+    pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any,
+    top_ref: Any, flag_ref: Any, held_ref: Any, *_: Any,
+) -> None:  # fmt: skip
+    """Writes a row of held, zeros where it does not contribute: it may hold anything. Also the integer anchor that its
+    target gives, 0 where it gives none: (29); -inf to top, and a zero to flag. A program owns a row. The other results
+    are only made here: those of `finish_rows_kernel`, which it writes a chunk at a time."""
+    row, (tokens, hidden) = pl.program_id(0), x_ref.shape
+    target, contributes = target_ref[row], row_weight_ref[row] != 0
+    x_row, y = lax.min(row, jnp.int32(tokens - 1)), lax.max(target, jnp.int32(0))
+
+    def step(index: Any, total: Array) -> Array:
+        column = arange(index * pick.block_d, pick.block_d)
+        mask = (column < hidden) & contributes
+        x = load(x_ref, x_row, column, mask=mask)
+        w = load(w_ref, *((y, column) if pick.vocab_axis == 0 else (column, y)), mask=mask)
+        if held_ref is not None:
+            store(held_ref, x_row, column, values=x, mask=(column < hidden) & (row < tokens))
+        return total + x.astype(jnp.float32) * w.astype(jnp.float32)
+
+    steps = pl.cdiv(hidden, pick.block_d)
+    logit = lax.fori_loop(0, steps, step, jnp.zeros(pick.block_d, jnp.float32)).sum()
+    if bias_ref is not None:
+        logit = logit + bias_ref[y].astype(jnp.float32)
+    logit = logit * pick.logit_scale
+    if pick.softcap is not None:
+        logit = pick.softcap * jnp.tanh(logit / pick.softcap)
+    usable = (target >= 0) & (jnp.abs(logit) < jnp.inf)
+    anchor = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
+    place = arange(row, 1)
+    store(anchor_ref, place, values=jnp.full(1, jnp.where(row < tokens, anchor, jnp.inf)), mask=place >= 0)
+    store(top_ref, place, values=jnp.full(1, -jnp.inf, jnp.float32), mask=place >= 0)
+    store(flag_ref, place, values=jnp.zeros(1, jnp.int32), mask=place < flag_ref.shape[0])
+
+
+def pick(
+    problem: Problem, target: Array, row_weight: Array, *, chunks: int, chunk_rows: int, holds: bool, largest: bool,
+    gradients: bool,
+) -> tuple[CallRows, Array | None]:  # fmt: skip
+    """Launches `pick_kernel`; returns the rows of the call, and with `holds` held (N, D)."""
+    x, spec, size = problem.input, problem.spec, len(target)
+    of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
+    held = jax.ShapeDtypeStruct(x.shape, x.dtype) if holds else None
+    flag = jax.ShapeDtypeStruct((chunks * chunk_flags(chunk_rows),), jnp.int32)
+    assert flag.size <= size
+    block_d = min(1024, pl.next_power_of_2(x.shape[1]))
+    known = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
+    operands = target, row_weight, x, problem.linear_weight, problem.linear_bias
+    made = *(of_row for _ in range(3)), of_row if largest else None, of_row if gradients else None
+    results = of_row, of_row, flag, held, *made
+    anchor, top, flag, held, *made = run(pick_kernel, known, operands, results, (size,), warps=4, stages=1)
+    return CallRows(target, row_weight, anchor, top, flag, *made), held
+
+
+def column_sums(ref: Any, row: Array, wanted: Any = True) -> Array:
+    """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in one fixed order; zeros
+    where it is not wanted."""
+
+    def step(index: Any, total: Array) -> Array:
+        block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
+        mask = (block < ref.shape[0])[:, None] & (row < ref.shape[1])[None, :]
+        return total + load(ref, block[:, None], row[None, :], mask=mask)
+
+    steps = jnp.where(wanted, jnp.int32(pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE)), jnp.int32(0))
+    return lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((BLOCKS_AT_ONCE, len(row)), jnp.float32)).sum(0)
+
+
+def column_maxima(ref: Any, row: Array) -> Array:
+    """Returns the largest over class blocks of ref (class blocks, rows), one for each of `row`."""
+
+    def step(index: Any, top: Array) -> Array:
+        block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
+        inside = (block < ref.shape[0])[:, None] & (row < ref.shape[1])[None, :]
+        return lax.max(top, jnp.where(inside, load(ref, block[:, None], row[None, :], mask=inside), -jnp.inf))
+
+    start = jnp.full((BLOCKS_AT_ONCE, len(row)), -jnp.inf, jnp.float32)
+    return lax.fori_loop(0, pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE), step, start).max(0)
+
+
+def join_blocks_kernel(
+    _options: None, place_ref: Any, sum_ref: Any, top_ref: Any, row_weight_ref: Any, _: Any, flag_ref: Any,
+    total_ref: Any, largest_ref: Any,
+) -> None:  # fmt: skip
+    """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits; raises the flags of the
+    row blocks with a sum that leaves the range: (30). A program owns SMALL_BLOCK rows. Flags are only ever raised to 1,
+    so their order does not matter."""
+    first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[1]
+    row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
+    inside = row < place_ref[3]
+    total = column_sums(sum_ref, row)
+    store(total_ref, row, values=total, mask=inside)
+    if largest_ref is not None:
+        store(largest_ref, row, values=column_maxima(top_ref, row), mask=inside)
+    contributes = load(row_weight_ref, place_ref[0] + row, mask=inside) != 0
+    leaves = inside & contributes & ~((total > LEAST_SUM) & (total < LARGEST_SUM))
+
+    @pl.when(leaves.astype(jnp.int32).max() != 0)
+    def _raise() -> None:
+        for flag in (first_flag, first_flag + 1 + block):
+            raise_to(flag_ref, flag, jnp.int32(1))
+
+
+def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Array | None) -> tuple[CallRows, Joined]:
+    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,) int32: its first row, its first flag, its
+    first row of x, and `size`."""
+    of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
+    operands = place, sums, tops, rows.row_weight, rows.flag
+    results = rows.flag, of_row, None if tops is None else of_row
+    grid = (pl.cdiv(size, SMALL_BLOCK),)
+    flag, total, largest = run(join_blocks_kernel, None, operands, results, grid, in_place=1, warps=4, stages=1)
+    return rows._replace(flag=flag), Joined(total, largest)
+
+
+class FinishRows(NamedTuple):
+    """What `finish_rows_kernel` knows when the call is traced: options of the loss."""
+
+    z_loss_weight: float
+    logit_scale: float
+    softcap: float | None
+
+
+def finish_rows_kernel(
+    known: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
+    target_logit_ref: Any, target_places_ref: Any, again_sum_ref: Any, again_exp_ref: Any, again_logit_ref: Any,
+    target_ref: Any, row_weight_ref: Any, anchor_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
+    *rest: Any,
+) -> None:  # fmt: skip
+    """Finishes a chunk's rows: loss, lse, target_logit and, if there, the largest logit, zeros for rows of row_weight
+    0: (6), (10), (27), (29).
+
+    With gradients also writes rho (rows,), and theta to its place in the call, both times the scale: (31), and zeroes
+    the target's column of e (rows, padded), whose term theta is. It multiplies the rows of x by rho, rounded once,
+    zeros where rho is 0, where that is asked for. A program owns FINISHED_ROWS rows.
+    """
+    loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
+    row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
+    inside, at = row < place_ref[3], place_ref[0] + row
+    block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
+    flagged = flag_ref[place_ref[1] + 1 + block] != 0
+    target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
+    is_class, contributes = inside & (target >= 0), row_weight != 0
+
+    place = jnp.zeros_like(row)
+    if target_places_ref is not None:
+        half = lax.div(row, jnp.int32(HALF_ROWS))
+        class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
+        place = lax.max(load(target_places_ref, place_ref[4], half, class_block, mask=is_class), jnp.int32(0))
+    again = inside & flagged
+    total = load(total_ref, row, mask=inside)
+    target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
+    anchor = load(anchor_ref, at, mask=inside)
+    new_total = column_sums(again_sum_ref, row, flagged)
+    new_anchor = repaired_anchor(load(top_ref, at, mask=again))
+    first, has = jnp.zeros_like(row), again & is_class
+    new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (again_exp_ref, again_logit_ref))
+    total, anchor = jnp.where(again, new_total, total), jnp.where(again, new_anchor, anchor)
+    target_exp = jnp.where(again, new_exp, target_exp)
+    target_logit = jnp.where(is_class, jnp.where(again, new_logit, target_logit), jnp.nan)
+
+    has_nan = total != total
+    total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
+    nll, lse = nll_and_lse(total, target_exp, target_logit, anchor * LN_2, jnp.log(total))
+    nll, lse = (jnp.where(total == total, value, jnp.nan) for value in (nll, lse))  # maxima hide NaN on a GPU
+    kept = jnp.where(is_class, row_weight, jnp.nan)  # no class: the whole row is NaN
+    if class_weight_ref is not None:
+        kept = kept * load(class_weight_ref, target, mask=is_class)
+    z_loss = 2.0 * known.z_loss_weight * row_weight * lse
+    loss = kept * nll + known.z_loss_weight * row_weight * lax.square(lse)
+    results = (loss_ref, loss), (lse_ref, lse), (logit_ref, target_logit)
+    for ref, value in results:
+        store(ref, at, values=jnp.where(contributes, value, 0.0), mask=inside)
+    if largest_ref is not None:
+        largest = jnp.where(has_nan, jnp.nan, load(chunk_largest_ref, row, mask=inside))
+        largest = jnp.where(contributes, largest, 0.0)
+        store(largest_ref, at, values=largest, mask=inside)
+    if theta_ref is None:
+        return
+    theta = z_loss * jnp.exp(-nll) + kept * jnp.expm1(-nll)  # upstream * p - kept, of a confident token too
+    if known.softcap is not None:
+        theta = theta * (1.0 - lax.square(target_logit / known.softcap))
+    rho = jnp.where(contributes, known.logit_scale * (kept + z_loss) / total, 0.0)
+    store(rho_ref, row, values=rho, mask=inside)
+    store(theta_ref, at, values=jnp.where(contributes, known.logit_scale * theta, 0.0), mask=inside)
+    store(e_ref, row, lax.max(target, jnp.int32(0)), values=jnp.zeros_like(rho), mask=is_class)
+    if x_ref is not None:
+        scale_rows(x_ref, place_ref[2] + row, rho, inside)
+
+
+def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
+    """Multiplies rows of x (rows, D) by rho, rounded once; zeros where rho is 0."""
+    hidden = x_ref.shape[1]
+    inside = (inside & (row < x_ref.shape[0]))[:, None]
+
+    def step(index: Any, _: None) -> None:
+        column = arange(index * FINISHED_COLUMNS, FINISHED_COLUMNS)[None, :]
+        mask = inside & (column < hidden)
+        x = load(x_ref, row[:, None], column, mask=mask).astype(jnp.float32)
+        store(x_ref, row[:, None], column, values=jnp.where(rho[:, None] == 0, 0.0, x * rho[:, None]), mask=mask)
+
+    lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), step, None)
+
+
+def repaired_anchor(top: Array) -> Array:
+    """Returns the anchors of rows that are done again, of their largest logits: (30)."""
+    return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
+
+
+def finish_rows(
+    problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, places: TargetPlaces | None,
+    joined: Joined, again: Again, x: Array | None,
+) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
+    """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
+    call, e, x times rho and rho, each None where it is not asked for."""
+    spec, of_targets = problem.spec, None
+    if places is not None:
+        of_targets, place = places.of_call, jnp.concatenate([place, places.chunk[None]])
+    known = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
+    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
+    of_call = rows.target, rows.row_weight, rows.anchor, rows.top, rows.flag, problem.class_weight
+    written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
+    rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)
+    results, in_place = (*written, rho), sum(array is not None for array in written)
+    operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
+    (loss, lse, target_logit, largest, theta, e, x, rho) = run(
+        finish_rows_kernel, known, operands, results, grid, in_place=in_place, warps=4, stages=1
+    )
+    rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
+    return rows, e, x, rho
