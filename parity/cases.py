@@ -207,6 +207,7 @@ STRATA: tuple[tuple[Function, str, str], ...] = (
 )  # every (function, dtype, reduction) that has a pairwise table; log-probs are per token
 
 
+@cache
 def stratum_table(stratum: int) -> tuple[dict[str, tuple[Any, ...]], list[dict[str, Any]]]:
     """Returns the factors of `STRATA[stratum]` and its pairwise rows."""
     factors = _factors(*STRATA[stratum])

@@ -14,20 +14,14 @@ from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
 
 FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
 
-# The edges of which jax_pallas runs a case: what the arrays hold, by one function each, for each is traced anew, and
-# what is frozen. It has its own of the others: test_jax_pallas_edges.py.
+# The edges of which jax_pallas runs a case: each is compiled anew. It has its own tests of the others by all functions,
+# of what the arrays hold in test_jax_pallas_edges.py, of what is frozen in test_jax_pallas_transforms.py.
 OF_JAX = (
-    "frozen_bias",
     "frozen_input",
-    "frozen_weight-none",
-    "ignored_all-sum",
-    "inf_bias",
-    "inf_input",
     "log_probs-frozen_input",
     "log_probs-masked_target",
     "log_probs-nan_ignored",
     "log_probs-nan_input",
-    "log_probs-no_gradient",
     "log_probs-target_range",
     "log_probs-tight",
     "masked_target-mean",
@@ -36,12 +30,8 @@ OF_JAX = (
     "nan_masked-none",
     "nan_padding-mean",
     "no_gradient-mean",
-    "only_bias",
-    "target_range-mean",
-    "target_range-none",
     "target_range-weight",
     "tight-mean",
-    "tight-none",
 )
 
 

@@ -55,7 +55,7 @@ def assert_within(budget: int, used: int) -> None:
     assert used <= budget, f"{used} bytes of workspace are {used / budget:.0%} of the budget of {budget}"
 
 
-@pytest.mark.parametrize(("function", "dtype", "shape", "softcap"), in_turn(6, FUNCTIONS, DTYPES, SHAPES, (None, 5.0)))
+@pytest.mark.parametrize(("function", "dtype", "shape", "softcap"), in_turn(12, FUNCTIONS, DTYPES, SHAPES, (None, 5.0)))
 def test_workspace_within_budget(function: str, dtype: torch.dtype, shape: Any, softcap: float | None) -> None:
     arrays = problem(*shape, dtype=dtype)
     least = least_budget(lambda budget: workspace(function, arrays, budget, softcap=softcap))
@@ -66,7 +66,7 @@ def test_workspace_within_budget(function: str, dtype: torch.dtype, shape: Any, 
 FROZEN = (("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",))
 
 
-@pytest.mark.parametrize(("function", "dtype", "frozen"), in_turn(3, FUNCTIONS, DTYPES, FROZEN))
+@pytest.mark.parametrize(("function", "dtype", "frozen"), in_turn(6, FUNCTIONS, DTYPES, FROZEN))
 def test_frozen_arguments_within_budget(function: str, dtype: torch.dtype, frozen: tuple[str, ...]) -> None:
     arrays = problem(50, 16, 501, dtype=dtype)
     least = least_budget(lambda budget: workspace(function, arrays, budget, frozen=frozen))
@@ -74,8 +74,7 @@ def test_frozen_arguments_within_budget(function: str, dtype: torch.dtype, froze
         assert_within(budget, workspace(function, arrays, budget, frozen=frozen))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("function", "dtype"), in_turn(2, FUNCTIONS, (torch.float32, torch.bfloat16)))
 def test_many_tokens_within_budget(function: str, dtype: torch.dtype) -> None:
     arrays = problem(65536, 4, 70, dtype=dtype)
     least = least_budget(lambda budget: workspace(function, arrays, budget))
@@ -96,8 +95,7 @@ def test_default_budget_is_within_itself() -> None:
     assert workspace("mean", arrays, None) <= 2**20 < DEFAULT_MEMORY_BUDGET
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("function", "dtype"), in_turn(2, FUNCTIONS, DTYPES))
 def test_the_least_budget_is_the_least(function: str, dtype: torch.dtype) -> None:
     arrays = problem(40, 8, 120, dtype=dtype)
     least = least_budget(lambda budget: total(function, arrays, memory_budget=budget))
@@ -123,7 +121,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [25, pytest.param(100, marks=pytest.mark.slow)])
 def test_drawn_problems_within_budget(examples: int) -> None:
     settings(max_examples=examples)(given(**DRAWN)(check_drawn_problem))()
 

@@ -60,9 +60,16 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
 
-@settings(max_examples=200)
-@given(case=drawn_cases(), input_layout=layouts(), weight_layout=layouts(), factor=st.floats(1.0, 20.0))
-def test_any_call_is_within_its_error_budget(case: Case, input_layout: Any, weight_layout: Any, factor: float) -> None:
+EXAMPLES = pytest.mark.parametrize("examples", [80, pytest.param(200, marks=pytest.mark.slow)])
+
+
+@EXAMPLES
+def test_any_call_is_within_its_error_budget(examples: int) -> None:
+    drawn = given(case=drawn_cases(), input_layout=layouts(), weight_layout=layouts(), factor=st.floats(1.0, 20.0))
+    settings(max_examples=examples)(drawn(check_call))()
+
+
+def check_call(case: Case, input_layout: Any, weight_layout: Any, factor: float) -> None:
     arrays = make_arrays(case)
     head = getattr(torch, case.weight_dtype)
     dtypes = {"input": getattr(torch, case.dtype), "linear_weight": head, "linear_bias": head}
@@ -90,20 +97,26 @@ def test_an_expanded_input_and_head() -> None:
     assert_within_budget(case, arrays, run(case, tensors, 2**20))
 
 
-@settings(max_examples=200)
-@given(
-    n=st.integers(1, 20),
-    d=st.integers(1, 16),
-    sizes=st.lists(st.integers(1, 40), min_size=3, max_size=3),
-    padding=st.integers(0, 45),
-    chunk=st.integers(1, 20),
-    slab=st.integers(1, 40),
-    options=st.sampled_from(
+SHARDS = {
+    "n": st.integers(1, 20),
+    "d": st.integers(1, 16),
+    "sizes": st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    "padding": st.integers(0, 45),
+    "chunk": st.integers(1, 20),
+    "slab": st.integers(1, 40),
+    "options": st.sampled_from(
         ({}, {"softcap": 4.0, "z_loss_weight": 0.01}, {"label_smoothing": 0.2, "logit_scale": 0.5})
     ),
-    weighted=st.booleans(),
-)
-def test_shards_of_the_vocabulary_make_the_whole(
+    "weighted": st.booleans(),
+}
+
+
+@EXAMPLES
+def test_shards_of_the_vocabulary_make_the_whole(examples: int) -> None:
+    settings(max_examples=examples)(given(**SHARDS)(check_shards))()
+
+
+def check_shards(
     n: int, d: int, sizes: list[int], padding: int, chunk: int, slab: int, options: dict[str, Any], weighted: bool
 ) -> None:
     vocab = sum(sizes)

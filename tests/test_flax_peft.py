@@ -1,6 +1,7 @@
 """Adapters against the peft library: outputs, gradients, merged weights, and the files that it writes itself."""
 
 import dataclasses
+import itertools
 import json
 import warnings
 from pathlib import Path
@@ -178,6 +179,41 @@ def test_a_run_starts_from_what_peft_has_written(tmp_path):
     assert files[0].keys() == files[1].keys()
     for name, tensor in files[0].items():
         np.testing.assert_array_equal(files[1][name], tensor, err_msg=name)
+
+
+def weights_of(folder: Path) -> dict[str, np.ndarray]:
+    return {name: array for file in folder.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_merged_weights_are_those_of_the_written_files_by_pefts_formula(dora, tmp_path):
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    write_folder(make("llama2"), base)
+    lora = LoraConfig(lora_rank=3, lora_alpha=4.0, lora_targets=("query", "down"), dora=dora)
+    model = with_adapters(base, lora)
+    save_adapter(model, adapter, base=base)
+    again = load(base)
+    adapt(again, lora, nnx.Rngs(1))
+    load_adapter(again, adapter)
+    save_adapter(again, tmp_path / "again", base=base)
+    written = weights_of(adapter)
+    for name, array in weights_of(tmp_path / "again").items():
+        np.testing.assert_array_equal(array, written[name], err_msg=name)
+
+    save(merge(model), merged, like=base)
+    before, after = weights_of(base), weights_of(merged)
+    assert before.keys() == after.keys()
+    for layer, module in itertools.product(range(SIZES["num_hidden_layers"]), ("self_attn.q_proj", "mlp.down_proj")):
+        name = f"model.layers.{layer}.{module}"
+        a, b = (written.pop(f"base_model.model.{name}.lora_{part}.weight") for part in "AB")
+        weight = before[f"{name}.weight"] + 4.0 / 3 * b @ a
+        if dora:
+            magnitude = written.pop(f"base_model.model.{name}.lora_magnitude_vector")
+            weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
+        before[f"{name}.weight"] = weight
+    assert not written
+    for name, array in before.items():
+        close(after[name], array, name)
 
 
 def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):

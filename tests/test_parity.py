@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quick_cases import pairwise_names
+from quick_cases import edges, pairwise_names, quick_parameters
 
 from linear_ce.spec import LossSpec
 from parity import __main__ as command
@@ -63,7 +63,11 @@ def test_error_refuses_other_shapes() -> None:
 # Judgement.
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+# Of each edge one dtype, in turn.
+EDGES = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
+
+
+@pytest.mark.parametrize("case", quick_parameters(pairwise_names() | EDGES))
 def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     arrays = make_arrays(case)
     rng = np.random.default_rng(0)
