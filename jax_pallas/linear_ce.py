@@ -104,9 +104,9 @@ def linear_cross_entropy(
     Sharded arrays: call it within `jax.shard_map`, on each device's own tokens. Under plain jit the compiler gathers
     them where it cannot cut the loops and kernels, and each device then computes the whole loss; a trace of automatic
     axes cannot see that. In a `jax.lax.scan` over micro-batches differentiate within its body, or under
-    `jax.checkpoint`: else each one's gradient of the head is saved. `jax.export` of "pallas_triton" needs
-    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; the other implementations need nothing. A symbolic number
-    of tokens runs "chunked", in chunks of at most 1024 rows, and each token's 64 bytes are not in memory_budget.
+    `jax.checkpoint`: else each one's gradient of the head is saved. `jax.export` of kernels needs
+    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A symbolic number of tokens
+    runs "chunked", in chunks of at most 1024 rows, and each token's 64 bytes are not in memory_budget.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.

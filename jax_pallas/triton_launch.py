@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jax_pallas.primitives import compiled
 
@@ -56,7 +57,20 @@ def _one_by_one(*leaves: Array, launch: _Launch) -> list[Array]:
 
 _launch_p = Primitive("pallas_triton_launch")
 _launch_p.multiple_results = True
-_launch_p.def_abstract_eval(lambda *_, launch: [ShapedArray(r.shape, r.dtype) for r in jax.tree.leaves(launch.results)])
+
+
+@_launch_p.def_abstract_eval
+def _result_types(*_: Any, launch: _Launch) -> list[ShapedArray]:
+    """Returns types as JAX's own operations give their results: of others, equal calls would be lowered again."""
+    mesh = get_abstract_mesh()
+
+    def typed(result: jax.ShapeDtypeStruct) -> ShapedArray:
+        sharding = NamedSharding(mesh, PartitionSpec(*[None] * len(result.shape)))
+        return ShapedArray(result.shape, result.dtype, sharding=sharding)
+
+    return [typed(result) for result in jax.tree.leaves(launch.results)]
+
+
 _launch_p.def_impl(compiled(_launch_p, _one_by_one, "launch"))
 mlir.register_lowering(_launch_p, partial(_lower, interpret=False), platform="cuda")
 mlir.register_lowering(_launch_p, partial(_lower, interpret=True), platform="cpu")

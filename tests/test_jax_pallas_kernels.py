@@ -432,7 +432,7 @@ def compile_one(
     )
     place, blocks = array(4, dtype=jnp.int32), array(-(-v // 128), n)
     tops = blocks if options else None
-    found = row_kernels.Exponentials(e, blocks, tops, array(1, n), array(1, n))
+    found = row_kernels.Exponentials(None, blocks, tops, array(1, n), array(1, n))
     joined, again = row_kernels.Joined(row, maybe), row_kernels.Again(blocks, array(1, n), array(1, n))
 
     def call_problem(x: Any, w: Any, bias: Any, class_weight: Any = None) -> CallProblem:
@@ -457,9 +457,9 @@ def compile_one(
         return row_kernels.join_blocks(rows, place, n, sums, tops)
 
     def finish_rows(*arrays: Any) -> Any:
-        x, w, rows, place, found, joined, again, class_weight = arrays
+        x, w, rows, place, e, found, joined, again, class_weight = arrays
         ours = call_problem(x, w, None, class_weight)
-        return row_kernels.finish_rows(ours, rows, place, n, found, None, joined, again, x)
+        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, again, x)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
         return target_kernels.sort_by_target(target, row_weight, theta, 9000, v)
@@ -481,7 +481,7 @@ def compile_one(
         "repair": (repaired, (x, w, classes, rows, place, e), (3, 5)),
         "pick": (pick, (x, w, classes, targets, of_call), ()),
         "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
-        "finish_rows": (finish_rows, (x, w, rows, place, found, joined, again, classes), (0, 2, 4)),
+        "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, again, classes), (0, 2, 4)),
         "sort_by_target": (sort_by_target, (targets, of_call, of_call), ()),
         "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar, index), ()),
         "d_logits": (d_logits, (x, w, classes, classes, *of_rows, scalar, scalar, scalar), ()),
