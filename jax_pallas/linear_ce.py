@@ -7,6 +7,10 @@ denominators: `rows.row_weights` folds all of that into one vector. Which operat
     scalar reduction     `loss_and_gradients`   plan A, 3 products; undifferentiated plan B, 1 product
     reduction="none"     `row_losses`           plan C, 4 products, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
+
+The files of a call, in order: this one, `ops.py`, then `scaled_exp.py` (or `recompute.py` with `chunked.py`), then the
+file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py` or
+`target_kernels.py`. `plan.py` decides which.
 """
 
 import math
