@@ -22,7 +22,8 @@ BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anchor; below it the ratio may overflow
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+# A vector's alignment would decide how a block is shared by threads, and so the order of the denominator's sum.
+@triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["target_ptr", "class_weight_ptr"])
 def row_weights_kernel(
     target_ptr,
     class_weight_ptr,

@@ -231,22 +231,22 @@ PALLAS_KERNELS = (
         tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
     ),
     Mutation(
-        "jax_pallas/hopper_d_input.py",
+        "jax_pallas/hopper_gradients.py",
         "0.0, factor * term.astype",
         "0.0, term.astype",
         tests("jax_pallas_hopper_gradients", "test_d_input and whole"),
     ),
     Mutation(
-        "jax_pallas/hopper_d_input.py",
+        "jax_pallas/tile_config.py",
         "min(many // rest, steps)",
         "many // rest",
         tests("jax_pallas_hopper_gradients", "shares_cover"),
     ),
     Mutation(
         "jax_pallas/target_kernels.py",
-        "jnp.where(y == before, 0, 1)",
-        "jnp.where(y == before, 1, 0)",
-        tests("jax_pallas_hopper_gradients", "add_target_rows"),
+        "(other[None, :] < row[:, None])",
+        "(other[None, :] <= row[:, None])",
+        tests("jax_pallas_kernels", "test_sort_by_target"),
     ),
 )
 MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
