@@ -14,6 +14,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_first_output_is_the_base_models_to_the_bit[bfloat16]",
         "test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average",
         "test_a_cache_changes_nothing_that_is_drawn",
+        # Merged weights, by peft's formula: test_flax_peft.py.
+        "test_a_merged_model_gives_what_the_adapters_give[lora0]",
         "test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits[False]",
     ),
     "test_flax_dialogues.py": ("test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit",),
@@ -39,7 +41,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         # Of a run: test_flax_train.py and test_parity_train.py; of drawn tokens: test_flax_generate.py.
         "test_first_loss_is_near_uniform",
         "test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too",
-        "test_gives_hidden_states_in_the_config_dtype_and_a_head_in_the_parameters_dtype[float32]",
     ),
     "test_flax_packing.py": (
         "test_cudnn_is_told_where_sequences_lie",
@@ -257,6 +258,8 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_each_layer_moves_as_the_library_moves_an_array_of_its_own[adafactor]",
         "test_each_layer_moves_as_the_library_moves_an_array_of_its_own[schedule_free_adamw]",
     ),
+    # The same merge of what the kernels' first passes leave.
+    "test_jax_pallas_sign.py": ("test_shards_of_the_vocabulary[chunked]",),
     # The other options of the same operators.
     "test_core_triton_compile.py": ("test_opcheck[options1-dtype0]",),
     # Checks of replication and of the functions in turn stand for all pairs of them.
@@ -269,7 +272,10 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_on_several_devices[replicated, kernels]",
     ),
     # The kernels of sm_80.
-    "test_core_triton_kernels.py": ("test_a_launch_of_each_kernel_compiles_fits_and_overlaps[100-bf16]",),
+    "test_core_triton_kernels.py": (
+        "test_a_launch_of_each_kernel_compiles_fits_and_overlaps[100-bf16]",
+        "test_every_kernel_is_launched[100]",
+    ),
     # Any other array; a bias that is broadcast reaches "chunked" every day.
     "test_jax_pallas_layouts.py": ("test_a_bias_that_is_broadcast[pallas_triton]",),
     # The other axis, dtype or a call of one kernel more.
