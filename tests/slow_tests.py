@@ -132,6 +132,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_gradient_of_each_argument_alone[input-linear_weight-log_probs]",
         "test_gradient_of_each_argument_alone[input-linear_weight-mean]",
         "test_jit[65536-log_probs]",
+        # An option of the tables: test_jax_pallas_numeric.py.
+        "test_second_axis_as_vocabulary[mean]",
+        "test_second_axis_as_vocabulary[log_probs]",
         "test_checkpoint[False-mean]",
         "test_vmap_keeps_no_head_gradient_for_each_element[entropy]",
     ),
