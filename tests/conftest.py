@@ -46,7 +46,12 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 100)
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()  # the process ends: nothing is looked for once more
 
 
 def pytest_configure(config: pytest.Config) -> None:

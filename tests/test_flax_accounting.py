@@ -157,6 +157,7 @@ def test_memory_of_the_device_where_it_tells():
     assert not found.limit
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("limit", [True, False])
 def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit, tmp_path, monkeypatch, capsys):
     def interrupt(state):

@@ -44,12 +44,11 @@ def materialised_loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> 
 def test_gives_hidden_states_in_the_config_dtype_and_a_head_in_the_parameters_dtype(dtype):
     config = dataclasses.replace(SMALL, dtype=dtype)
     model = make(config)
-    hidden = hidden_states(model, tokens_of())
+    hidden = nnx.eval_shape(hidden_states, model, tokens_of())
     assert hidden.shape == (2, 12, SMALL.hidden_size)
     assert hidden.dtype == jnp.dtype(dtype)
     assert model.head_weight().shape == (SMALL.vocab_size, SMALL.hidden_size)
     assert model.head_weight().dtype == jnp.float32
-    assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
 
 
 @pytest.mark.parametrize("tie", [True, False])
