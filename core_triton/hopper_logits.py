@@ -72,13 +72,11 @@ def targets_of(target_ptr, row_ids, first, sizes, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def find_targets(there, io, logits, row_ids, columns, first, sizes, WIDTH: gl.constexpr):
-    """Writes target_logit (rows,) for the rows whose target is among these columns, if any is there: the very logits
-    that are summed, so that the loss is the logarithm of a ratio that is never below 1."""
-    if there:
-        target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
-        here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
-        gl.store(io.target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
+def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns):
+    """Writes target_logit (rows,) for the rows whose target is among these columns: the very logits that are summed, so
+    that the loss is the logarithm of a ratio that is never below 1."""
+    here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
+    gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @gluon.jit
@@ -108,56 +106,12 @@ class ExponentialsSwitches(NamedTuple):
     statistics: Any
 
 
-class Place(NamedTuple):
-    """Where a half tile of logits is."""
-
-    row_block: Any
-    class_block: Any
-    row: Any
-    column: Any
-
-
-@gluon.jit
-def exponentials_epilogue(
-    raw, e_desc, buffers, io, place, hits, head, sizes, tiling, switches, WHICH: gl.constexpr, FINDS: gl.constexpr
-):
-    """Makes exponentials of half a tile's product; FINDS: `hits` has the bits of the quarters that hold a target."""
-    HALF: gl.constexpr = raw.shape[0]
-    WIDTH: gl.constexpr = tiling.block_v // 4
-    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    row_ids = place.row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
-    inside = row_ids < sizes.rows
-    anchor = gl.load(io.anchor_ptr + row_ids, mask=inside, other=0.0)
-    total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
-    top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
-    pieces = quarters(raw, quarter)
-    for i in gl.static_range(4):
-        first = place.column + i * WIDTH
-        columns = first + gl.arange(0, WIDTH, gl.SliceLayout(0, quarter))
-        logits = to_logits(pieces[i], columns, head, sizes, switches)
-        logits = masked(logits, columns, place.column, sizes.classes, tiling.block_v)
-        if FINDS:
-            find_targets(((hits >> i) & 1) != 0, io, logits, row_ids, columns, first, sizes, WIDTH)
-        exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
-        total += gl.sum(exponentials, 1)
-        if switches.statistics:
-            top = gl.maximum(top, gl.max(logits, 1))
-        if switches.stores:
-            if switches.has_softcap:
-                exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
-            store_quarter(e_desc, buffers, exponentials, place.row, first, WHICH, i)
-    out = place.class_block.to(gl.int64) * sizes.rows + row_ids
-    gl.store(io.sum_ptr + out, total, mask=inside)
-    lost = inside & ~(total < SUM_LIMIT)
-    gl.store(io.flag_ptr + place.row_block + gl.zeros_like(row_ids), 1, mask=lost)
-    if switches.statistics:
-        gl.store(io.max_ptr + out, top, mask=inside)
-
-
 @gluon.jit
 def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switches, WHICH: gl.constexpr):
     HALF: gl.constexpr = ring.a.shape[1]
+    WIDTH: gl.constexpr = tiling.block_v // 4
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tiling.block_v, 16])
+    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
     stage = 0
     phase = 0
@@ -168,11 +122,34 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         if io.hit_ptr is not None:  # read before the matmul, under which it arrives
             hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
-        place = Place(row_block, class_block, row, column)
-        if io.hit_ptr is None or hits != 0:
-            exponentials_epilogue(raw, e_desc, buffers, io, place, hits, head, sizes, tiling, switches, WHICH, True)
-        else:
-            exponentials_epilogue(raw, e_desc, buffers, io, place, hits, head, sizes, tiling, switches, WHICH, False)
+        row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
+        inside = row_ids < sizes.rows
+        anchor = gl.load(io.anchor_ptr + row_ids, mask=inside, other=0.0)
+        total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
+        pieces = quarters(raw, quarter)
+        for i in gl.static_range(4):
+            first = column + i * WIDTH
+            columns = first + gl.arange(0, WIDTH, gl.SliceLayout(0, quarter))
+            logits = to_logits(pieces[i], columns, head, sizes, switches)
+            logits = masked(logits, columns, column, sizes.classes, tiling.block_v)
+            if ((hits >> i) & 1) != 0:  # few quarters have any
+                target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
+                store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
+            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+            total += gl.sum(exponentials, 1)
+            if switches.statistics:
+                top = gl.maximum(top, gl.max(logits, 1))
+            if switches.stores:
+                if switches.has_softcap:
+                    exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
+                store_quarter(e_desc, buffers, exponentials, row, first, WHICH, i)
+        out = class_block.to(gl.int64) * sizes.rows + row_ids
+        gl.store(io.sum_ptr + out, total, mask=inside)
+        lost = inside & ~(total < SUM_LIMIT)
+        gl.store(io.flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
+        if switches.statistics:
+            gl.store(io.max_ptr + out, top, mask=inside)
     if switches.stores:
         tma.store_wait(0)
 
@@ -278,7 +255,9 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
                 class_weight = gl.load(io.class_weight_ptr + columns, mask=columns < sizes.classes, other=0.0)
                 weighted_sum += gl.sum(logits * gl.expand_dims(class_weight, 0), 1)
             logits = masked(logits, columns, column, sizes.classes, tiling.block_v)
-            find_targets(any_target, io, logits, row_ids, columns, first, sizes, WIDTH)  # few tiles have any
+            if any_target:  # few tiles have any
+                target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
+                store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             before = top  # quarters are merged as vocabulary chunks are: (26)
             top = gl.maximum(top, gl.max(logits, 1))
             shift = gl.where(top == float("-inf"), 0.0, top)
