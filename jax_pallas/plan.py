@@ -168,6 +168,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             itemsize=x.itemsize,
             stores=needs_grad,
             holds=key.d_input or not needs_grad,
+            d_bias=key.d_bias,
             statistics=key.statistics,
             softcap=key.softcap,
             hopper=hopper,

@@ -27,7 +27,7 @@ from jax_pallas.pieces import Piece, over_chunks
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, plan_of, product_of
 from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
 from jax_pallas.rows import RowStatistics
-from jax_pallas.tile_config import ROW_BLOCK
+from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 
 
 class Carry(NamedTuple):
@@ -55,7 +55,7 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
         largest=statistics,
         gradients=any(needs_grad),
     )
-    places = _target_places(problem, target, chunks)
+    places = _call_places(problem, target, chunks)
 
     def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, None]:
         return _chunk(problem, carry, chunk, places, first=first, gradients=any(needs_grad)), None
@@ -86,14 +86,30 @@ def _call_rows(problem: Problem) -> tuple[Array, Array]:
     return jnp.pad(known, past, constant_values=-1), jnp.pad(problem.row_weight, past)
 
 
-def _target_places(problem: Problem, target: Array, chunks: int) -> Array | None:
+def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
     """Returns in which places the Hopper kernel writes what the targets have, for all chunks; None for the other
-    kernels, which have one place."""
-    if not plan_of(problem).hopper:
+    kernels, which have one place, and where there are so many chunks that each makes its own."""
+    if not plan_of(problem).hopper or chunks > CALL_PLACES:
         return None
     from jax_pallas import hopper_logits
 
     return hopper_logits.chunk_places(target, problem.classes, plan_of(problem).scaled_exp_config.rows, chunks)
+
+
+def _target_places(
+    problem: Problem, target: Array, chunk: Piece, size: int, call_places: Array | None
+) -> TargetPlaces | None:
+    """Returns the places of a chunk of `size` rows: one of the call's, if these are there."""
+    plan = plan_of(problem)
+    if not plan.hopper:
+        return None
+    rows = plan.scaled_exp_config.rows
+    if call_places is not None:
+        return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
+    from jax_pallas import hopper_logits
+
+    of_chunk = Piece(chunk.start, size, None).of(target)
+    return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
 
 
 def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
@@ -122,7 +138,7 @@ def _chunk(
     number = chunk.start // config.rows
     numbers = chunk.start, number * row_kernels.chunk_flags(config.rows), start, size
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
-    chunk_places = None if places is None else TargetPlaces(places, jnp.int32(number))
+    chunk_places = _target_places(problem, rows.target, chunk, size, places)
     rows, found, joined, again = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, stores=gradients
     )

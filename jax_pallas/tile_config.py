@@ -148,6 +148,8 @@ def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many
 TARGET_PLACES = 64
 TARGET_BYTES = 2 * 4 * TARGET_PLACES
 
+CALL_PLACES = 8  # chunks whose targets' places are found at once: more of them would take memory from the chunks
+
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
@@ -187,6 +189,7 @@ def choose_scaled_exp(
     itemsize: int,
     stores: bool,
     holds: bool,
+    d_bias: bool,
     statistics: bool,
     softcap: bool,
     hopper: bool,
@@ -202,6 +205,7 @@ def choose_scaled_exp(
         itemsize: of the input's dtype.
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
         holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
+        d_bias: d_bias is wanted.
         statistics: the largest logits are wanted.
         softcap: the logits are capped.
         hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
@@ -213,7 +217,9 @@ def choose_scaled_exp(
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
-    fixed = 56 * tokens + 8 * classes + 4096  # rows' numbers, d_bias: XLA keeps within it at 65,536 tokens too
+    # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
+    # returned.
+    fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     block_v = CLASS_BLOCK if hopper else triton_tile(itemsize, sloped=stores and softcap).block_v
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
@@ -222,7 +228,8 @@ def choose_scaled_exp(
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again.
         sums = (4 * max((1 + statistics) * blocks, again) + TARGET_BYTES * hopper + 32) * padded_rows
-        places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * cdiv(tokens, rows) * hopper
+        chunks = cdiv(tokens, rows)
+        places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = max(0, min(budget // PRODUCT_SHARE, budget - size))
         last = (tokens - 1) % rows + 1

@@ -48,6 +48,7 @@ def grown(tokens: int, budget: int, **changes: Any) -> Any:
         "hidden": 4096,
         "classes": 128256,
         "itemsize": 2,
+        "d_bias": False,
         "statistics": False,
         "softcap": False,
         "hopper": True,
