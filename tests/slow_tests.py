@@ -60,7 +60,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_the_cache_changes_no_token[longrope]",
         # The command: test_examples.py.
         "test_the_command_prints_every_prompt_with_what_follows[run]",
-        "test_the_command_prints_every_prompt_with_what_follows[weights]",
         "test_extending_in_pieces_gives_the_hidden_states_of_the_whole",
         "test_no_row_knows_of_the_others",
         "test_draws_repeat_with_their_key_and_rows_draw_for_themselves",
@@ -202,8 +201,6 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_statistics[stretch]",
         "test_statistics_of_masked_classes",
         "test_d_logits[transposed stretch-False]",
-        # Blocks that are done again have masked classes and NaN too.
-        "test_masked_classes_and_rows_of_nan",
         # NaN of rows that do not contribute are also in every case of test_d_logits.
         "test_rows_that_do_not_contribute_may_hold_nan",
     ),
