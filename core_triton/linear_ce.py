@@ -1,8 +1,8 @@
 """The public functions: fused linear + cross-entropy for PyTorch, never the N x V logits.
 
-A public function checks its call and reduces it to arrays (`_prepare`), runs one of the operators of `ops.py`
-(`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
-denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
+A public function checks and flattens its call (`_prepare`), runs one of the functions of `ops.py` (`_loss`), and gives
+the results their shape. Such a function first folds ignore_index, token weights, the reduction and its denominator into
+one weight for each row (`rows.row_weights`). Which one a call takes:
 
     no gradient asked for                   `losses`, forward alone                     plan B, 1 matmul
     scalar reduction                        `loss_and_gradients`, scaled backward       plan A, 3 matmuls
@@ -512,10 +512,7 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
-    """Runs what the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,).
-
-    The last is None unless `statistics`.
-    """
+    """Runs what the call needs."""
     d_input, d_weight, d_bias = call.arrays.needs_grad()
     d_head = d_weight or d_bias
     scalar = call.spec.reduction != "none"
