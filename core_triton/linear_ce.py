@@ -11,7 +11,7 @@ one weight for each row (`rows.row_weights`). Which one a call takes:
 """
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -348,19 +348,7 @@ def _choose(device: torch.device, implementation: str | None) -> Implementation:
 @torch.compiler.assume_constant_result  # torch.compile looks at neither packages nor devices
 def _triton_obstacle(device: torch.device) -> str | None:
     """Returns why the kernels do not run on a device, or None."""
-    return _find_triton_obstacle(device)
-
-
-@cache
-def _find_triton_obstacle(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"no kernel for {device.type} devices"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0, the device has {major}.{minor}"
-    return None
+    return ops.triton_obstacle(device)
 
 
 def _interpreted() -> bool:

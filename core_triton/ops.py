@@ -11,7 +11,8 @@ dispatch mode looks on, it is an operator of `operators.py`, which a graph takes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -336,7 +337,8 @@ def scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget:
 
 
 def _scaled_by_kernel(gradient: Tensor, factor: Tensor) -> bool:
-    return factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous()
+    contiguous = factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous()
+    return contiguous and triton_obstacle(gradient.device) is None
 
 
 def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: int) -> None:
@@ -580,6 +582,19 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     from core_triton.recompute import KERNEL_TILES
 
     return KERNEL_TILES
+
+
+@cache
+def triton_obstacle(device: torch.device) -> str | None:
+    """Returns why the Triton kernels do not run on a device, or None."""
+    if device.type != "cuda":
+        return f"no kernel for {device.type} devices"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the kernels need compute capability 8.0, the device has {major}.{minor}"
+    return None
 
 
 def is_eager(arrays: Arrays) -> bool:

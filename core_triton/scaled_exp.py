@@ -37,8 +37,8 @@ class PackedRows(NamedTuple):
     count: Tensor  # () int32, how many contribute
     flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
-    # int32, of (chunks, halves of row blocks, class blocks) bytes: its bit says that a quarter of a half tile's classes
-    # holds a row's target.
+    # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
+    # block holds the target of one of these rows.
     hit: Tensor | None
     target_logit: Tensor
     anchor: Tensor
@@ -60,7 +60,9 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     zeros = count.new_empty(chunks * (row_blocks + 2))
     # Where the tiles of all chunks together are those of the whole call.
     if plan.hopper and not plan.casts_head and (rows % (plan.tile.block_n // 2) == 0 or chunks <= 1):
-        hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows), 4))
+        # The second warpgroup of the last row block reads a half's bytes, even where there is none.
+        class_blocks = cdiv(problem.classes, plan.tile.block_v)
+        hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows) + class_blocks, 4))
     found = PackedRows(
         torch.empty_like(target),
         torch.empty_like(target),

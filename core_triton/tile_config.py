@@ -182,7 +182,7 @@ def choose_scaled_exp(
         head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
-    fixed += -(-tokens // (ROW_BLOCK // 2)) * -(-classes // block_v)  # which half tiles hold a target
+    fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
     def product_elements(rows: int, tile_rows: int, cut: bool) -> int:

@@ -5,8 +5,9 @@ In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's.
 All three are one kernel, `logits_kernel`, with an epilogue of their own: each epilogue is above its launcher. What the
 kernel calls on the device is in `hopper_tiles.py`.
 
-What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows), and XLA joins the
-blocks: nothing is added in an order that could change. Equations: linear_ce/MATH.md.
+What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows).
+`row_kernels.join_blocks` and XLA join the blocks: nothing is added in an order that could change. Equations:
+linear_ce/MATH.md.
 """
 
 from collections.abc import Callable
@@ -146,7 +147,11 @@ def places_of(target: Array, classes: int) -> Array:
 
 
 def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
-    """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,)."""
+    """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,).
+
+    Where a chunk does not end with a half row block, that half has places for rows past the chunk too. What is written
+    there is never read.
+    """
     halves = 2 * cdiv(rows, BLOCK_N)
     row = jnp.arange(chunks)[:, None] * rows + jnp.arange(halves * HALF)
     found = places_of(jnp.take(target, row.reshape(-1), mode="fill", fill_value=-1), classes)

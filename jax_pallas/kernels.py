@@ -156,9 +156,7 @@ def exponential(logits: Array, reference: Array) -> Array:
     return jnp.exp2((logits - reference) * LOG2_E)
 
 
-def store_exponentials(
-    matmul: Matmul, part: LogitsTile, anchor: Array, io: ExponentialsIO, first_row: Any = 0
-) -> None:  # fmt: skip
+def store_exponentials(matmul: Matmul, part: LogitsTile, anchor: Array, io: ExponentialsIO, first_row: Any = 0) -> None:
     """Writes what is asked for of a tile of logits under anchors (block_n,)."""
     reference = anchor * LN_2
 

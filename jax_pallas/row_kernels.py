@@ -70,11 +70,11 @@ class Exponentials(NamedTuple):
 class TargetPlaces(NamedTuple):
     """Where the Hopper kernel has what belongs to the targets of a chunk: which of the places of `Exponentials`."""
 
-    of_call: Array  # (chunks, halves of row blocks, class blocks) int32
-    chunk: Array  # () int32: its number
+    places: Array  # (chunks, halves of row blocks, class blocks) int32; (1, ...) where each chunk finds its own
+    index: Array  # () int32, of the chunk in `places`
 
 
-HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.of_call`
+HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.places`
 
 
 class Joined(NamedTuple):
@@ -322,7 +322,7 @@ def finish_rows(
     call, e, x times rho and rho, each None where it is not asked for."""
     spec, of_targets = problem.spec, None
     if places is not None:
-        of_targets, place = places.of_call, jnp.concatenate([place, places.chunk[None]])
+        of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     known = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
     of_call = rows.target, rows.row_weight, rows.anchor, rows.top, rows.flag, problem.class_weight

@@ -2,8 +2,8 @@
 (MATH.md section 8).
 
 Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. For all rows come first their anchors, and the rows of the input
-that contribute (`row_kernels.pick`). Then a chunk of rows takes these steps, in this order:
+of those. It serves bfloat16 without label smoothing. `row_kernels.pick` first computes the anchors of all rows and
+copies the rows of the input that contribute. Then a chunk of rows takes these steps, in this order:
 
     exponentials and their sums                           `_store_exponentials`
     loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
@@ -135,8 +135,8 @@ def _chunk(
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
     else:  # what a row holds reaches no sum but its own
         x, start = problem.input, chunk.start
-    number = chunk.start // config.rows
-    numbers = chunk.start, number * row_kernels.chunk_flags(config.rows), start, size
+    first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
+    numbers = chunk.start, first_flag, start, size
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
     rows, found, joined, again = _store_exponentials(
@@ -181,7 +181,7 @@ def _store_exponentials(
     else:
         from jax_pallas import hopper_logits
 
-        in_chunk = lax.dynamic_index_in_dim(places.of_call, places.chunk, keepdims=False)
+        in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[2], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)

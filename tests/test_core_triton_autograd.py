@@ -3,15 +3,18 @@
 import gc
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from allocations import Meter
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
+from core_triton import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
@@ -207,3 +210,10 @@ def test_nothing_is_kept_after_the_backward_pass() -> None:
             del found
         gc.collect()
         assert sum(meter.live.values()) == 0
+
+
+@pytest.mark.parametrize("obstacle", [None, "Triton is not installed"])
+def test_a_gpu_without_the_kernels_scales_gradients_by_pytorch(obstacle: str | None) -> None:
+    with FakeTensorMode(), mock.patch.object(ops, "triton_obstacle", return_value=obstacle):
+        gradient, factor = torch.empty(4, 4, device="cuda"), torch.empty((), device="cuda")
+        assert ops._scaled_by_kernel(gradient, factor) == (obstacle is None)

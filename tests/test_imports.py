@@ -135,7 +135,7 @@ ALONE = {
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd's functions
         # What an operator runs.
         *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
-        "is_eager",  # of PyTorch's eager mode
+        *("is_eager", "triton_obstacle"),  # of PyTorch's eager mode; JAX's launch.py has what kernels need
     },
     "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it
     "problem.py": {
