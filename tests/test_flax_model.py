@@ -51,6 +51,13 @@ def test_gives_hidden_states_in_the_config_dtype_and_a_head_in_the_parameters_dt
     assert model.head_weight().dtype == jnp.float32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_hidden_states_are_finite(dtype):
+    hidden = hidden_states(make(dataclasses.replace(SMALL, dtype=dtype)), tokens_of())
+    assert bool(jnp.isfinite(hidden.astype(jnp.float32)).all())
+
+
 @pytest.mark.parametrize("tie", [True, False])
 def test_parameter_count_matches_the_parameters(tie):
     config = dataclasses.replace(SMALL, tie_embeddings=tie)

@@ -55,9 +55,18 @@ OPTIONS: dict[str, Any] = {
 def ignored_rows_raise_nothing(function: str, options: str, implementation: str) -> None:
     """Neither their targets, which are no class, nor the NaN that they hold."""
     arrays, with_nan = drawn(3)
+    raises_nothing(function, with_nan, arrays, options, implementation)
+
+
+def ignored_rows_of_numbers_raise_nothing(function: str, options: str, implementation: str) -> None:
+    arrays, _ = drawn(3)
+    raises_nothing(function, arrays["input"], arrays, options, implementation)
+
+
+def raises_nothing(function: str, x: Array, arrays: dict[str, Any], options: str, implementation: str) -> None:
     jax.clear_caches()
     with jax.debug_nans(True):
-        results(function, with_nan, arrays, implementation=implementation, **OPTIONS[options])
+        results(function, x, arrays, implementation=implementation, **OPTIONS[options])
 
 
 def real_nan_raises(function: str, implementation: str) -> None:
@@ -83,6 +92,10 @@ CHECKS = {
         (ignored_rows_raise_nothing, "none", "smoothed", "chunked"),
         (ignored_rows_raise_nothing, "stats", "weighted", "chunked"),
         (ignored_rows_raise_nothing, "log_probs", "plain", "chunked"),
+        (ignored_rows_of_numbers_raise_nothing, "none", "plain", "pallas_triton"),
+        (ignored_rows_of_numbers_raise_nothing, "none", "smoothed", "chunked"),
+        (ignored_rows_of_numbers_raise_nothing, "stats", "weighted", "chunked"),
+        (ignored_rows_of_numbers_raise_nothing, "log_probs", "plain", "chunked"),
         (real_nan_raises, "mean", "chunked"),
         (real_nan_raises, "none", "pallas_triton"),
         (real_nan_raises, "log_probs", "chunked"),
