@@ -8,6 +8,9 @@ clone or a plain copy.
 Of each shape and mode both are first held against float32 on several distributions. Then they run in short blocks of
 calls, one process after the other, every second pair in the opposite order. Two runs one after the other would compare
 two temperatures of the GPU, not two checkouts.
+
+Where a process has its arrays in memory changes times by a percent and stays while it runs. `--processes` starts both
+several times, and the row has the pairs of all.
 """
 
 import argparse
@@ -21,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,8 +64,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help=f"distributions to check, of {', '.join(TARGETS)} (all); the last one is timed",
     )
     parser.add_argument("--labels", nargs=2, metavar="NAME", help="of the two, by default commits or hashes")
-    parser.add_argument("--seconds", type=float, default=8.0, help="for the pairs of one row (default %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=8.0, help="for a process's pairs of one row (default %(default)s)"
+    )
     parser.add_argument("--pairs", type=int, default=MIN_PAIRS, help="least number of them (%(default)s)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="how many times both are started, with --pairs each (%(default)s)"
+    )
     parser.add_argument("--block", type=float, default=0.2, help="seconds of one block of calls (%(default)s)")
     parser.add_argument("--warmup", type=float, help="seconds before the first pair of a row (5; 0 on a CPU)")
     parser.add_argument("--energy-seconds", type=float, default=2.0, help="of each energy block; 0: none (%(default)s)")
@@ -231,7 +239,15 @@ def check(pair: Sequence[Child], shape: Shape, mode: Mode, options: argparse.Nam
     return figures
 
 
-def compare(pair: Sequence[Child], options: argparse.Namespace) -> dict[str, Any]:
+class Times(NamedTuple):
+    """What was measured of a row in two processes, the old checkout's first."""
+
+    ms: tuple[list[float], list[float]]
+    joules: list[float | None]
+    note: str | None  # why joules are missing
+
+
+def compare(pair: Sequence[Child], options: argparse.Namespace) -> Times:
     """Times what both have prepared in short blocks, one process after the other."""
     calls = []
     for child in pair:
@@ -250,24 +266,33 @@ def compare(pair: Sequence[Child], options: argparse.Namespace) -> dict[str, Any
     for index in range(2):
         block(index)
     count = pair_count(options.seconds, time.perf_counter() - start, options.pairs)
-    times: list[list[float]] = [[], []]
+    times: tuple[list[float], list[float]] = [], []
     for number in range(count):
         for index in pair_order(2, number):
             times[index].append(block(index))
-    figures: dict[str, Any] = {"pairs": count, "joules_note": None}
-    for name, values, child in zip(NAMES, times, pair, strict=True):
-        figures |= {f"{name}_ms{part}": value for part, value in _spread(values).items()}
-        energy = child.ask("energy", seconds=options.energy_seconds)
-        figures |= {f"{name}_joules": energy["joules"], "joules_note": energy["note"] or figures["joules_note"]}
-    ratios = np.asarray(times[1]) / np.asarray(times[0])
-    return figures | {f"ratio{part}": value for part, value in _spread(ratios).items()}
+    energy = [child.ask("energy", seconds=options.energy_seconds) for child in pair]
+    notes = [one["note"] for one in energy if one["note"]]
+    return Times(times, [one["joules"] for one in energy], notes[0] if notes else None)
 
 
-def _spread(values: Any) -> dict[str, float]:
+def summary(processes: Sequence[Times]) -> dict[str, Any]:
+    """Returns a row's figures of all pairs, and the ratio in each pair of processes by itself."""
+    ratios = [np.asarray(times.ms[1]) / np.asarray(times.ms[0]) for times in processes]
+    notes = [times.note for times in processes if times.note]
+    figures: dict[str, Any] = {"pairs": sum(map(len, ratios)), "joules_note": notes[0] if notes else None}
+    for index, name in enumerate(NAMES):
+        figures |= _spread(f"{name}_ms", [ms for times in processes for ms in times.ms[index]])
+        joules = [one for times in processes if (one := times.joules[index]) is not None]
+        figures[f"{name}_joules"] = float(np.mean(joules)) if joules else None
+    figures |= _spread("ratio", np.concatenate(ratios))
+    return figures | {"process_ratios": [float(np.median(each)) for each in ratios]}
+
+
+def _spread(name: str, values: Any) -> dict[str, float]:
     return {
-        "": float(np.median(values)),
-        "_p20": float(np.percentile(values, 20)),
-        "_p80": float(np.percentile(values, 80)),
+        name: float(np.median(values)),
+        f"{name}_p20": float(np.percentile(values, 20)),
+        f"{name}_p80": float(np.percentile(values, 80)),
     }
 
 
@@ -302,35 +327,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not folder.is_dir():
             raise SystemExit(f"FOLDER must be a checkout, got {folder}, which is no folder")
     old, new = options.labels or [label(folder) for folder in options.folders]
-    failed = 0
+    failed: set[tuple[Shape, Mode, str]] = set()
+    times: dict[tuple[Shape, Mode, str], list[Times]] = {}
     try:
-        with children(options.folders, options.framework, options.device) as pair:
-            about = pair[1].about
-            file = results.ResultFile(options.json, about["device"], about["versions"], new, KEY)
-            print(f"{about['device']}, {about['versions']}\nold {old}, new {new}\n{HEADING}", flush=True)
-            if about["no_energy"] is not None:
-                print(f"no energy: {about['no_energy']}")
-            for shape, mode, targets in items:
-                row: dict[str, Any] = {
-                    "shape": shape.name,
-                    "n": shape.n,
-                    "d": shape.d,
-                    "v": shape.v,
-                    "dtype": options.dtype,
-                    "targets": targets,
-                    "mode": mode.name,
-                    "framework": options.framework,
-                    "old": old,
-                    "new": new,
-                }
-                try:
-                    row |= {**check(pair, shape, mode, options), **compare(pair, options), "status": "ok", "note": None}
-                except ChildError as error:
-                    row |= {"status": "failed", "note": str(error)}
-                    failed += 1
-                file.add(row)
-                print(line(row), flush=True)
-                both(pair, "release")
+        for number in range(options.processes):
+            with children(options.folders, options.framework, options.device) as pair:
+                about = pair[1].about
+                file = results.ResultFile(options.json, about["device"], about["versions"], new, KEY)
+                if number == 0:
+                    print(f"{about['device']}, {about['versions']}\nold {old}, new {new}\n{HEADING}", flush=True)
+                    if about["no_energy"] is not None:
+                        print(f"no energy: {about['no_energy']}")
+                for item in items:
+                    if item in failed:
+                        continue
+                    shape, mode, targets = item
+                    row: dict[str, Any] = {
+                        "shape": shape.name,
+                        "n": shape.n,
+                        "d": shape.d,
+                        "v": shape.v,
+                        "dtype": options.dtype,
+                        "targets": targets,
+                        "mode": mode.name,
+                        "framework": options.framework,
+                        "old": old,
+                        "new": new,
+                    }
+                    try:
+                        row |= check(pair, shape, mode, options)
+                        times.setdefault(item, []).append(compare(pair, options))
+                        row |= {**summary(times[item]), "status": "ok", "note": None}
+                    except ChildError as error:
+                        row |= {"status": "failed", "note": str(error)}
+                        failed.add(item)
+                    file.add(row)
+                    print(line(row), flush=True)
+                    both(pair, "release")
     except ChildError as error:
         raise SystemExit(str(error)) from error
     return 1 if failed else 0

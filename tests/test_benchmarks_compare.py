@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,26 @@ def test_two_folders_are_checked_and_timed_alternately(tmp_path: Path, capsys: p
     printed = capsys.readouterr().out
     assert "new/old" in printed
     assert "sharp yes, peaked yes" in printed
+
+
+def test_pairs_of_several_processes_are_taken_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = SimpleNamespace(about={"device": "none", "versions": {}, "no_energy": None})
+    times = [
+        compare.Times(([1.0, 1.0], [1.1, 1.3]), [2.0, 3.0], None),
+        compare.Times(([2.0], [2.0]), [4.0, None], "late"),
+    ]
+    started = iter(times)
+    monkeypatch.setattr(compare, "children", lambda *arguments: nullcontext([child, child]))
+    monkeypatch.setattr(compare, "check", lambda *arguments: {"same_bits": {}})
+    monkeypatch.setattr(compare, "compare", lambda *arguments: next(started))
+    monkeypatch.setattr(compare, "both", lambda *arguments: None)
+    file = tmp_path / "compared.json"
+    arguments = ["--framework", "torch", "--shapes", "8-8-8", "--processes", "2", "--labels", "a", "b"]
+    assert compare.main([str(tmp_path), str(tmp_path), *arguments, "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["process_ratios"] == pytest.approx([1.2, 1.0])
+    assert (row["pairs"], row["ratio"], row["old_ms"], row["new_ms"]) == pytest.approx((3, 1.1, 1.0, 1.3))
+    assert (row["old_joules"], row["new_joules"], row["joules_note"]) == (3.0, 3.0, "late")
 
 
 def test_a_folder_that_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
