@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 from programs import LONG, Command, Printed, Programs
 from slow_tests import is_slow, unknown
 
@@ -37,6 +38,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("repeatable")
+# It would also draw numbers that stand in this project's modules, of those that other tests have loaded by then.
+providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
 
 
 # What imports and collection make stays to the end: to look through it again and again takes 3% of all time.
