@@ -10,7 +10,6 @@ one weight for each row (`rows.row_weights`). Which one a call takes:
     reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -391,8 +390,7 @@ def _decide(
 _decide_once = lru_cache(maxsize=4096, typed=True)(_decide)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One call, checked and flattened."""
 
     spec: LossSpec
@@ -415,7 +413,7 @@ def _prepare(
 ) -> _Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
-    named = {
+    named: dict[str, Any] = {
         "input": input,
         "linear_weight": linear_weight,
         "target": target,
@@ -424,15 +422,16 @@ def _prepare(
         "token_weight": token_weight,
     }
     for name, tensor in named.items():
-        optional = name not in ("input", "linear_weight", "target")
-        if not (isinstance(tensor, Tensor) or (tensor is None and optional)):
-            raise TypeError(f"{name} must be a Tensor{' or None' if optional else ''}, got {type(tensor).__name__}")
-        if tensor is not None and not compiling:
+        if tensor is None and name in _OPTIONAL:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{name} must be a Tensor{' or None' if name in _OPTIONAL else ''}, got {type(tensor).__name__}"
+            )
+        if not compiling:
             _check_kind(name, tensor)
-    if isinstance(normalizer, (bool, complex)) or not isinstance(normalizer, (Tensor, int, float, type(None))):
-        raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
-    if normalizer is not None and not isinstance(normalizer, Tensor):
-        normalizer = torch.full((), normalizer, dtype=torch.float32, device=input.device)
+    if normalizer is not None:
+        named["normalizer"] = normalizer = _scalar(normalizer, input.device)
     kind = input.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         # The head's matmul is in autocast's dtype, as torch.nn.functional.linear's is.
@@ -442,24 +441,24 @@ def _prepare(
             linear_weight = named["linear_weight"] = linear_weight.to(compute)
         if linear_bias is not None and linear_bias.dtype != torch.float32:
             linear_bias = named["linear_bias"] = linear_bias.to(compute)
-    infos = []
-    for name, tensor in (*named.items(), ("normalizer", normalizer)):
+    device, infos = input.device, []
+    for name, tensor in named.items():
         if tensor is None:
             continue
-        if tensor.device != input.device:
-            raise ValueError(f"{name} must be on input's device {input.device}, got {tensor.device}")
-        if name in ("weight", "token_weight", "normalizer") and tensor.requires_grad:
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on input's device {device}, got {tensor.device}")
+        if name in _CONSTANT and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
         infos.append((name, tensor.shape, tensor.dtype))
     decide = _decide if compiling else _decide_once
-    classes, budget, chosen = decide(spec, input.device, tuple(infos), memory_budget, implementation)
+    classes, budget, chosen = decide(spec, device, tuple(infos), memory_budget, implementation)
     class_weight = None if weight is None else weight[:classes].float()
-    weights = ops.TokenWeights(None if token_weight is None else _flat(token_weight, 1), normalizer)
+    token_weight = None if token_weight is None else _flat(token_weight, 1)
     return _Call(
-        spec=spec,
-        arrays=ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
-        weights=weights,
-        options=ops.Options(
+        spec,
+        ops.Arrays(_flat(input, 2), linear_weight, linear_bias, _flat(target, 1).long(), class_weight),
+        ops.TokenWeights(token_weight, normalizer),
+        ops.Options(
             spec.reduction == "mean",
             spec.ignore_index,
             spec.label_smoothing,
@@ -471,6 +470,20 @@ def _prepare(
             chosen,
         ),
     )
+
+
+_OPTIONAL = "linear_bias", "weight", "token_weight"
+
+_CONSTANT = "weight", "token_weight", "normalizer"
+
+
+def _scalar(normalizer: Any, device: torch.device) -> Tensor:
+    """Returns a normalizer as a tensor."""
+    if isinstance(normalizer, Tensor):
+        return normalizer
+    if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
+        raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
+    return torch.full((), normalizer, dtype=torch.float32, device=device)
 
 
 def _flat(tensor: Tensor, axes: int) -> Tensor:
@@ -501,10 +514,9 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
-    d_input, d_weight, d_bias = call.arrays.needs_grad()
-    d_head = d_weight or d_bias
+    needs_grad = call.arrays.needs_grad()
+    d_head = needs_grad.d_weight or needs_grad.d_bias
     scalar = call.spec.reduction != "none"
-    groups = call.arrays, call.weights, call.options
-    if (d_head and scalar) or (d_input and (scalar or not d_head)):
-        return ops.loss_and_gradients(*groups, statistics=statistics, reduce=scalar)
-    return ops.losses(*groups, statistics=statistics, reduce=scalar)
+    in_forward = (d_head and scalar) or (needs_grad.d_input and (scalar or not d_head))
+    run = ops.loss_and_gradients if in_forward else ops.losses
+    return run(call.arrays, call.weights, call.options, needs_grad, statistics=statistics, reduce=scalar)

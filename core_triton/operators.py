@@ -107,7 +107,8 @@ def _loss_and_gradients_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     if any(arrays.needs_grad()):
-        results: Any = LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
+        call = arrays, weights, options, statistics, reduce, needs_grad
+        results: Any = LossAndGradients.apply(call, *arrays.differentiated())
         return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
     if is_eager(arrays):  # a compiled function's call: the dispatcher's next turn would take its time
         return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
@@ -119,7 +120,8 @@ def _losses_autograd(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
 ) -> Losses:
     if any(arrays.needs_grad()):
-        results: Any = RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
+        call = arrays, weights, options, statistics, needs_grad
+        results: Any = RowLosses.apply(call, *arrays.differentiated())
         return Losses(*results)
     if is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad)
@@ -129,7 +131,7 @@ def _losses_autograd(
 
 def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     if any(arrays.needs_grad()):
-        results: Any = RowLogProbs.apply(options, needs_grad, *arrays)
+        results: Any = RowLogProbs.apply((arrays, options, needs_grad), *arrays.differentiated())
         return LogProbs(*results)
     if is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)

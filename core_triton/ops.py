@@ -38,10 +38,11 @@ class Arrays(NamedTuple):
         """Which gradients a backward pass will ask for."""
         if not torch.is_grad_enabled():
             return NO_GRADIENTS
-        bias = self.linear_bias
-        return NeedsGrad(
-            self.input.requires_grad, self.linear_weight.requires_grad, bias is not None and bias.requires_grad
-        )
+        input, linear_weight, bias = self.differentiated()
+        return NeedsGrad(input.requires_grad, linear_weight.requires_grad, bias is not None and bias.requires_grad)
+
+    def differentiated(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self[:3]
 
 
 class TokenWeights(NamedTuple):
@@ -97,29 +98,31 @@ class LogProbs(NamedTuple):
 
 
 def loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool
+    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
 ) -> Losses:
     """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, whose gradients are made in this pass.
 
     Without `reduce` the gradients are of input alone: each row's is its loss's upstream gradient times what is saved.
     """
-    needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
         return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
-    results: Any = LossAndGradients.apply(options, statistics, reduce, needs_grad, *arrays, *weights)
+    call = arrays, weights, options, statistics, reduce, needs_grad
+    results: Any = LossAndGradients.apply(call, *arrays.differentiated())
     return Losses(*results)
 
 
-def losses(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+def losses(
+    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+) -> Losses:
     """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
-    needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
-        results: Any = RowLosses.apply(options, statistics, needs_grad, *arrays, *weights)
+        call = arrays, weights, options, statistics, needs_grad
+        results: Any = RowLosses.apply(call, *arrays.differentiated())
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
@@ -131,11 +134,12 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
         return _dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
-    results: Any = RowLogProbs.apply(options, needs_grad, *arrays)
+    results: Any = RowLogProbs.apply((arrays, options, needs_grad), *arrays.differentiated())
     return LogProbs(*results)
 
 
-# Their autograd: the arrays are the last inputs.
+# Their autograd. A function takes the arguments of its pass as one, and once more the arrays that it differentiates,
+# which autograd must see: each further argument costs host time.
 
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -158,16 +162,11 @@ def _no_double_backward(backward: Backward) -> Backward:
 class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        options: Options,
-        statistics: bool,
-        reduce: bool,
-        needs_grad: NeedsGrad,
-        *inputs: Any,
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, bool, NeedsGrad], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights = _groups(inputs)
+        arrays, weights, options, statistics, reduce, needs_grad = call
         if is_eager(arrays):
-            found, gradients, scales = run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
+            found, gradients, scales = run_loss_and_gradients(*call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.linear_ce.loss_and_gradients(
@@ -177,76 +176,62 @@ class LossAndGradients(torch.autograd.Function):
             found = _in_place(Losses, results, there)
             gradients = _in_place(Gradients, results[sum(there) :], needs_grad)
             scales = results[-1] if arrays.input.dtype == torch.float16 else None
-        ctx.needs_grad, ctx.reduce, ctx.memory_budget = needs_grad, reduce, options.memory_budget
+        ctx.reduce, ctx.memory_budget = reduce, options.memory_budget
         ctx.save_for_backward(None if reduce else found.row_weight, *gradients, scales)
-        ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
-        ctx.set_materialize_grads(False)
-        return tuple(found)
+        _only_first_differentiable(ctx, found)
+        return found
 
     @staticmethod
     @_no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
-            return (None,) * len(ctx.needs_input_grad)
-        row_weight, *saved, scales = ctx.saved_tensors
+            return None, None, None, None
+        row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
         if not ctx.reduce:  # a row that does not contribute takes nothing from any upstream gradient
             d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
-        head_factor = input_factor = d_loss
-        if scales is not None:
-            input_factor, head_factor = d_loss / scales[0], d_loss / scales[1]
-        needed = Gradients(*(g if needs else None for g, needs in zip(saved, ctx.needs_grad, strict=True)))
-        gradients = _scaled(needed, Factors(input_factor, head_factor), ctx.memory_budget)
-        return None, None, None, None, *gradients, None, None, None, None
+        factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
+        return None, *_scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.memory_budget)
 
 
 class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        options: Options,
-        statistics: bool,
-        needs_grad: NeedsGrad,
-        *inputs: Any,
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, NeedsGrad], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights = _groups(inputs)
+        arrays, weights, options, statistics, needs_grad = call
         if is_eager(arrays):
-            found = run_losses(arrays, weights, options, statistics, needs_grad)
+            found = run_losses(*call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
         ctx.options = options
         ctx.save_for_backward(*arrays, found.row_weight, found.lse)
-        ctx.mark_non_differentiable(*(result for result in found[1:] if result is not None))
-        ctx.set_materialize_grads(False)
-        return tuple(found)
+        _only_first_differentiable(ctx, found)
+        return found
 
     @staticmethod
     @_no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
-            return (None,) * len(ctx.needs_input_grad)
+            return None, None, None, None
         *saved, row_weight, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
         coefficients = rows.loss_coefficients(
             options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
         )
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[3:6])
-        gradients = _gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
-        return None, None, None, *gradients, None, None, None, None
+        needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
+        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
 
 
 class RowLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        options: Options,
-        needs_grad: NeedsGrad,
-        *inputs: Any,
+        ctx: Any, call: tuple[Arrays, Options, NeedsGrad], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays = Arrays(*inputs)
+        arrays, options, needs_grad = call
         if is_eager(arrays):
-            found = run_log_probs(arrays, options, needs_grad)
+            found = run_log_probs(*call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_log_probs(arrays, options, needs_grad)
@@ -254,7 +239,7 @@ class RowLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
         if found.row_weight is not None:
             ctx.mark_non_differentiable(found.row_weight)
-        return tuple(found)
+        return found
 
     @staticmethod
     @_no_double_backward
@@ -264,15 +249,16 @@ class RowLogProbs(torch.autograd.Function):
         coefficients = rows.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[2:5])
-        gradients = _gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
-        return None, None, *gradients, None, None
+        needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
+        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
 
 
-def _groups(inputs: tuple[Any, ...]) -> tuple[Arrays, TokenWeights]:
-    """Returns the groups of the arrays that a function of autograd takes one after the other."""
-    arrays = len(Arrays._fields)
-    return Arrays(*inputs[:arrays]), TokenWeights(*inputs[arrays:])
+def _only_first_differentiable(ctx: Any, found: Losses) -> None:
+    """Tells autograd that of a pass's results the loss alone has a gradient, which is None where nobody asks for it."""
+    rest = [result for result in found[1:] if result is not None]
+    if rest:
+        ctx.mark_non_differentiable(*rest)
+    ctx.set_materialize_grads(False)
 
 
 def _gradients(
@@ -316,29 +302,33 @@ def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients
 
 def scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget: int) -> None:
     """Writes saved * factors, rounded once, to results, which may be the saved ones."""
-    if all(one is None or _scaled_by_kernel(one, factor) for one, factor in factors.of(saved)):
+    if _scaled_by_kernel(saved, factors):
         from core_triton import launch, replay, row_kernels  # Triton is not on every machine that has PyTorch
 
         def run() -> tuple[None, ...]:
             row_kernels.scale(saved, factors.input, factors.head, results)
             return ()
 
+        device = factors.input.device
         if _modes():
-            with launch.on_device(factors.input.device):
+            with launch.on_device(device):
                 run()
         else:
             new = () if results is saved else results
-            two = factors.head is not factors.input
-            replay.call(("scale", two), (*saved, factors.input, factors.head if two else None, *new), run)
+            head = None if factors.head is factors.input else factors.head
+            replay.call("scale", device, (*saved, factors.input, head, *new), run)
         return
     for (one, factor), result in zip(factors.of(saved), results, strict=True):
         if one is not None and result is not None:
             _scale_one(one, factor, result, memory_budget)
 
 
-def _scaled_by_kernel(gradient: Tensor, factor: Tensor) -> bool:
-    contiguous = factor.ndim == 0 and gradient.is_cuda and gradient.is_contiguous()
-    return contiguous and triton_obstacle(gradient.device) is None
+def _scaled_by_kernel(saved: Gradients, factors: Factors) -> bool:
+    """Whether `row_kernels.scale` can do it; the gradients are on their factors' device."""
+    factor = factors.input
+    if factor.ndim or not factor.is_cuda or triton_obstacle(factor.device) is not None:
+        return False
+    return all(one is None or one.is_contiguous() for one in saved)
 
 
 def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: int) -> None:
@@ -471,7 +461,7 @@ def _recorded(
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
     tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return replay.call((*key, options, tf32), (*arrays, *weights), run)
+    return replay.call((key, options, tf32), arrays.input.device, (*arrays, *weights), run)
 
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:

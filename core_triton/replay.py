@@ -269,21 +269,21 @@ MOST_RECORDINGS = 4096  # of some kilobytes each
 
 
 def call(
-    key: tuple[Any, ...], inputs: tuple[Tensor | None, ...], make: Callable[[], tuple[Tensor | None, ...]]
+    key: Any, device: torch.device, inputs: tuple[Tensor | None, ...], make: Callable[[], tuple[Tensor | None, ...]]
 ) -> tuple[Tensor | None, ...]:
     """Returns the results of `make`, which launches kernels on the inputs: recorded the first time, replayed later.
 
     Args:
         key: all that the launches depend on besides the inputs' layouts: options, and which function it is.
-        inputs: all arrays that `make` reads or writes, but for those that it allocates; on one CUDA device.
+        device: where the inputs are, a CUDA device.
+        inputs: all arrays that `make` reads or writes, but for those that it allocates.
         make: makes the call.
     """
-    device = next(tensor.device for tensor in inputs if tensor is not None)
     with launch.on_device(device):
         if not launch.is_direct():
             return make()
         layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.data_ptr() & 15 == 0) for t in inputs]
-        key = (key, device, *layouts)
+        key = (key, device.index, *layouts)
         recording = _recordings.get(key, _MISSING)  # one look: another thread may clear them
         if recording is not _MISSING:
             return make() if recording is None else replay(recording, inputs, device)
@@ -297,25 +297,25 @@ def call(
 
 def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torch.device) -> tuple[Tensor | None, ...]:
     """Makes a recorded call on other arrays of the same layouts, on the current stream; returns its results."""
-    results: list[Tensor | None] = []
-    for output in recording.outputs:
-        if output is None:
-            results.append(None)
-        else:
-            results.append(torch.empty_strided(output.shape, output.strides, dtype=output.dtype, device=device))
-    workspace = torch.empty(recording.workspace, dtype=torch.uint8, device=device)
-    bases = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *results, workspace)]
-    descriptor = launch.make_descriptor()
+    constants, addresses, descriptors, made, launches, outputs, bytes_ = recording
+    results = [
+        None if output is None else torch.empty_strided(output[0], output[1], dtype=output[2], device=device)
+        for output in outputs
+    ]
+    bases = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *results)]
+    if bytes_:
+        workspace = torch.empty(bytes_, dtype=torch.uint8, device=device)
+        bases.append(workspace.data_ptr())
     values = [
         torch._C._cuda_getCurrentRawStream(device.index),
-        *recording.constants,
-        *[bases[array] + offset for array, offset in recording.addresses],
+        *constants,
+        *[bases[array] + offset for array, offset in addresses],
     ]
-    for index, ((array, offset), rest) in enumerate(recording.descriptors):
-        address, made = bases[array] + offset, recording.made[index]
-        if made[0] != address:
-            made = recording.made[index] = address, descriptor(address, *rest)
-        values.append(made[1])
-    for run, arguments in recording.launches:
-        run(*arguments(values))
+    for index, ((array, offset), rest) in enumerate(descriptors):
+        address, one = bases[array] + offset, made[index]
+        if one[0] != address:
+            one = made[index] = address, launch.make_descriptor()(address, *rest)
+        values.append(one[1])
+    for run, pick in launches:
+        run(*pick(values))
     return tuple(results)

@@ -215,5 +215,7 @@ def test_nothing_is_kept_after_the_backward_pass() -> None:
 @pytest.mark.parametrize("obstacle", [None, "Triton is not installed"])
 def test_a_gpu_without_the_kernels_scales_gradients_by_pytorch(obstacle: str | None) -> None:
     with FakeTensorMode(), mock.patch.object(ops, "triton_obstacle", return_value=obstacle):
-        gradient, factor = torch.empty(4, 4, device="cuda"), torch.empty((), device="cuda")
-        assert ops._scaled_by_kernel(gradient, factor) == (obstacle is None)
+        gradient, factor = torch.empty(4, 8, device="cuda"), torch.empty((), device="cuda")
+        factors = ops.Factors(factor, factor)
+        assert ops._scaled_by_kernel(ops.Gradients(gradient, None, None), factors) == (obstacle is None)
+        assert not ops._scaled_by_kernel(ops.Gradients(gradient.T, None, None), factors)
