@@ -43,6 +43,7 @@ from jax_pallas.hopper import (
     two_views,
     views,
     wait_for_all,
+    when,
     zero_piece,
 )
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, Shares, cdiv, choose_shares, padded
@@ -463,14 +464,14 @@ def d_input_warpgroup(kernel: DInputKernel, ring: Ring, warpgroup: Array, io: DI
         accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.shares.tile_rows), jnp.float32)
         sums = pl.run_scoped(lambda acc: multiply_item(acc, kernel, ring, warpgroup, item, count), accumulator)
 
-        @pl.when(item.slot < 0)
+        @when(item.slot < 0)
         def _whole() -> None:
             for i in range(0, kernel.shares.tile_rows, kernel.piece):
                 finish(io, sums[:, i : i + kernel.piece], row + i, d + warpgroup * HALF)
 
         if part_ref is not None:
 
-            @pl.when(item.slot >= 0)
+            @when(item.slot >= 0)
             def _part() -> None:
                 part_ref[item.slot, pl.ds(warpgroup * HALF, HALF), :] = sums
 
@@ -489,7 +490,7 @@ def multiply_item(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
         w = ring.a.at[slot, warpgroup]
         w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
         if kernel.kept:
-            pl.when(item.first + s == kernel.shares.steps - 1)(lambda: clear_after(w, kernel.kept))
+            when(item.first + s == kernel.shares.steps - 1)(lambda: clear_after(w, kernel.kept))
         plgpu.wgmma(acc, w, ring.b.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)
         if releases:
