@@ -244,18 +244,25 @@ def _one_d_weight_kernel(problem: Problem) -> bool:
 def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     plan, w = plan_of(problem), problem.linear_weight
-    w_target = target_rows(problem, chunk.of(rows.target).clip(0))
     assert rows.theta is not None
     theta = Piece(chunk.start, len(rho), None).of(rows.theta)
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
-        held = chunk.put(held, w_target)
+        held = _put_target_rows(problem, rows, chunk, held)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
         most = plan.scaled_exp_config.product_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
+    w_target = target_rows(problem, chunk.of(rows.target).clip(0))
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
+
+
+def _put_target_rows(problem: Problem, rows: CallRows, chunk: Piece, held: Array) -> Array:
+    """Returns held with the targets' rows of the head in the place of a chunk's rows."""
+    if isinstance(chunk.start, int):  # as an operand: with a constant, each chunk would have a kernel of its own
+        chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))
+    return chunk.put(held, target_rows(problem, chunk.of(rows.target).clip(0)))
 
 
 def target_rows(problem: Problem, column: Array) -> Array:
