@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -106,15 +106,29 @@ def arrive_at_all(barriers: Any, count: int) -> None:
         plgpu.barrier_arrive(barriers.at[slot])
 
 
+def either[T](condition: Array, where_true: Callable[[], T], where_false: Callable[[], T]) -> T:
+    """Returns the result of one of two functions, as `lax.cond` does.
+
+    `lax.cond` and `pl.when` convert the condition to a branch's number. For each conversion from bool Mosaic runs
+    `ptxas --version`, 11 ms.
+    """
+    return lax.switch(jnp.where(condition, 1, 0), (where_false, where_true))
+
+
+def when(condition: Array) -> Callable[[Callable[[], None]], None]:
+    """Does what `pl.when` does, by `either`."""
+    return lambda function: either(condition, function, lambda: None)
+
+
 def as_roles(warpgroup: Array, load: Callable[[], None], multiply: Callable[[], None]) -> None:
     """Has the last warpgroup load and the first two multiply."""
 
-    @pl.when(warpgroup == 2)
+    @when(warpgroup == 2)
     def _load() -> None:
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
         load()
 
-    @pl.when(warpgroup < 2)
+    @when(warpgroup < 2)
     def _multiply() -> None:
         plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
         multiply()

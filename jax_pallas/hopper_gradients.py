@@ -43,6 +43,7 @@ from jax_pallas.hopper import (
     two_views,
     views,
     wait_for_all,
+    when,
     zero_piece,
 )
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, Shares, cdiv, choose_shares, padded
@@ -63,7 +64,7 @@ class DWeightKernel:
     """`d_weight_kernel` as it is known when the call is traced: arguments of `add_d_weight`.
 
     Args:
-        rows: of x and e, summed.
+        steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.old_offset`.
         hidden: D.
         vocab: V.
         classes: K, of e.
@@ -73,7 +74,7 @@ class DWeightKernel:
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
 
-    rows: int
+    steps: int | None
     hidden: int
     vocab: int
     classes: int
@@ -81,10 +82,6 @@ class DWeightKernel:
     adds: bool
     has_first_class: bool
     interpret: bool
-
-    @property
-    def steps(self) -> int:
-        return cdiv(self.rows, STEP)
 
     @property
     def d_blocks(self) -> int:
@@ -97,6 +94,11 @@ class DWeightKernel:
     @property
     def programs(self) -> int:
         return min(self.tiles, programs())
+
+    @property
+    def outside(self) -> int:
+        """A class where a tile has no part of d_weight."""
+        return cdiv(self.vocab, BLOCK_V) * BLOCK_V
 
     @property
     def piece_shape(self) -> tuple[int, int]:
@@ -119,8 +121,10 @@ class DWeightProgram(NamedTuple):
     program: Array
     count: Array  # of its tiles: every `kernel.programs`-th, from number `program` on
     warpgroup: Array
-    scalar_ref: Any  # the pauses, the first row of x, and, if known to the device alone, the first class
+    scalar_ref: Any  # the pauses, the first row of x, and what of the next three is known to the device alone
     first_class: Any
+    steps: Any
+    old_offset: Any  # classes from a piece to its old one, which is outside where a sum starts: TMA reads zeros there
     d_weight_ref: Any
     ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
     buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
@@ -139,7 +143,7 @@ class DWeightProgram(NamedTuple):
 
 def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
     """The loading warpgroup."""
-    steps, ring = own.kernel.steps, own.ring
+    steps, ring = own.steps, own.ring
     start = own.scalar_ref[2 * PIECES]
     for piece in range(OLD_AHEAD):
         load_old(own, 0, piece)
@@ -176,7 +180,7 @@ def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
     slot = old_slot_of(index, piece)
     plgpu.barrier_wait(own.old.empty.at[slot])
     for i in range(2):
-        source = own.piece_at(d + i * HALF, v + piece * PIECE)
+        source = own.piece_at(d + i * HALF, v + piece * PIECE + own.old_offset)
         plgpu.copy_gmem_to_smem(source, own.old.moved.at[slot, i], own.old.full.at[slot])
 
 
@@ -216,7 +220,7 @@ def d_weight_warpgroup(own: DWeightProgram) -> None:
         return d + own.warpgroup * HALF, v, *found
 
     zeros = zero_piece()
-    outside = jnp.int32(cdiv(own.kernel.vocab, BLOCK_V) * BLOCK_V)  # the first stores are dropped
+    outside = jnp.int32(own.kernel.outside)  # the first stores are dropped
     d, v, *done = lax.fori_loop(0, own.count, tile, (jnp.int32(0), outside, *[zeros] * PIECES))
     for piece, sums in enumerate(done):
         store_d_weight(own, sums, own.count, d, v, piece)
@@ -226,7 +230,7 @@ def d_weight_warpgroup(own: DWeightProgram) -> None:
 def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry: tuple[Any, ...]) -> tuple[Array, ...]:
     """Returns the sums of a half tile, PIECES of (HALF, PIECE) float32, and stores those of the one before meanwhile:
     `carry`, its first column of D and class, and its sums."""
-    (d, v, *done), steps, ring = carry, own.kernel.steps, own.ring
+    (d, v, *done), steps, ring = carry, own.steps, own.ring
 
     def step(s: Any, *, releases: bool = True) -> None:
         slot = slot_of(index * steps + s)
@@ -264,6 +268,8 @@ def d_weight_kernel(
         warpgroup,
         scalar_ref,
         scalar_ref[2 * PIECES + 1] if kernel.has_first_class else 0,
+        scalar_ref[2 * PIECES + 1] if kernel.steps is None else kernel.steps,
+        scalar_ref[2 * PIECES + 2] if kernel.steps is None else 0,
         d_weight_ref,
         ring,
         views(buffers, interpret=kernel.interpret),
@@ -274,9 +280,6 @@ def d_weight_kernel(
     as_roles(lax.axis_index("warpgroup"), load, multiply_tiles)
 
 
-@partial(
-    jax.jit, static_argnames=("vocab", "classes", "vocab_axis", "rows", "interpret")
-)  # chunks of one size are lowered once
 def add_d_weight(
     e: Array,
     x: Array,
@@ -287,6 +290,7 @@ def add_d_weight(
     vocab_axis: int,
     rows: int | None = None,
     old: Array | None = None,
+    starts: bool | None = None,
     first_class: Array | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -304,31 +308,44 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         rows: n; None: as many as e has, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
-        first_class: () int32, with `old` only: the class of e's first column; None is 0. Where `vocab_axis` is 1 it is
-            a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a multiple of 16 bytes.
+        starts: with `old` only, whose place the result then takes whatever it holds. True or False: the kernel is one
+            that starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
+        first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
+            `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
+            multiple of 16 bytes.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
-    sizes = (rows or len(e), x.shape[1], vocab, classes, vocab_axis)
-    kernel = DWeightKernel(*sizes, old is not None, first_class is not None, interpret)
+    steps = cdiv(rows or len(e), STEP)
+    known = None if starts is not None else steps
+    kernel = DWeightKernel(
+        known, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
+    )
     offsets = [start] if first_class is None else [start, first_class]
-    scalars = jnp.concatenate([pauses(kernel.steps), jnp.array(offsets, jnp.int32)])
+    if starts is not None:
+        offsets += [steps, kernel.outside if starts else 0]
+    return _run_d_weight(jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)]), e, x, old, kernel=kernel)
+
+
+@partial(jax.jit, static_argnames="kernel")  # equal kernels are lowered once
+def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kernel: DWeightKernel) -> Array:
+    """Launches `d_weight_kernel`."""
     scratch = [
-        two_views((STAGES, 2, STEP, 64), e.dtype, interpret=interpret),
+        two_views((STAGES, 2, STEP, 64), e.dtype, interpret=kernel.interpret),
         plgpu.SMEM((STAGES, STEP, BLOCK_V), e.dtype, transforms=transforms(STEP)),
-        two_views((2, 2, *kernel.piece_shape), e.dtype, interpret=interpret),
+        two_views((2, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret),
         *ring_barriers(3),
     ]
     if kernel.adds:
-        scratch.append(two_views((OLD_STAGES, 2, *kernel.piece_shape), e.dtype, interpret=interpret))
+        scratch.append(two_views((OLD_STAGES, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret))
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=OLD_STAGES) for _ in range(2)]
     body, grid = partial(d_weight_kernel, kernel), (kernel.programs,)
     if old is None:
-        result = jax.ShapeDtypeStruct(in_order(vocab, kernel.hidden, vocab_axis), e.dtype)
-        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, grid, interpret)[0]
+        result = jax.ShapeDtypeStruct(in_order(kernel.vocab, kernel.hidden, kernel.vocab_axis), e.dtype)
+        return run_kernel(body, "d_weight", (scalars, e, x), [result], scratch, grid, kernel.interpret)[0]
     ref = jax.new_ref(old)
-    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, grid, interpret)
+    run_kernel(body, "d_weight", (scalars, e, x, ref), [], scratch, grid, kernel.interpret)
     return jax.freeze(ref)
 
 
@@ -463,14 +480,14 @@ def d_input_warpgroup(kernel: DInputKernel, ring: Ring, warpgroup: Array, io: DI
         accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.shares.tile_rows), jnp.float32)
         sums = pl.run_scoped(lambda acc: multiply_item(acc, kernel, ring, warpgroup, item, count), accumulator)
 
-        @pl.when(item.slot < 0)
+        @when(item.slot < 0)
         def _whole() -> None:
             for i in range(0, kernel.shares.tile_rows, kernel.piece):
                 finish(io, sums[:, i : i + kernel.piece], row + i, d + warpgroup * HALF)
 
         if part_ref is not None:
 
-            @pl.when(item.slot >= 0)
+            @when(item.slot >= 0)
             def _part() -> None:
                 part_ref[item.slot, pl.ds(warpgroup * HALF, HALF), :] = sums
 
@@ -489,7 +506,7 @@ def multiply_item(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
         w = ring.a.at[slot, warpgroup]
         w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
         if kernel.kept:
-            pl.when(item.first + s == kernel.shares.steps - 1)(lambda: clear_after(w, kernel.kept))
+            when(item.first + s == kernel.shares.steps - 1)(lambda: clear_after(w, kernel.kept))
         plgpu.wgmma(acc, w, ring.b.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)
         if releases:

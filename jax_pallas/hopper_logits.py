@@ -35,6 +35,7 @@ from jax_pallas.hopper import (
     transforms,
     two_views,
     views,
+    when,
 )
 from jax_pallas.hopper_tiles import (
     Epilogue,
@@ -177,7 +178,7 @@ def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], tar
         return
     place = half.place
 
-    @pl.when(place >= 0)
+    @when(place >= 0)
     def _put() -> None:
         for name, value in zip(OF_TARGETS, (exponentials(), target_logits), strict=True):
             half.refs[name][place, pl.ds(half.row, HALF)] = value

@@ -28,6 +28,7 @@ from jax_pallas.hopper import (
     STAGES,
     Ring,
     arrive_at_all,
+    either,
     in_pieces,
     over_steps,
     own_pauses,
@@ -356,7 +357,7 @@ def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
         return new, None if values is None else values.astype(kernel.stored)
 
     # Where no tile is cut too: without the branch ptxas waits for every matmul, C7514.
-    carried, values = lax.cond(found.cut, lambda: of(found.masked), lambda: of(found.whole))
+    carried, values = either(found.cut, lambda: of(found.masked), lambda: of(found.whole))
     if values is not None:
         store_piece(own, values, found.row + done.shift, found.whole.column + piece * PIECE, piece)
     return carried

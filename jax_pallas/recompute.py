@@ -75,8 +75,16 @@ def _add_d_weight(
     from jax_pallas import hopper_gradients
 
     axis = problem.vocab_axis
-    sizes = {"vocab": d_weight.shape[axis], "classes": slab.size, "vocab_axis": axis}
-    return hopper_gradients.add_d_weight(d_logits, x, 0, **sizes, old=d_weight, first_class=jnp.int32(slab.start))
+    return hopper_gradients.add_d_weight(
+        d_logits,
+        x,
+        0,
+        vocab=d_weight.shape[axis],
+        classes=slab.size,
+        vocab_axis=axis,
+        old=d_weight,
+        first_class=jnp.int32(slab.start),
+    )
 
 
 KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)

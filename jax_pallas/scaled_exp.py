@@ -213,30 +213,56 @@ def _add_d_weight(
     if plan_of(problem).d_weight_kernel:
         from jax_pallas import hopper_gradients
 
-        vocab = problem.linear_weight.shape[axis]
-        shared = {"vocab": vocab, "classes": problem.classes, "vocab_axis": axis, "rows": chunk.size}
-        return hopper_gradients.add_d_weight(e, x, start, **shared, old=None if first else d_weight)
+        one_kernel = _one_d_weight_kernel(problem)
+        return hopper_gradients.add_d_weight(
+            e,
+            x,
+            start,
+            vocab=problem.linear_weight.shape[axis],
+            classes=problem.classes,
+            vocab_axis=axis,
+            rows=chunk.size,
+            old=None if first and not one_kernel else d_weight,
+            starts=first if one_kernel else None,
+        )
     scaled = Piece(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
     product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
     return product if first else d_weight + product
 
 
+def _one_d_weight_kernel(problem: Problem) -> bool:
+    """Returns whether the kernel that adds to d_weight also starts it, which saves the compilation of another, 1.5 s.
+
+    It does where all chunks have the same kernels, and no tile of d_weight is past the classes, and zeros.
+    """
+    config, vocab = plan_of(problem).scaled_exp_config, problem.linear_weight.shape[problem.vocab_axis]
+    tiles, all_tiles = (tile_config.cdiv(classes, tile_config.CLASS_BLOCK) for classes in (problem.classes, vocab))
+    return problem.tokens > config.rows == config.last_rows and tiles == all_tiles
+
+
 def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     plan, w = plan_of(problem), problem.linear_weight
-    w_target = target_rows(problem, chunk.of(rows.target).clip(0))
     assert rows.theta is not None
     theta = Piece(chunk.start, len(rho), None).of(rows.theta)
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
-        held = chunk.put(held, w_target)
+        held = _put_target_rows(problem, rows, chunk, held)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
         most = plan.scaled_exp_config.product_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
+    w_target = target_rows(problem, chunk.of(rows.target).clip(0))
     product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
+
+
+def _put_target_rows(problem: Problem, rows: CallRows, chunk: Piece, held: Array) -> Array:
+    """Returns held with the targets' rows of the head in the place of a chunk's rows."""
+    if isinstance(chunk.start, int):  # as an operand: with a constant, each chunk would have a kernel of its own
+        chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))
+    return chunk.put(held, target_rows(problem, chunk.of(rows.target).clip(0)))
 
 
 def target_rows(problem: Problem, column: Array) -> Array:

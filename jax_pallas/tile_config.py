@@ -174,7 +174,7 @@ class ScaledExpConfig:
 
 # The last chunk takes as many rows as the others where that costs less than such a share of the call: then the kernels
 # of the others serve it too, and are compiled once.
-COMPILED_SHARE = 50  # of two products: d_weight's, which starts the sum there, is a kernel of its own anyway
+COMPILED_SHARE = 50  # of two products: d_weight's takes no more steps than the chunk has rows for
 
 PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
 

@@ -70,7 +70,7 @@ def launches(program: str) -> int:
             elif kind[1] == "call" and called is not None:
                 total += count(called[1])
             else:
-                total += kind[1] not in NO_LAUNCH and not kind[1].endswith("-done")
+                total += kind[1] not in NO_LAUNCH and not kind[1].endswith("-done") and "AllocateBuffer" not in line
         return total
 
     return count(entry)

@@ -226,8 +226,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",
-        "return cdiv(self.rows, STEP)",
-        "return self.rows // STEP",
+        "steps = cdiv(rows or len(e), STEP)",
+        "steps = (rows or len(e)) // STEP",
         tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
     ),
     Mutation(

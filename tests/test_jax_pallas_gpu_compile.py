@@ -181,8 +181,8 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     assert found[0]["launches"] <= 57, f"{found[0]['launches']} launches for 5 chunks"
     names = ("exponentials", "d_weight", "d_input")
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "target_rows")))
-    # And the other d_weight, and d_input's sum: its last chunk is shorter, and has no kernels of its own.
-    assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 2, "compiling takes a second for each kernel"
+    # And d_input's sum: its last chunk is shorter, and has no kernels of its own.
+    assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "compiling takes a second for each kernel"
 
 
 @pytest.mark.slow

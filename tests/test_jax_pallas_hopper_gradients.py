@@ -111,6 +111,22 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
 
 
+@pytest.mark.parametrize("vocab_axis", [0, pytest.param(1, marks=SLOW)])
+def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_programs(monkeypatch, 2)
+    sizes = Sizes(192, 292, 0, 192, 523, 576, vocab_axis)
+    x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, jnp.bfloat16)
+    found, wanted = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
+    for start, rows in (192, 100), (0, 192):
+        e = sizes.e().at[rows:].set(0)
+        shared = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": vocab_axis, "interpret": True}
+        found = add_d_weight(e, x, jnp.int32(start), **shared, rows=rows, old=found, starts=rows < 192)
+        wanted += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
+    found = sizes.head(found)
+    close(found[: sizes.classes], wanted, 2 * ROUNDED)
+    assert (found[sizes.classes :] == 0).all()
+
+
 # The stretch's last tile has classes past its end, and past the head's.
 @pytest.mark.parametrize(
     ("first", "vocab_axis"), [(37, 0), (128, 1), *(pytest.param(*more, marks=SLOW) for more in [(0, 0), (171, 0)])]
