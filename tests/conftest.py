@@ -16,8 +16,8 @@ from slow_tests import is_slow, unknown
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
 
-# Programs of a few operations are compiled in one piece, and without XLA's newer emitters of fusions: to split them takes
-# an eighth of all compilation, and those emitters take three quarters.
+# Programs of a few operations are compiled in one piece, for to split them takes an eighth of all compilation; and
+# without XLA's newer emitters of fusions, which take three quarters of the rest on a CPU.
 COMPILATION = {
     "--xla_cpu_parallel_codegen_split_count": "1",
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",

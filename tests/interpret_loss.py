@@ -45,6 +45,7 @@ from parity.expected import expected, judge
 from parity.tolerances import error
 
 _BUILDER: Any = interpreter.InterpreterBuilder
+_SEMANTIC: Any = TritonSemantic
 _cast = _BUILDER.cast_impl
 
 
@@ -61,7 +62,7 @@ def _rounding_cast(self: Any, source: Any, to: Any) -> Any:
 
 def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """As the interpreter's, which copies the keyword arguments of every call."""
-    semantic = TritonSemantic(builder)
+    semantic = _SEMANTIC(builder)
 
     def call(*arguments: Any, **options: Any) -> Any:
         options["_semantic"] = semantic
@@ -95,7 +96,7 @@ def _equal(self: Any, other: Any) -> bool:
     return self is other or _dtypes_equal(self, other)
 
 
-_broadcast = TritonSemantic.broadcast_impl_value
+_broadcast = _SEMANTIC.broadcast_impl_value
 
 
 def _broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -530,9 +531,9 @@ def main() -> None:
     interpreter._get_np_dtype = _get_np_dtype
     tl.core._unwrap_if_constexpr = _unwrap
     tl.dtype.__eq__ = _equal
-    TritonSemantic.broadcast_impl_value = _broadcast_impl_value
-    # It computes every sum and product of integers twice more, for an assertion that is off.
-    TritonSemantic.binary_op_sanitize_overflow_impl = lambda *arguments: None
+    _SEMANTIC.broadcast_impl_value = _broadcast_impl_value
+    # It computes every sum and product of integers once more, for an assertion that is off.
+    _SEMANTIC.binary_op_sanitize_overflow_impl = lambda *_: None
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
