@@ -62,10 +62,9 @@ def _rounding_cast(self: Any, source: Any, to: Any) -> Any:
 
 def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """As the interpreter's, which copies the keyword arguments of every call."""
-    semantic = _SEMANTIC(builder)
 
     def call(*arguments: Any, **options: Any) -> Any:
-        options["_semantic"] = semantic
+        options["_semantic"] = interpreter.interpreter_semantic
         return member(*arguments, **options)
 
     scope.set_attr(package, name, call)
@@ -74,7 +73,7 @@ def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) 
 def _patch_language() -> None:
     """Puts the interpreter's functions in the place of Triton's until the process ends.
 
-    The interpreter does so at each launch and each call of a function: a quarter of all time went there.
+    The interpreter does so at each launch and each call of a function: a seventh of all time went there.
     """
     interpreter._patch_attr = _patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
