@@ -17,10 +17,15 @@ from slow_tests import is_slow, unknown
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
 
-# Programs of a few operations are compiled in one piece: to split them takes an eighth of all compilation.
-SPLIT = "--xla_cpu_parallel_codegen_split_count"
-if SPLIT not in (flags := os.environ.get("XLA_FLAGS", "")):
-    os.environ["XLA_FLAGS"] = f"{flags} {SPLIT}=1".strip()
+# Programs of a few operations are compiled in one piece, for to split them takes an eighth of all compilation; and
+# without XLA's newer emitters of fusions, which take three quarters of the rest on a CPU.
+COMPILATION = {
+    "--xla_cpu_parallel_codegen_split_count": "1",
+    "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
+}
+for name, value in COMPILATION.items():
+    if name not in (flags := os.environ.get("XLA_FLAGS", "")):
+        os.environ["XLA_FLAGS"] = f"{flags} {name}={value}".strip()
 
 # Programs that tests start import the checkout, which has packages that the wheel has not: parity and benchmarks.
 os.environ["PYTHONPATH"] = os.pathsep.join(

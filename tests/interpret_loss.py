@@ -7,7 +7,6 @@ the error of rounding. Here its casts round to nearest, so interpreted results k
 """
 
 import functools
-import inspect
 import itertools
 import json
 import os
@@ -16,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -28,6 +28,7 @@ from judged import least_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
@@ -44,6 +45,7 @@ from parity.expected import expected, judge
 from parity.tolerances import error
 
 _BUILDER: Any = interpreter.InterpreterBuilder
+_SEMANTIC: Any = TritonSemantic
 _cast = _BUILDER.cast_impl
 
 
@@ -58,18 +60,47 @@ def _rounding_cast(self: Any, source: Any, to: Any) -> Any:
     return _cast(self, source, to)
 
 
-@functools.cache
-def _builtins(package: Any) -> tuple[str, ...]:
-    """Names of Triton's functions in one of its modules or classes, as they are before the first launch."""
-    return tuple(name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member))
+def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """As the interpreter's, which copies the keyword arguments of every call."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = interpreter.interpreter_semantic
+        return member(*arguments, **options)
+
+    scope.set_attr(package, name, call)
 
 
-def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's, which looks for them anew at each call of a function: a fifth of all time went there."""
-    for name in _builtins(package):
-        member = getattr(package, name)
-        if tl.core.is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+def _patch_language() -> None:
+    """Puts the interpreter's functions in the place of Triton's until the process ends.
+
+    The interpreter does so at each launch and each call of a function: a seventh of all time went there.
+    """
+    interpreter._patch_attr = _patch_attr
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
+
+
+_unwrap_if_constexpr = tl.core._unwrap_if_constexpr
+
+
+def _unwrap(value: Any) -> Any:
+    """Most values are no constants and hold none."""
+    return value if type(value) in (tl.tensor, int, tl.dtype) else _unwrap_if_constexpr(value)
+
+
+_dtypes_equal = tl.dtype.__eq__
+
+
+def _equal(self: Any, other: Any) -> bool:
+    return self is other or _dtypes_equal(self, other)
+
+
+_broadcast = _SEMANTIC.broadcast_impl_value
+
+
+def _broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+    shapes = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
+    return (lhs, rhs) if shapes[0] is shapes[1] else _broadcast(self, lhs, rhs)
 
 
 # Of each shape the interpreter makes new tuples for every value, and a new table of dtypes: a third of the time.
@@ -496,12 +527,15 @@ PROGRAMS = {
 
 def main() -> None:
     _BUILDER.cast_impl = _rounding_cast
-    interpreter._patch_builtin = _patch_builtin
     interpreter._get_np_dtype = _get_np_dtype
+    tl.core._unwrap_if_constexpr = _unwrap
+    tl.dtype.__eq__ = _equal
+    _SEMANTIC.broadcast_impl_value = _broadcast_impl_value
+    # It computes every sum and product of integers once more, for an assertion that is off.
+    _SEMANTIC.binary_op_sanitize_overflow_impl = lambda *_: None
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
-    for package in (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base):
-        _builtins(package)
+    _patch_language()
     torch.use_deterministic_algorithms(True)  # fills new buffers with NaN: an element that is not written shows
     torch.set_num_threads(1)
     # NumPy, which interprets the kernels, warns of infinities and NaN, which the edges have on purpose, and of how
