@@ -343,10 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         continue
                     shape, mode, targets = item
                     row: dict[str, Any] = {
-                        "shape": shape.name,
-                        "n": shape.n,
-                        "d": shape.d,
-                        "v": shape.v,
+                        **shape.of_row(),
                         "dtype": options.dtype,
                         "targets": targets,
                         "mode": mode.name,

@@ -151,10 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not method.applies(mode, named=options.methods is not None):
                 continue
             row = {
-                "shape": shape.name,
-                "n": shape.n,
-                "d": shape.d,
-                "v": shape.v,
+                **shape.of_row(),
                 "dtype": options.dtype,
                 "targets": targets,
                 "mode": mode.name,

@@ -18,6 +18,10 @@ class Shape:
     d: int
     v: int
 
+    def of_row(self) -> dict[str, str | int]:
+        """Returns how a row of results names the shape."""
+        return {"shape": self.name, "n": self.n, "d": self.d, "v": self.v}
+
 
 @dataclass(frozen=True)
 class Mode:

@@ -138,8 +138,8 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     return LogProbs(*results)
 
 
-# Their autograd. A function takes the arguments of its pass as one, and once more the arrays that it differentiates,
-# which autograd must see: each further argument costs host time.
+# Their autograd. A function takes all arguments of its pass as one tuple, because each argument costs host time. The
+# arrays that it differentiates follow as separate arguments, so that autograd sees them.
 
 
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -254,7 +254,7 @@ class RowLogProbs(torch.autograd.Function):
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
-    """Tells autograd that of a pass's results the loss alone has a gradient, which is None where nobody asks for it."""
+    """Tells autograd that the loss is the only result with a gradient, and that an unused result's gradient is None."""
     rest = [result for result in found[1:] if result is not None]
     if rest:
         ctx.mark_non_differentiable(*rest)

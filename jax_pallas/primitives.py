@@ -128,7 +128,7 @@ def differentiable(name: str, function: Function, batched: Batched) -> Function:
     """Makes a custom_vjp function of a tuple of arrays a primitive whose vmap is `batched`, or the function's own where
     that gives None.
 
-    Differentiated it is not traced as it is without gradients.
+    A call that is differentiated does not trace the version without gradients.
     """
     # A trace of the tuple's tree took 0.2 s of a train call's compilation.
     primitive, bound, flat = _primitive(name, function, returns_tuple=True)

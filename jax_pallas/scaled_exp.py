@@ -210,10 +210,10 @@ def _add_d_weight(
 ) -> Array:
     """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms."""
     axis = problem.vocab_axis
-    if plan_of(problem).d_weight_kernel:
+    plan = plan_of(problem)
+    if plan.d_weight_kernel:
         from jax_pallas import hopper_gradients
 
-        one_kernel = _one_d_weight_kernel(problem)
         return hopper_gradients.add_d_weight(
             e,
             x,
@@ -222,23 +222,13 @@ def _add_d_weight(
             classes=problem.classes,
             vocab_axis=axis,
             rows=chunk.size,
-            old=None if first and not one_kernel else d_weight,
-            starts=first if one_kernel else None,
+            old=None if first and not plan.d_weight_starts else d_weight,
+            starts=first if plan.d_weight_starts else None,
         )
     scaled = Piece(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
     product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
     return product if first else d_weight + product
-
-
-def _one_d_weight_kernel(problem: Problem) -> bool:
-    """Returns whether the kernel that adds to d_weight also starts it, which saves the compilation of another, 1.5 s.
-
-    It does where all chunks have the same kernels, and no tile of d_weight is past the classes, and zeros.
-    """
-    config, vocab = plan_of(problem).scaled_exp_config, problem.linear_weight.shape[problem.vocab_axis]
-    tiles, all_tiles = (tile_config.cdiv(classes, tile_config.CLASS_BLOCK) for classes in (problem.classes, vocab))
-    return problem.tokens > config.rows == config.last_rows and tiles == all_tiles
 
 
 def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:

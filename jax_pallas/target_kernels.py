@@ -39,10 +39,11 @@ def sort_kernel(
     sort: Sort, target_ref: Any, row_weight_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Sorts each stretch of rows by target, equal ones in their order: a row's place is how many come before it.
+    """Sorts the rows of each stretch by target. Rows with equal targets keep their order.
 
-    Every pair of rows of a stretch is compared, SORTED_ROWS rows x OTHER_ROWS others at a time; that is a few
-    instructions a pair, and one launch instead of those of a general sort.
+    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a stretch,
+    SORTED_ROWS x OTHER_ROWS at a time. That is a few instructions for each pair, and one launch instead of those of a
+    general sort.
     """
     first = pl.program_id(0) * SORTED_ROWS
     row = arange(first, SORTED_ROWS)

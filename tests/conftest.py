@@ -17,8 +17,8 @@ from slow_tests import is_slow, unknown
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
 
-# Programs of a few operations are compiled in one piece, for to split them takes an eighth of all compilation; and
-# without XLA's newer emitters of fusions, which take three quarters of the rest on a CPU.
+# Two options make XLA compile the tests' small programs faster. It does not split them, which takes an eighth of the
+# time. On a CPU it does not use its newer code generator for fusions, which takes three quarters of the rest.
 COMPILATION = {
     "--xla_cpu_parallel_codegen_split_count": "1",
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
@@ -43,7 +43,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("repeatable")
-# It would also draw numbers that stand in this project's modules, of those that other tests have loaded by then.
+# Hypothesis also draws constants from the project's modules that are imported so far. Other tests decide which.
 providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
 
 

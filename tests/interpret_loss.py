@@ -531,7 +531,7 @@ def main() -> None:
     tl.core._unwrap_if_constexpr = _unwrap
     tl.dtype.__eq__ = _equal
     _SEMANTIC.broadcast_impl_value = _broadcast_impl_value
-    # It computes every sum and product of integers once more, for an assertion that is off.
+    # The interpreter repeats each addition and multiplication of integers to check for overflow, and drops the result.
     _SEMANTIC.binary_op_sanitize_overflow_impl = lambda *_: None
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor

@@ -78,6 +78,22 @@ def test_paths(options: dict[str, Any], path: str, ours: bool) -> None:
     assert (found.tile is None) == (path == "chunked")
 
 
+@pytest.mark.parametrize(
+    ("options", "starts"),
+    [
+        ({}, True),
+        ({"n": 1024}, False),  # one chunk
+        ({"classes": 151936 - 192}, False),  # a tile of padding, which must become zeros
+        ({"stage": "losses"}, False),
+        ({"implementation": "pallas_triton", "device": AMPERE}, False),
+    ],
+)
+def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
+    options: dict[str, Any], starts: bool
+) -> None:
+    assert plan(**options).d_weight_starts == starts
+
+
 def test_slabs_of_a_transposed_head_begin_where_tma_can_read() -> None:
     assert plan(stage="gradients", vocab_axis=1).slabs_in_place
     assert not plan(stage="gradients", vocab_axis=1, classes=151930).slabs_in_place
