@@ -21,6 +21,8 @@ BLOCKS = 5
 MEASURED = (  # the keys that every row of these modes has, None where they were not measured
     *("host_ms", "host_ms_p20", "host_ms_p80", "total_ms", "grad_host_ms", "grad_total_ms", "graph_ms", "graph_note"),
     *("device_ms", "kernels", "copies", "gap_ms", "main_kernel", "main_launches", "trace_note"),
+    *("one_thread_host_ms", "one_thread_total_ms", "one_thread_chunk_ms"),
+    *("one_thread_identity_ms", "one_thread_above_identity_ms"),
     *("chunk_ms", "chunk_runs", "identity_ms", "above_identity_ms", "lower_s", "compile_s", "compile_note"),
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
     *("version", "status", "note"),

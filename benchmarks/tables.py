@@ -29,6 +29,8 @@ TIMED: tuple[Column, ...] = (
 HOST: tuple[Column, ...] = (
     ("host, ms", "host_ms", ".3f", 1),
     ("total, ms", "total_ms", ".3f", 1),
+    ("host in one thread, ms", "one_thread_host_ms", ".3f", 1),
+    ("total in one thread, ms", "one_thread_total_ms", ".3f", 1),
     ("host by autograd.grad, ms", "grad_host_ms", ".3f", 1),
     ("total by autograd.grad, ms", "grad_total_ms", ".3f", 1),
     ("in a CUDA graph, ms", "graph_ms", ".3f", 1),
@@ -36,7 +38,9 @@ HOST: tuple[Column, ...] = (
     ("gaps, ms", "gap_ms", ".3f", 1),
     ("kernels", "kernels", ".0f", 1),
     ("a further chunk, ms", "chunk_ms", ".3f", 1),
+    ("a further chunk in one thread, ms", "one_thread_chunk_ms", ".3f", 1),
     ("above the identity, ms", "above_identity_ms", ".3f", 1),
+    ("above the identity in one thread, ms", "one_thread_above_identity_ms", ".3f", 1),
     ("lowering, s", "lower_s", ".1f", 1),
     ("compiling, s", "compile_s", ".1f", 1),
 )

@@ -17,6 +17,7 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 REPLAYS_MS = 20.0  # of a block of graph replays
 CHUNK_SHARES = (2, 4, 8)  # of the scaled exponentials of all rows, 2 N V bytes, the budget is to hold one in so many
 CHUNK_SLACK = 2**24  # bytes of a budget for everything else
+ONE_THREAD = "one_thread_"  # begins the names of figures of calls without autograd's thread
 
 
 class Steps:
@@ -30,13 +31,13 @@ class Steps:
 
     def __init__(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> None:
         x, w, self._target = arrays
-        self._loss_fn, self._mode = loss_fn, mode
+        self._loss_fn, self.mode = loss_fn, mode
         self._x = x.detach().requires_grad_(mode.d_input)
         self._w = w.detach().requires_grad_(mode.d_weight)
 
     def step(self) -> Tensor:
         """As a user writes it: the loss, then `backward` into `.grad`, which is None before."""
-        if not self._mode.backward:
+        if not self.mode.backward:
             with torch.no_grad():
                 return self._loss_fn(self._x, self._w, self._target)
         self._x.grad = self._w.grad = None
@@ -95,7 +96,7 @@ class HostBench:
         if mode.measures == "host-compile":
             return self._compiled(loss_fn, arrays, mode), None
         steps = Steps(loss_fn, arrays, mode)
-        figures = self._times(steps.step)
+        figures = self._calls(steps)
         if mode.backward:
             raw = self._times(steps.grad)
             figures |= {"grad_host_ms": raw["host_ms"], "grad_total_ms": raw["total_ms"]}
@@ -111,6 +112,16 @@ class HostBench:
     def _wait(self) -> None:
         if self._gpu:
             torch.cuda.synchronize()
+
+    def _calls(self, steps: Steps) -> dict[str, Any]:
+        """Returns the times of calls as a user writes them, and of calls whose backward pass stays on the caller's
+        thread: PyTorch runs it on another one for each GPU, and the host waits while that thread wakes up."""
+        times = self._times(steps.step)
+        if steps.mode.backward:
+            with torch.autograd.set_multithreading_enabled(False):
+                alone = self._times(steps.step)
+            times |= {ONE_THREAD + key: alone[key] for key in ("host_ms", "total_ms")}
+        return times
 
     def _times(self, step: Callable[[], Any]) -> dict[str, Any]:
         step()
@@ -151,7 +162,7 @@ class HostBench:
         for budget in (None, *(2 * n * v // share + rows for share in CHUNK_SHARES)):
             steps = Steps(method.build(replace(mode, memory_budget=budget)), arrays, mode)
             try:
-                runs.append(({"memory_budget": budget, **self._times(steps.step)}, steps))
+                runs.append(({"memory_budget": budget, **self._calls(steps)}, steps))
             except ValueError as error:
                 if budget is None:
                     raise
@@ -172,7 +183,9 @@ class HostBench:
         if runs[0][0]["chunks"]:
             first, last = runs[0][0], max(timed, key=lambda run: run["chunks"])
             if last["chunks"] > first["chunks"]:
-                figures["chunk_ms"] = (last["host_ms"] - first["host_ms"]) / (last["chunks"] - first["chunks"])
+                for kind in ("", ONE_THREAD):
+                    longer = last[kind + "host_ms"] - first[kind + "host_ms"]
+                    figures[kind + "chunk_ms"] = longer / (last["chunks"] - first["chunks"])
         return figures
 
     def _compiled(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> dict[str, Any]:
@@ -185,9 +198,13 @@ class HostBench:
                 return function(x, w, y)
 
             steps = Steps(torch.compile(call, fullgraph=True, dynamic=False), arrays, mode)
-            times = self._times(steps.step)
-            figures |= {"identity_ms": times["host_ms"]} if name == "identity" else times
-        return figures | {"above_identity_ms": figures["host_ms"] - figures["identity_ms"]}
+            times = self._calls(steps)
+            if name == "identity":
+                figures |= {kind + "identity_ms": times[kind + "host_ms"] for kind in ("", ONE_THREAD)}
+            else:
+                figures |= times
+        above = {kind: figures[kind + "host_ms"] - figures[kind + "identity_ms"] for kind in ("", ONE_THREAD)}
+        return figures | {kind + "above_identity_ms": value for kind, value in above.items()}
 
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library

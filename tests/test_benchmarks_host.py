@@ -72,13 +72,16 @@ def test_every_call_mode_of_torch(
             assert row.keys() >= {*host.MEASURED}
             assert row["graph_ms"] is None
     assert of["host", "mine"]["graph_note"] == "CUDA graphs need a GPU"
-    assert of["host", "mine"]["grad_total_ms"] > 0
-    assert of["host-eval", "mine"]["grad_total_ms"] is None
-    compiled = of["host-compile", "mine"]
-    assert compiled["above_identity_ms"] == pytest.approx(compiled["host_ms"] - compiled["identity_ms"])
-    chunks = of["host-chunks", "mine"]
+    for key in ("grad_total_ms", "one_thread_host_ms", "one_thread_total_ms"):
+        assert of["host", "mine"][key] > 0
+        assert of["host-eval", "mine"][key] is None
+    compiled, chunks = of["host-compile", "mine"], of["host-chunks", "mine"]
     assert [run["chunks"] for run in chunks["chunk_runs"]] == [1, 2, 4, 9]
-    assert chunks["chunk_ms"] == pytest.approx((chunks["chunk_runs"][-1]["host_ms"] - chunks["host_ms"]) / 8)
+    for kind in ("", torch_host.ONE_THREAD):
+        above = compiled[kind + "host_ms"] - compiled[kind + "identity_ms"]
+        assert compiled[kind + "above_identity_ms"] == pytest.approx(above)
+        longer = chunks["chunk_runs"][-1][kind + "host_ms"] - chunks[kind + "host_ms"]
+        assert chunks[kind + "chunk_ms"] == pytest.approx(longer / 8)
     assert "traced after all times" in capsys.readouterr().out
 
 
