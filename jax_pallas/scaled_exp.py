@@ -63,7 +63,8 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, problem.input.dtype))
-    carry, _ = over_chunks(body, carry, tokens, config.rows, unrolls=needs_grad.d_input)
+    unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel  # XLA's product adds in place in a loop alone
+    carry, _ = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
         d_weight, d_bias = _add_targets(problem, rows, d_weight, d_bias)

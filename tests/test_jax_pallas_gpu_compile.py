@@ -185,7 +185,6 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "compiling takes a second for each kernel"
 
 
-@pytest.mark.slow
 def test_pallas_triton_compiles_and_fits(tmp_path: Path) -> None:
     check(compile_all([("train", 8192, *QWEN, 0)], "a100", "pallas_triton", tmp_path), KERNEL_LIMITS)
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")
