@@ -142,7 +142,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             slabs_in_place=False, d_input_kernel=False, d_weight_kernel=False,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
-    tile = tile_config.choose_tile(x.itemsize, hopper=hopper)
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
     # XLA's GEMMs take whole arrays: nothing is padded.
     stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
@@ -154,6 +153,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     # Slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples.
     slabs_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
+    crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
+    crowded |= tile_config.unaligned(vocab, key.vocab_axis)
+    tile = tile_config.choose_tile(x.itemsize, hopper=hopper, crowded=crowded)
     if scaled_exp:
 
         def scratch(rows: int, most: int) -> int:
@@ -172,7 +174,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
             statistics=key.statistics,
-            softcap=key.softcap,
+            block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
             budget=key.memory_budget,

@@ -47,24 +47,30 @@ class TritonTile(NamedTuple):
     block_d: int
 
 
-def triton_tile(itemsize: int, *, sloped: bool) -> TritonTile:
-    """Returns the tile of Pallas' Triton kernels; `sloped` where a slope or a gradient is kept beside each logit.
+def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
+    """Returns the tile of Pallas' Triton kernels; `crowded` where registers hold more than logits: a slope, a weight or
+    a gradient beside each, or operands of an `unaligned` head.
 
-    A thread holds 128 float32 sums in its 255 registers, 64 where each has company; and 64 for float32, which no matrix
+    A thread holds 128 float32 sums in its 255 registers, 64 where it is crowded; and 64 for float32, which no matrix
     unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
     """
     if itemsize == 4:
         return TritonTile(128, 32)
-    return TritonTile(128 if sloped else 256, 64)
+    return TritonTile(128 if crowded else 256, 64)
+
+
+def unaligned(vocab: int, vocab_axis: int) -> bool:
+    """Returns whether a thread loads a head's classes one by one: where rows of (D, V) do not start at 16 bytes."""
+    return vocab_axis == 1 and vocab % 8 != 0
 
 
 # Of the kernel that repairs, which seldom has work: it compiles in a seventh of the time of `triton_tile`'s.
 REPAIR_TILE, REPAIR_STAGES = TritonTile(128, 32), 2
 
 
-def choose_tile(itemsize: int, *, hopper: bool) -> TileConfig:
-    """Returns the tile of logits for operands of so many bytes."""
-    return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else triton_tile(itemsize, sloped=False).block_v)
+def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
+    """Returns the tile of logits for operands of so many bytes; `crowded` of `triton_tile`."""
+    return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else triton_tile(itemsize, crowded=crowded).block_v)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ def choose_scaled_exp(
     holds: bool,
     d_bias: bool,
     statistics: bool,
-    softcap: bool,
+    block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
     budget: int,
@@ -207,7 +213,7 @@ def choose_scaled_exp(
         holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
         d_bias: d_bias is wanted.
         statistics: the largest logits are wanted.
-        softcap: the logits are capped.
+        block_v: classes of a tile of logits.
         hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
         scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
         budget: bytes.
@@ -221,7 +227,6 @@ def choose_scaled_exp(
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
-    block_v = CLASS_BLOCK if hopper else triton_tile(itemsize, sloped=stores and softcap).block_v
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
     def config(rows: int) -> ScaledExpConfig:

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import problem
 
-from jax_pallas import launch
+from jax_pallas import kernels, launch
 from jax_pallas.launch import DeviceInfo
-from jax_pallas.linear_ce import explain
+from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
 from jax_pallas.tile_config import padded
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
@@ -92,6 +92,43 @@ def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
     options: dict[str, Any], starts: bool
 ) -> None:
     assert plan(**options).d_weight_starts == starts
+
+
+@pytest.mark.parametrize(
+    ("options", "block_v"),
+    [
+        ({}, 256),
+        ({"softcap": 3.0}, 128),  # a slope beside each logit
+        ({"softcap": 3.0, "gradients": False}, 256),
+        ({"label_smoothing": 0.1}, 128),  # a class weight
+        ({"vocab_axis": 1, "v": 321}, 128),  # classes are loaded one by one
+        ({"vocab_axis": 1, "v": 321, "gradients": False}, 128),
+        ({"dtype": jnp.float32}, 128),
+    ],
+)
+def test_the_plan_has_the_tile_of_the_kernels(
+    options: dict[str, Any], block_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles, run = [], kernels.run
+
+    def record(kernel: Any, matmul: Any, *arguments: Any, **known: Any) -> Any:
+        if kernel in (kernels.exponentials_kernel, kernels.statistics_kernel):
+            tiles.append(matmul.tile.block_v)
+        return run(kernel, matmul, *arguments, **known)
+
+    monkeypatch.setattr(kernels, "run", record)
+    shared = {"implementation": "pallas_triton", **options}
+    v, dtype, gradients = (shared.pop(*key) for key in (("v", 320), ("dtype", jnp.bfloat16), ("gradients", True)))
+    x = jnp.zeros((128, 64), dtype)
+    w = jnp.zeros((64, v) if "vocab_axis" in options else (v, 64), dtype)
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return linear_cross_entropy(x, w, jnp.zeros(128, jnp.int32), **shared)
+
+    jax.jit(jax.grad(loss, (0, 1)) if gradients else loss).lower(x, w)
+    tile = explain(x, w, gradients=gradients, **shared).plan.tile
+    assert tile is not None
+    assert {tile.block_v} == set(tiles) == {block_v}
 
 
 def test_slabs_of_a_transposed_head_begin_where_tma_can_read() -> None:

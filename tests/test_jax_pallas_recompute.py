@@ -50,7 +50,7 @@ def grown(tokens: int, budget: int, **changes: Any) -> Any:
         "itemsize": 2,
         "d_bias": False,
         "statistics": False,
-        "softcap": False,
+        "block_v": 192,
         "hopper": True,
         "scratch": lambda rows, most: 0,
     }
