@@ -246,6 +246,7 @@ def finish_rows_kernel(
     inside, at = row < place_ref[3], place_ref[0] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
     flagged = flag_ref[place_ref[1] + 1 + block] != 0
+    new_total = column_sums(again_sum_ref, row, flagged)
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 
@@ -258,7 +259,6 @@ def finish_rows_kernel(
     total = load(total_ref, row, mask=inside)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
     anchor = load(anchor_ref, at, mask=inside)
-    new_total = column_sums(again_sum_ref, row, flagged)
     new_anchor = repaired_anchor(load(top_ref, at, mask=again))
     first, has = jnp.zeros_like(row), again & is_class
     new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (again_exp_ref, again_logit_ref))
