@@ -246,7 +246,7 @@ def finish_rows_kernel(
     inside, at = row < place_ref[3], place_ref[0] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
     flagged = flag_ref[place_ref[1] + 1 + block] != 0
-    new_total = column_sums(again_sum_ref, row, flagged)
+    new_total = column_sums(again_sum_ref, row, flagged)  # first: a loop that little else is kept in registers for
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 
@@ -331,7 +331,7 @@ def finish_rows(
     results, in_place = (*written, rho), sum(array is not None for array in written)
     operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
     (loss, lse, target_logit, largest, theta, e, x, rho) = run(
-        finish_rows_kernel, known, operands, results, grid, in_place=in_place, stages=1
+        finish_rows_kernel, known, operands, results, grid, in_place=in_place, warps=4, stages=1
     )
     rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
     return rows, e, x, rho

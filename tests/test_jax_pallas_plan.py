@@ -100,9 +100,9 @@ def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
         ({}, 256),
         ({"softcap": 3.0}, 128),  # a slope beside each logit
         ({"softcap": 3.0, "gradients": False}, 256),
-        ({"label_smoothing": 0.1}, 128),  # a class weight
-        ({"vocab_axis": 1, "v": 321}, 128),  # classes are loaded one by one
-        ({"vocab_axis": 1, "v": 321, "gradients": False}, 128),
+        ({"label_smoothing": 0.1}, 256),
+        ({"label_smoothing": 0.1, "softcap": 3.0, "gradients": False}, 128),
+        ({"vocab_axis": 1, "v": 321}, 256),
         ({"dtype": jnp.float32}, 128),
     ],
 )
