@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+Value = tuple[str, int]  # a factor and the index of its value
+
 _CANDIDATES = 24  # drafts per row, of which the one with most new pairs is kept; more shortens the tables by under 3%
 
 
-def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[frozenset[tuple[str, int]]]:
+def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[frozenset[Value]]:
     """Yields every pair of (factor, index of its value) of two different factors."""
     for left, right in combinations(factors, 2):
         for i, j in product(range(len(factors[left])), range(len(factors[right]))):
@@ -31,41 +33,54 @@ def pairwise(factors: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[s
         True
     """
     rng = np.random.default_rng(seed)
-    names = list(factors)
-    missing = dict.fromkeys(pairs(factors))  # a dict keeps its order: sets of strings would vary from run to run
-    rows = [dict.fromkeys(names, 0)]
-    _strike(missing, rows[0])
-    while missing:
-        drafts = [_draft(factors, names, missing, rng) for _ in range(_CANDIDATES)]
-        rows.append(max(drafts, key=lambda row: sum(pair in missing for pair in _pairs_of(row))))
-        _strike(missing, rows[-1])
+    values = [(name, index) for name in factors for index in range(len(factors[name]))]
+    bit = {value: 1 << place for place, value in enumerate(values)}
+    missing = dict.fromkeys(values, 0)  # of each value, the bits of those that it has yet to meet
+    for one, other in pairs(factors):
+        missing[one] |= bit[other]
+        missing[other] |= bit[one]
+    rows = [dict.fromkeys(factors, 0)]
+    _strike(missing, bit, rows[0])
+    for one, other in pairs(factors):
+        if missing[one] & bit[other]:
+            drafts = [_draft(factors, dict((one, other)), missing, bit, rng) for _ in range(_CANDIDATES)]
+            rows.append(max(drafts, key=lambda row: _new_pairs(missing, bit, row)))
+            _strike(missing, bit, rows[-1])
     return [{name: factors[name][index] for name, index in row.items()} for row in rows]
 
 
-def _pairs_of(row: Mapping[str, int]) -> Iterator[frozenset[tuple[str, int]]]:
-    return (frozenset(pair) for pair in combinations(row.items(), 2))
+def _bits(bit: Mapping[Value, int], row: Mapping[str, int]) -> int:
+    """Returns a row as a set of bits, one for each of its values."""
+    return sum(map(bit.__getitem__, row.items()))
 
 
-def _strike(missing: dict[frozenset[tuple[str, int]], None], row: Mapping[str, int]) -> None:
-    for pair in _pairs_of(row):
-        missing.pop(pair, None)
+def _new_pairs(missing: Mapping[Value, int], bit: Mapping[Value, int], row: Mapping[str, int]) -> int:
+    """Returns twice the number of pairs in a row that no row has yet."""
+    bits = _bits(bit, row)
+    return sum((missing[value] & bits).bit_count() for value in row.items())
+
+
+def _strike(missing: dict[Value, int], bit: Mapping[Value, int], row: Mapping[str, int]) -> None:
+    """Takes a row's pairs from those that are missing."""
+    bits = _bits(bit, row)
+    for value in row.items():
+        missing[value] &= ~bits
 
 
 def _draft(
     factors: Mapping[str, Sequence[Any]],
-    names: list[str],
-    missing: Mapping[frozenset[tuple[str, int]], None],
+    wanted: Mapping[str, int],
+    missing: Mapping[Value, int],
+    bit: Mapping[Value, int],
     rng: np.random.Generator,
 ) -> dict[str, int]:
-    """Returns a row that holds the first missing pair; its other factors follow in random order, each greedily."""
-    fixed = dict(next(iter(missing)))
+    """Returns a row that holds what is wanted; its other factors follow in random order, each greedily."""
+    names, fixed, bits = list(factors), dict(wanted), _bits(bit, wanted)
     for name in (names[i] for i in rng.permutation(len(names))):
         if name in fixed:
             continue
-        gains = [
-            sum(frozenset(((name, value), other)) in missing for other in fixed.items())
-            for value in range(len(factors[name]))
-        ]
-        best = [value for value, gain in enumerate(gains) if gain == max(gains)]
+        gains = [(missing[name, index] & bits).bit_count() for index in range(len(factors[name]))]
+        best = [index for index, gain in enumerate(gains) if gain == max(gains)]
         fixed[name] = best[rng.integers(len(best))]
+        bits |= bit[name, fixed[name]]
     return {name: fixed[name] for name in names}

@@ -74,38 +74,35 @@ def test_the_contract_and_parity_import_numpy_only(package: str) -> None:
         assert not others, f"{name} imports {', '.join(sorted(others))}"
 
 
-LOADED = "import json, sys; {statement}; print(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
-
-
-@pytest.mark.parametrize(
-    ("statement", "absent"),
-    [
-        ("import core_triton", JAX | {"jax_pallas", "flax_models"}),
-        ("import jax_pallas.linear_ce", TORCH | {"core_triton", "flax_models", "flax", "optax"}),
-        ("import flax_models.train", TORCH | {"core_triton"}),
+# What a program imports, one after the other, and what is absent then.
+IMPORTED = {
+    "core_triton": [("core_triton", JAX | {"jax_pallas", "flax_models"})],
+    "jax": [
         (
-            "import linear_ce.spec, linear_ce.reference, linear_ce.chunking, "
+            "linear_ce.spec, linear_ce.reference, linear_ce.chunking, "
             "parity.cases, parity.arrays, parity.expected, parity.backends, parity.__main__",
             TORCH | JAX | {"core_triton", "jax_pallas"},
         ),
         (
-            "import parity.train.command, parity.train.process, parity.train.torch_run, parity.train.jax_run",
+            "parity.train.command, parity.train.process, parity.train.torch_run, parity.train.jax_run",
             TORCH | JAX | {"core_triton", "jax_pallas", "flax_models", "matplotlib"},
         ),
+        ("jax_pallas.linear_ce", TORCH | {"core_triton", "flax_models", "flax", "optax"}),
+        ("flax_models.train", TORCH | {"core_triton"}),
     ],
-    ids=["core_triton", "jax_pallas", "flax_models", "parity", "parity.train"],
-)
-def test_an_import_loads_no_other_framework(statement: str, absent: set[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED.format(statement=statement)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+}
+
+
+@pytest.mark.parametrize("program", IMPORTED)
+def test_an_import_loads_no_other_framework(program: str) -> None:
+    loaded = "print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    statements = [f"import {modules}; {loaded}" for modules, _ in IMPORTED[program]]
+    command = [sys.executable, "-c", "\n".join(["import json, sys", *statements])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    loaded = set(json.loads(done.stdout.splitlines()[-1]))
-    assert not loaded & absent, f"{statement} loads {', '.join(sorted(loaded & absent))}"
+    for (modules, absent), line in zip(IMPORTED[program], done.stdout.splitlines(), strict=True):
+        found = absent & set(json.loads(line))
+        assert not found, f"import {modules} loads {', '.join(sorted(found))}"
 
 
 @pytest.mark.parametrize("package", ["core_triton", "jax_pallas", "flax_models", "linear_ce", "parity"])
