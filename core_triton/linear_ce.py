@@ -344,9 +344,12 @@ def _choose(device: torch.device, implementation: str | None) -> Implementation:
     return Implementation(implementation, "asked for by name")
 
 
-@torch.compiler.assume_constant_result  # torch.compile looks at neither packages nor devices
 def _triton_obstacle(device: torch.device) -> str | None:
     """Returns why the kernels do not run on a device, or None."""
+    if torch.compiler.is_compiling():
+        from core_triton.compiling import triton_obstacle  # it loads torch._dynamo: a second
+
+        return triton_obstacle(device)
     return ops.triton_obstacle(device)
 
 
