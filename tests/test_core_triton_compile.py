@@ -1,6 +1,7 @@
 """core_triton's operators under torch.library.opcheck, and its functions inside torch.compile without a graph break."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 import core_triton
+from core_triton import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -175,6 +177,17 @@ def test_compiled_second_backward_repeats_the_first() -> None:
     first = [g.clone() for g in torch.autograd.grad(value, leaves(arrays), upstream, retain_graph=True)]
     second = torch.autograd.grad(value, leaves(arrays), upstream)
     torch.testing.assert_close(list(second), first, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("obstacle", "name"), [(None, "triton"), ("no GPU", "chunked")])
+def test_a_compiled_function_chooses_as_an_eager_one(obstacle: str | None, name: str) -> None:
+    x, w = torch.ones(3, 16), torch.ones(5, 16)
+
+    def chosen(x: Tensor, w: Tensor) -> Tensor:
+        return x.new_ones(()) * (core_triton.explain(x, w).name == name)
+
+    with mock.patch.object(ops, "triton_obstacle", return_value=obstacle):
+        assert torch.compile(chosen, fullgraph=True, backend="aot_eager")(x, w) == 1
 
 
 def test_bad_input_is_refused_in_a_compiled_function_too() -> None:

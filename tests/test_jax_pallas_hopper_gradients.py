@@ -276,7 +276,7 @@ def drawn_sizes() -> Iterator[tuple[int, int, int, int | None]]:
     drawn = random.Random(0)
     for rows, hidden, classes in ((1000, 64, 50257), (2048, 4096, 128256), (1664, 896, 151936), (1, 64, 1)):
         yield rows, hidden, classes, None
-    for _ in range(150):
+    for _ in range(300):
         rows = drawn.choice([8, 64, 1000, 2048, drawn.randint(1, 9000)])
         classes = drawn.choice([320, 50257, 128256, drawn.randint(1, 60000)])
         for most in (None, drawn.randint(0, 10**8)):
