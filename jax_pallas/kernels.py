@@ -17,7 +17,17 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_pallas.problem import Problem
-from jax_pallas.row_kernels import LN_2, LOG2_E, Again, CallRows, Exponentials, repaired_anchor
+from jax_pallas.row_kernels import (
+    FIRST_FLAG,
+    FIRST_OF_X,
+    FIRST_ROW,
+    LN_2,
+    LOG2_E,
+    Again,
+    CallRows,
+    Exponentials,
+    repaired_anchor,
+)
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
@@ -273,7 +283,7 @@ def repair(
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
     for step in (FINDS, REDOES):
-        scalars = jnp.stack([place[2], place[0], place[1], jnp.int32(step)])
+        scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
         results, in_place = (rows.top, e, *made), 1 + (e is not None)
         top, e, *again = run(

@@ -74,6 +74,10 @@ class TargetPlaces(NamedTuple):
     index: Array  # () int32, of the chunk in `places`
 
 
+# Where a chunk is, int32 on the device: its first row of the call, its first flag, its first row of x, how many rows it
+# has and, where there are `TargetPlaces`, its index in them.
+FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE, CHUNK = range(5)
+
 HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.places`
 
 
@@ -193,14 +197,14 @@ def join_blocks_kernel(
     """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits; raises the flags of the
     row blocks with a sum that leaves the range: (30). A program owns SMALL_BLOCK rows. Flags are only ever raised to 1,
     so their order does not matter."""
-    first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[1]
+    first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[FIRST_FLAG]
     row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
-    inside = row < place_ref[3]
+    inside = row < place_ref[SIZE]
     total = column_sums(sum_ref, row)
     store(total_ref, row, values=total, mask=inside)
     if largest_ref is not None:
         store(largest_ref, row, values=column_maxima(top_ref, row), mask=inside)
-    contributes = load(row_weight_ref, place_ref[0] + row, mask=inside) != 0
+    contributes = load(row_weight_ref, place_ref[FIRST_ROW] + row, mask=inside) != 0
     leaves = inside & contributes & ~((total > LEAST_SUM) & (total < LARGEST_SUM))
 
     @pl.when(leaves.astype(jnp.int32).max() != 0)
@@ -210,8 +214,7 @@ def join_blocks_kernel(
 
 
 def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Array | None) -> tuple[CallRows, Joined]:
-    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,) int32: its first row, its first flag, its
-    first row of x, and `size`."""
+    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,): `FIRST_ROW` and what follows it."""
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     operands = place, sums, tops, rows.row_weight, rows.flag
     results = rows.flag, of_row, None if tops is None else of_row
@@ -243,9 +246,9 @@ def finish_rows_kernel(
     """
     loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
-    inside, at = row < place_ref[3], place_ref[0] + row
+    inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
-    flagged = flag_ref[place_ref[1] + 1 + block] != 0
+    flagged = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
     new_total = column_sums(again_sum_ref, row, flagged)  # first: a loop that little else is kept in registers for
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
@@ -254,7 +257,7 @@ def finish_rows_kernel(
     if target_places_ref is not None:
         half = lax.div(row, jnp.int32(HALF_ROWS))
         class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
-        place = lax.max(load(target_places_ref, place_ref[4], half, class_block, mask=is_class), jnp.int32(0))
+        place = lax.max(load(target_places_ref, place_ref[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
     again = inside & flagged
     total = load(total_ref, row, mask=inside)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
@@ -292,7 +295,7 @@ def finish_rows_kernel(
     store(theta_ref, at, values=jnp.where(contributes, known.logit_scale * theta, 0.0), mask=inside)
     store(e_ref, row, lax.max(target, jnp.int32(0)), values=jnp.zeros_like(rho), mask=is_class)
     if x_ref is not None:
-        scale_rows(x_ref, place_ref[2] + row, rho, inside)
+        scale_rows(x_ref, place_ref[FIRST_OF_X] + row, rho, inside)
 
 
 def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:

@@ -165,7 +165,7 @@ def _store_exponentials(
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Again]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and what their sums and its targets give; x holds its
-    rows from place[2] on.
+    rows from `FIRST_OF_X` of place on.
 
     The chunk may go on past the last row: exponentials under an anchor of inf are zeros. The Hopper kernels may add
     further rows of zeros to e.
@@ -178,13 +178,13 @@ def _store_exponentials(
     arrays = x, problem.linear_weight, bias, part.of(rows.anchor), part.of(rows.target)
     options = {**known(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
     if places is None:
-        found = kernels.exponentials(*arrays, place[2], **options)
+        found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
         from jax_pallas import hopper_logits
 
         in_chunk = lax.dynamic_index_in_dim(places.places, places.index, keepdims=False)
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
-        found = hopper_logits.exponentials(*arrays, in_chunk, place[2], **options)
+        found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
     rows, e, again = kernels.repair(problem, x, rows, place, size, found.e)
     return rows, found._replace(e=e), joined, again
