@@ -9,7 +9,7 @@ LATEST := .venv-latest/bin
 INSTALL := pip install --quiet --disable-pip-version-check --retries 10
 # Enough of JAX's CUDA plugin to compile for a GPU that is not there. Apart from the environment, where JAX would look for a driver.
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
-# What Python compiles is kept, whatever the environment says: pytest rewrites a hundred files of tests.
+# Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
 ARGS ?=

@@ -347,7 +347,7 @@ def _choose(device: torch.device, implementation: str | None) -> Implementation:
 def _triton_obstacle(device: torch.device) -> str | None:
     """Returns why the kernels do not run on a device, or None."""
     if torch.compiler.is_compiling():
-        from core_triton.compiling import triton_obstacle  # it loads torch._dynamo: a second
+        from core_triton.compiling import triton_obstacle  # loads torch._dynamo
 
         return triton_obstacle(device)
     return ops.triton_obstacle(device)

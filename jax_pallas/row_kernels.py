@@ -74,8 +74,8 @@ class TargetPlaces(NamedTuple):
     index: Array  # () int32, of the chunk in `places`
 
 
-# Where a chunk is, int32 on the device: its first row of the call, its first flag, its first row of x, how many rows it
-# has and, where there are `TargetPlaces`, its index in them.
+# The indices of `place`, an int32 array that says where a chunk is: its first row of the call, its first flag, its
+# first row of x, its number of rows and, where there are `TargetPlaces`, its index in them.
 FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE, CHUNK = range(5)
 
 HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.places`
@@ -214,7 +214,7 @@ def join_blocks_kernel(
 
 
 def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Array | None) -> tuple[CallRows, Joined]:
-    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,): `FIRST_ROW` and what follows it."""
+    """Launches `join_blocks_kernel` for a chunk of `size` rows at place (4,), from `FIRST_ROW` to `SIZE`."""
     of_row = jax.ShapeDtypeStruct((size,), jnp.float32)
     operands = place, sums, tops, rows.row_weight, rows.flag
     results = rows.flag, of_row, None if tops is None else of_row
@@ -249,7 +249,7 @@ def finish_rows_kernel(
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
     flagged = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
-    new_total = column_sums(again_sum_ref, row, flagged)  # first: a loop that little else is kept in registers for
+    new_total = column_sums(again_sum_ref, row, flagged)  # before the other loads, or registers spill
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 

@@ -63,7 +63,8 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, problem.input.dtype))
-    unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel  # XLA's product adds in place in a loop alone
+    # XLA's GEMM adds to d_weight in place only inside a loop.
+    unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
     carry, _ = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
@@ -137,7 +138,7 @@ def _chunk(
     else:  # what a row holds reaches no sum but its own
         x, start = problem.input, chunk.start
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
-    numbers = chunk.start, first_flag, start, size
+    numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
     rows, found, joined, again = _store_exponentials(
@@ -165,7 +166,7 @@ def _store_exponentials(
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Again]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and what their sums and its targets give; x holds its
-    rows from `FIRST_OF_X` of place on.
+    rows from place[FIRST_OF_X] on.
 
     The chunk may go on past the last row: exponentials under an anchor of inf are zeros. The Hopper kernels may add
     further rows of zeros to e.

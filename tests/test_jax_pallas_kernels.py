@@ -378,10 +378,9 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: more than sums of tiles"
 
 
-def test_kernels_compile_and_fit() -> None:
-    """What `test_pallas_triton_compiles_and_fits` has not."""
-    functions = ("sums", "statistics", "d_logits")
-    check(compile_all("a100", [{"shape": "llama", "dtype": "bfloat16", "functions": functions}]))
+@pytest.mark.parametrize("target", [pytest.param("h200", marks=SLOW), "a100"])
+def test_kernels_compile_and_fit(target: str) -> None:
+    check(compile_all(target, [{"shape": "llama", "dtype": "bfloat16", "functions": FUNCTIONS}]))
 
 
 @SLOW
