@@ -28,7 +28,7 @@ from jax_pallas.row_kernels import (
     Exponentials,
     repaired_anchor,
 )
-from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile
+from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
@@ -211,7 +211,8 @@ def exponentials(
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
     """
-    tile = triton_tile(x.dtype.itemsize, sloped=stores and softcap is not None)
+    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
+    tile = triton_tile(x.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
@@ -342,9 +343,9 @@ def statistics(
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
         target's summand of the first sum, and its logit, 0 where there is none. None what is not wanted.
     """
-    matmul = Matmul(
-        rows, classes, vocab_axis, logit_scale, softcap, triton_tile(x.dtype.itemsize, sloped=softcap is not None)
-    )
+    crowded = softcap is not None or weighted or unaligned(w.shape[1], vocab_axis)
+    tile = triton_tile(x.dtype.itemsize, crowded=crowded)
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     operands = (x, w, bias, class_weight if weighted else None, target)
     of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
@@ -407,7 +408,7 @@ def d_logits(
         lse, alpha, tau, beta, sigma: (rows,) float32; the last two may be None, which means zeros.
         contributes: (rows,) bool; the other rows are 0.
     """
-    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, triton_tile(x.dtype.itemsize, sloped=True))
+    matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, triton_tile(x.dtype.itemsize, crowded=True))
     of_rows = (target, lse, alpha, tau, beta, sigma, contributes.astype(jnp.int32))
     operands = (x, w, bias, None if sigma is None else class_weight, *of_rows)
     result = jax.ShapeDtypeStruct((rows, padded(classes)), x.dtype)

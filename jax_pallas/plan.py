@@ -153,8 +153,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     # Slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples.
     slabs_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
-    sloped = key.softcap and (needs_grad or not scaled_exp)  # as the launchers in kernels.py have it
-    tile = tile_config.choose_tile(x.itemsize, hopper=hopper, sloped=sloped)
+    # As the launchers in kernels.py have it.
+    crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
+    crowded |= tile_config.unaligned(vocab, key.vocab_axis)
+    tile = tile_config.choose_tile(x.itemsize, hopper=hopper, crowded=crowded)
     if scaled_exp:
 
         def scratch(rows: int, most: int) -> int:

@@ -249,7 +249,7 @@ def finish_rows_kernel(
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
     flagged = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
-    new_total = column_sums(again_sum_ref, row, flagged)  # before the other loads, or registers spill
+    new_total = column_sums(again_sum_ref, row, flagged)
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 
@@ -334,7 +334,7 @@ def finish_rows(
     results, in_place = (*written, rho), sum(array is not None for array in written)
     operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
     (loss, lse, target_logit, largest, theta, e, x, rho) = run(
-        finish_rows_kernel, known, operands, results, grid, in_place=in_place, warps=4, stages=1
+        finish_rows_kernel, known, operands, results, grid, in_place=in_place, stages=1
     )
     rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
     return rows, e, x, rho

@@ -100,7 +100,9 @@ def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
         ({}, 256),
         ({"softcap": 3.0}, 128),  # a slope beside each logit
         ({"softcap": 3.0, "gradients": False}, 256),
-        ({"label_smoothing": 0.1, "softcap": 3.0, "gradients": False}, 128),
+        ({"label_smoothing": 0.1}, 128),  # a class weight
+        ({"vocab_axis": 1}, 128),  # classes are loaded one by one: 321 of them
+        ({"vocab_axis": 1, "gradients": False}, 128),
         ({"dtype": jnp.float32}, 128),
     ],
 )
@@ -117,7 +119,7 @@ def test_the_plan_has_the_tile_of_the_kernels(
     monkeypatch.setattr(kernels, "run", record)
     shared = {"implementation": "pallas_triton", **options}
     dtype, gradients = shared.pop("dtype", jnp.bfloat16), shared.pop("gradients", True)
-    x, w = jnp.zeros((128, 64), dtype), jnp.zeros((320, 64), dtype)
+    x, w = jnp.zeros((128, 64), dtype), jnp.zeros((64, 321) if "vocab_axis" in shared else (320, 64), dtype)
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
         return linear_cross_entropy(x, w, jnp.zeros(128, jnp.int32), **shared)
