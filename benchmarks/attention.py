@@ -19,8 +19,8 @@ from benchmarks import results
 from benchmarks.methods import UnavailableError, check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_rows import GROUPS, Row, draw
-from flax_models import attention
-from flax_models.model_config import ModelConfig
+from flax_models.model import attention
+from flax_models.model.config import ModelConfig
 
 Attend = Callable[[Array, Array, Array], Array]  # query (B, T, heads, H), key and value (B, T, kv heads, H)
 

@@ -26,16 +26,17 @@ from benchmarks.methods import check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_process import Request
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
-from flax_models import weights
-from flax_models.accounting import Memory, device_memory, step_memory
-from flax_models.batches import IGNORED, Batch, BatchSampler
-from flax_models.config import LoraConfig, TrainConfig
-from flax_models.corpus import load_corpus
-from flax_models.lora import adapt, adapted_shapes
-from flax_models.model import Decoder
-from flax_models.model_config import Dtype, ModelConfig
-from flax_models.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
-from flax_models.step import StepMetrics, Trainer, TrainState
+from flax_models.data.batches import IGNORED, Batch, BatchSampler
+from flax_models.data.corpus import load_corpus
+from flax_models.hub import weights
+from flax_models.model.config import Dtype, ModelConfig
+from flax_models.model.decoder import Decoder
+from flax_models.model.lora import adapt, adapted_shapes
+from flax_models.model.lora_config import LoraConfig
+from flax_models.train.accounting import Memory, device_memory, step_memory
+from flax_models.train.config import TrainConfig
+from flax_models.train.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
+from flax_models.train.step import StepMetrics, Trainer, TrainState
 
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300

@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from flax_models.accounting import device_peak, flops_per_token
-from flax_models.batches import IGNORED, Batch
-from flax_models.families import PUBLISHED
-from flax_models.model_config import Dtype, ModelConfig, Remat
-from flax_models.packing import best_fit, room_for
+from flax_models.data.batches import IGNORED, Batch
+from flax_models.data.packing import best_fit, room_for
+from flax_models.model.config import Dtype, ModelConfig, Remat
+from flax_models.model.families import PUBLISHED
+from flax_models.train.accounting import device_peak, flops_per_token
 
 Kind = Literal["speed", "check", "largest", "converge"]
 Loss = Literal["fused", "unfused", "hf", "hf+liger"]
@@ -54,7 +54,7 @@ class Row:
 
     Args:
         config: name of a published shape, or "smoke".
-        loss: "fused" is `flax_models.step.Trainer` as it is, "unfused" the same with optax's loss on the logits, "hf"
+        loss: "fused" is flax_models' `Trainer` as it is, "unfused" the same with optax's loss on the logits, "hf"
             transformers and PyTorch, "hf+liger" those with Liger's kernels.
         mode: "full" fine-tuning, or "lora": adapters of rank LORA_RANK on every projection.
         seq: T, tokens of a row.
@@ -64,7 +64,7 @@ class Row:
         remat: what the backward pass computes again.
         attention: "cudnn" or "xla" in JAX, "sdpa" in PyTorch.
         data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
-        optimizer: its name in `flax_models.config`.
+        optimizer: its name in `flax_models.train.config`.
         accumulate: micro-batches of a step.
         compile: have PyTorch compile the model; JAX always does.
         scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
@@ -263,7 +263,7 @@ def draw(row: Row, batch: int) -> Drawn:
     """Returns the batches of a row, always the same.
 
     Lengths of examples that are padded or packed are log-normal, as an instruction set's are, with a mean of T/4. They
-    are packed by best fit, as `flax_models.packing` does it.
+    are packed by best fit, as `flax_models.data.packing` does it.
 
     Args:
         row: its shape and data.
@@ -311,7 +311,7 @@ def speed_figures(
         row: its shape.
         drawn: what the steps trained on; padding counts neither as tokens nor as flops.
         step_ms: median time of a step.
-        trained: names and sizes of the parameters that train, as `flax_models.accounting.flops_per_token` takes them.
+        trained: names and sizes of the parameters that train, as `accounting.flops_per_token` takes them.
         device_kind: of JAX or PyTorch, for the peak.
     """
     tokens_per_s = 1000 * drawn.tokens / step_ms

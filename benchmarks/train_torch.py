@@ -22,9 +22,9 @@ from benchmarks.methods import UnavailableError, describe, installed, load, out_
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_process import Request
 from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
-from flax_models.batches import Batch
-from flax_models.hub_config import values_of
-from flax_models.model_config import ModelConfig
+from flax_models.data.batches import Batch
+from flax_models.hub.config import values_of
+from flax_models.model.config import ModelConfig
 
 WARM_UP = 3
 SPLIT_STEPS = 3

@@ -26,23 +26,23 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_models.adapter_folder import save_adapter
-from flax_models.batches import Batch
-from flax_models.config import LoraConfig
-from flax_models.corpus import load_corpus
-from flax_models.dialogue import Dialogue
+from flax_models.data.batches import Batch
+from flax_models.data.corpus import load_corpus
+from flax_models.data.dialogue import Dialogue
+from flax_models.data.examples import Example, fit_examples
+from flax_models.data.packing import PackedSampler, pack_rows
+from flax_models.data.tokenizer import cache_folder, load_or_train
+from flax_models.data.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary
 from flax_models.errors import RunError
-from flax_models.examples import Example, fit_examples
 from flax_models.export import save_with_tokenizer
-from flax_models.hub_config import read_config
-from flax_models.lora import adapt, merge
-from flax_models.model import Decoder, ModelConfig
-from flax_models.packing import PackedSampler, pack_rows
-from flax_models.parameters import is_adapter, name_of
-from flax_models.sampling import Sampling, continue_prompts
-from flax_models.tokenizer import cache_folder, load_or_train
-from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary
-from flax_models.weights import load
+from flax_models.hub.adapter_folder import save_adapter
+from flax_models.hub.config import read_config
+from flax_models.hub.weights import load
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.model.lora import adapt, merge
+from flax_models.model.lora_config import LoraConfig
+from flax_models.model.parameters import is_adapter, name_of
+from flax_models.model.sampling import Sampling, continue_prompts
 from jax_pallas.linear_ce import linear_cross_entropy
 
 MODEL = ModelConfig(

@@ -22,15 +22,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from flax_models.batches import BatchSampler, held_out_windows
-from flax_models.corpus import load_corpus
+from flax_models.data.batches import BatchSampler, held_out_windows
+from flax_models.data.corpus import load_corpus
+from flax_models.data.tokenizer import cache_folder, load_or_train
+from flax_models.data.vocabulary import made_from_text
 from flax_models.errors import RunError
 from flax_models.export import save_with_tokenizer
 from flax_models.generate import Source, continue_texts
-from flax_models.model import Decoder, ModelConfig
-from flax_models.sampling import Sampling
-from flax_models.tokenizer import cache_folder, load_or_train
-from flax_models.vocabulary import made_from_text
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.model.sampling import Sampling
 from jax_pallas.linear_ce import linear_cross_entropy
 
 MODEL = ModelConfig(

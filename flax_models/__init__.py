@@ -1,5 +1,7 @@
-"""Flax models and training loops over `jax_pallas.linear_ce`; `python -m flax_models.train` trains one.
+"""A Flax decoder and its training loop, with the losses of `jax_pallas`.
 
-Importing this package loads nothing: take `flax_models.model`, which needs jax and flax alone, or the parts of the
-trainer by their own names.
+Four packages, each of which imports only those before it: `model` (the decoder, adapters, sampling), `hub` (Hugging
+Face folders), `data` (corpora, tokens, batches) and `train` (the trainer). Importing this package loads none of them.
+
+The commands are `python -m flax_models.train`, `python -m flax_models.generate` and `python -m flax_models.export`.
 """

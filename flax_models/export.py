@@ -13,15 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from flax_models.adapter_folder import save_adapter
-from flax_models.config import RunConfig
+from flax_models.data.tokenizer import END, END_ID, write
+from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
-from flax_models.lora import merge
-from flax_models.model import Decoder
-from flax_models.tokenizer import END, END_ID, write
-from flax_models.trained import read_run
-from flax_models.vocabulary import Vocabulary
-from flax_models.weights import save
+from flax_models.hub.adapter_folder import save_adapter
+from flax_models.hub.weights import save
+from flax_models.model.decoder import Decoder
+from flax_models.model.lora import merge
+from flax_models.train.config import RunConfig
+from flax_models.train.trained import read_run
 
 PROGRAM = "python -m flax_models.export"
 

@@ -4,111 +4,27 @@
     python -m flax_models.generate --run runs/tiny --prompt "def main():"
     python -m flax_models.generate --run runs/Llama-3.2-1B --chat --prompt "Which colour is snow?"
 
-`continue_prompts` of `flax_models.sampling` draws, with a cache. `generate`, below, serves the sample at the end of a
-training run: it has no cache, and goes on past the model's max_seq_len.
+`continue_prompts` of model/sampling.py draws the tokens.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
+from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_vocabulary
 from flax_models.errors import RunError
-from flax_models.hub_config import read_config
-from flax_models.lora import merge
-from flax_models.model import Decoder
-from flax_models.sampling import Sampling, continue_prompts
-from flax_models.trained import read_run
-from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
-from flax_models.weights import load
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from flax_models.hub.config import read_config
+from flax_models.hub.weights import load
+from flax_models.model.decoder import Decoder
+from flax_models.model.lora import merge
+from flax_models.model.sampling import Sampling, continue_prompts
+from flax_models.train.trained import read_run
 
 PROGRAM = "python -m flax_models.generate"
-
-
-@jax.jit(static_argnames=("graph", "top_k"))
-def _next_token(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    window: jax.Array,  # (1, T)
-    last: jax.Array,  # () place of the last token in the window
-    key: jax.Array,
-    temperature: jax.Array,
-    top_k: int,
-) -> jax.Array:
-    model = nnx.merge(graph, params)
-    logits = model.logits(model(window)[0, last])  # (V,): of one position alone
-    values, entries = jax.lax.top_k(logits, min(top_k, logits.shape[0]))
-    return entries[jax.random.categorical(key, values / temperature)]
-
-
-def generate(
-    model: Decoder,
-    prompt: Sequence[int],
-    *,
-    length: int,
-    key: jax.Array,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    ends: Sequence[int] = (),
-) -> list[int]:
-    """Draws a continuation of a prompt, each token from softmax(logits / temperature) over the top_k largest logits.
-
-    The window is the model's max_seq_len: of a longer text the model sees its end.
-
-    Args:
-        model: the decoder.
-        prompt: at least one token.
-        length: most tokens to draw.
-        key: of jax.random.
-        temperature: > 0; small values keep to the likeliest tokens.
-        top_k: >= 1; 1 takes the likeliest token every time.
-        ends: tokens that end the text; none of them is returned.
-
-    Returns:
-        The tokens drawn, without the prompt.
-
-    Raises:
-        ValueError: an empty prompt, or an option outside its range.
-
-    Example:
-        >>> from flax_models.model import ModelConfig
-        >>> model = Decoder(ModelConfig(vocab_size=50, num_layers=1), rngs=nnx.Rngs(0))
-        >>> len(generate(model, [0], length=5, key=jax.random.key(0)))
-        5
-
-    Source: Fan et al., "Hierarchical neural story generation", section 5.1.
-    """
-    if not prompt:
-        raise ValueError("prompt must have at least one token, got none")
-    if length < 0:
-        raise ValueError(f"length must not be negative, got {length}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
-    graph, params = nnx.split(model)
-    width = model.config.max_seq_len
-    tokens = list(prompt)
-    for step_key in jax.random.split(key, length):
-        seen = tokens[-width:]
-        # One shape for every length: causal attention never looks at the padding.
-        window = np.zeros((1, width), np.int32)
-        window[0, : len(seen)] = seen
-        last = jnp.asarray(len(seen) - 1)
-        token = int(_next_token(graph, params, window, last, step_key, jnp.asarray(temperature), top_k))
-        if token in ends:
-            break
-        tokens.append(token)
-    return tokens[len(prompt) :]
 
 
 class Source(NamedTuple):
@@ -165,12 +81,6 @@ def continue_texts(
         ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
     )
     return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
-
-
-def decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
-    """Returns what new tokens add to a prompt's text, decoded with it: some tokenizers drop a text's first space."""
-    before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)
 
 
 def parser() -> argparse.ArgumentParser:

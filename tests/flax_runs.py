@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import flax_models.train as program
-from flax_models.batches import Batch
-from flax_models.config import TrainConfig
-from flax_models.metrics import CLOCKED, read_rows
-from flax_models.model import Decoder, ModelConfig
-from flax_models.step import Trainer, TrainState
+import flax_models.train.main as program
+from flax_models.data.batches import Batch
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.train.config import TrainConfig
+from flax_models.train.metrics import CLOCKED, read_rows
+from flax_models.train.step import Trainer, TrainState
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "mix", "ink"]
 SMALL = [

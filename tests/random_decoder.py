@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from flax_models.model import Decoder, decoder_shapes
-from flax_models.model_config import ModelConfig
+from flax_models.model.config import ModelConfig
+from flax_models.model.decoder import Decoder, decoder_shapes
 
 SMALL = ModelConfig(
     vocab_size=97,

@@ -15,8 +15,8 @@ from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out
 from benchmarks.results import ResultFile
 from benchmarks.train_process import Request, answer, ask
 from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
-from flax_models.accounting import flops_per_token
-from flax_models.batches import IGNORED
+from flax_models.data.batches import IGNORED
+from flax_models.train.accounting import flops_per_token
 
 KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
@@ -148,7 +148,7 @@ def test_a_wrong_loss_fails_the_check(monkeypatch: pytest.MonkeyPatch, wrong: di
 
 
 def test_steps_that_do_not_train_everything_are_refused() -> None:
-    from flax_models.step import StepMetrics
+    from flax_models.train.step import StepMetrics
 
     def metrics(loss: float, *trained: bool) -> StepMetrics:
         one: Any = np.float32(1)

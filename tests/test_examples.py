@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flax_models import generate
-from flax_models.model import ModelConfig
+from flax_models.model.decoder import ModelConfig
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -15,9 +15,11 @@ from flax import nnx
 from flax_runs import before_step, compilation_cache, small_trainer, start, write_texts
 from product_flops import product_flops
 
-import flax_models.train as program
-from flax_models import loop
-from flax_models.accounting import (
+import flax_models.train.main as program
+from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
+from flax_models.model.families import PUBLISHED, published
+from flax_models.train import loop
+from flax_models.train.accounting import (
     PEAK_BF16,
     DeviceMemory,
     describe_bytes,
@@ -29,11 +31,9 @@ from flax_models.accounting import (
     multiplied_parameters,
     step_memory,
 )
-from flax_models.config import TrainConfig
-from flax_models.families import PUBLISHED, published
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.profile import Clock, Operation, Tracer, device_table, operation_parts, operations
-from flax_models.step import StepMetrics, Trainer
+from flax_models.train.config import TrainConfig
+from flax_models.train.profile import Clock, Operation, Tracer, device_table, operation_parts, operations
+from flax_models.train.step import StepMetrics, Trainer
 
 CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 

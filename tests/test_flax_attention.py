@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from flax_runs import SMALL, gpu, train
 
-import flax_models.attention_choice as attention_choice
-from flax_models.attention_choice import explain_attention
-from flax_models.config import CONFIGS
-from flax_models.model import ModelConfig, decoder_shapes
+import flax_models.model.attention_choice as attention_choice
+from flax_models.model.attention_choice import explain_attention
+from flax_models.model.decoder import ModelConfig, decoder_shapes
+from flax_models.train.config import CONFIGS
 
 SHAPE = ModelConfig(97, 32, 2, 4, 2, 16, 48, 16, dtype="bfloat16")
 CPU = jax.devices("cpu")[0]

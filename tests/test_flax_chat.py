@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from flax_models.chat_template import DATE, read_chat_template
-from flax_models.dialogue import Dialogue, Turn
+from flax_models.data.chat_template import DATE, read_chat_template
+from flax_models.data.dialogue import Dialogue, Turn
+from flax_models.data.vocabulary import Vocabulary, read_hub_vocabulary
 from flax_models.errors import RunError
-from flax_models.vocabulary import Vocabulary, read_hub_vocabulary
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
 # << and >> stand for the blocks that mark what is learned.

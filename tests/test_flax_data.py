@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flax_models.baselines import BigramCounts, baselines, fit_mixture
-from flax_models.batches import IGNORED, BatchSampler, held_out_windows, padded
-from flax_models.corpus import STDLIB_EXCLUDED, load_corpus
-from flax_models.dialogue import Dialogue, Document
+from flax_models.data.batches import IGNORED, BatchSampler, held_out_windows, padded
+from flax_models.data.corpus import STDLIB_EXCLUDED, load_corpus
+from flax_models.data.dialogue import Dialogue, Document
+from flax_models.data.tokenizer import END, END_ID, cache_folder, encode, load_or_train
 from flax_models.errors import RunError
-from flax_models.tokenizer import END, END_ID, cache_folder, encode, load_or_train
+from flax_models.train.baselines import BigramCounts, baselines, fit_mixture
 
 
 def write_texts(folder: Path, count: int, lines: int = 20) -> None:

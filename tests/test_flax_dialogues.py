@@ -13,13 +13,13 @@ import pytest
 from flax_runs import SMALL, WORDS, before_step, learned, train, write_texts
 from rich.console import Console
 
-from flax_models.config import RunConfig, TrainConfig
-from flax_models.corpus import Corpus
-from flax_models.data import Text, make_data, read_text
-from flax_models.dialogue import Document
+from flax_models.data.corpus import Corpus
+from flax_models.data.dialogue import Document
+from flax_models.data.tokenizer import load_or_train
+from flax_models.data.vocabulary import made_from_text
 from flax_models.display import Display
-from flax_models.tokenizer import load_or_train
-from flax_models.vocabulary import made_from_text
+from flax_models.train.config import RunConfig, TrainConfig
+from flax_models.train.task_data import Text, make_data, read_text
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -10,17 +10,17 @@ import pytest
 from hub_models import write_tokenizer
 from rich.console import Console
 
-from flax_models import token_cache
-from flax_models.config import CONFIGS, RunConfig
-from flax_models.corpus import Corpus, load_corpus
-from flax_models.data import Text, read_text
-from flax_models.dialogue import Dialogue, Document, Turn
+from flax_models.data import token_cache
+from flax_models.data.corpus import Corpus, load_corpus
+from flax_models.data.dialogue import Dialogue, Document, Turn
+from flax_models.data.examples import Example, fit_examples, from_arrays, to_arrays
+from flax_models.data.token_cache import read_or_encode
+from flax_models.data.tokenizer import END, END_ID, load_or_train
+from flax_models.data.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary
 from flax_models.display import Display
 from flax_models.errors import RunError
-from flax_models.examples import Example, fit_examples, from_arrays, to_arrays
-from flax_models.token_cache import read_or_encode
-from flax_models.tokenizer import END, END_ID, load_or_train
-from flax_models.vocabulary import Vocabulary, made_from_text, read_hub_vocabulary
+from flax_models.train.config import CONFIGS, RunConfig
+from flax_models.train.task_data import Text, read_text
 
 ALPACA = Dialogue(
     "a.jsonl:1", (Turn("instruction", "Größe?"), Turn("input", "日本 👋"), Turn("output", f"weiß {END} nicht"))

@@ -23,14 +23,14 @@ from hub_models import (
 from random_decoder import random_decoder
 
 from flax_models import export
-from flax_models.checkpoint import Checkpoints
-from flax_models.config import CONFIGS, TrainConfig, from_json, to_json
-from flax_models.dialogue import Document
-from flax_models.families import PUBLISHED, published
-from flax_models.model import Decoder
-from flax_models.step import Trainer
-from flax_models.tokenizer import load_or_train, write
-from flax_models.weights import load, save
+from flax_models.data.dialogue import Document
+from flax_models.data.tokenizer import load_or_train, write
+from flax_models.hub.weights import load, save
+from flax_models.model.decoder import Decoder
+from flax_models.model.families import PUBLISHED, published
+from flax_models.train.checkpoint import Checkpoints
+from flax_models.train.config import CONFIGS, TrainConfig, from_json, to_json
+from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 # Two float32 computations of three layers that sum in different orders.

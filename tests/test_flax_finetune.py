@@ -18,22 +18,22 @@ from hub_models import SIZES, import_transformers, load_transformers, make, thei
 from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 
-import flax_models.train as program
+import flax_models.train.main as program
 from flax_models import export, generate
-from flax_models.arguments import parse
-from flax_models.batches import BatchSampler
-from flax_models.config import CONFIGS, RunConfig
-from flax_models.corpus import load_corpus
-from flax_models.dialogue import Document
+from flax_models.data.batches import BatchSampler
+from flax_models.data.corpus import load_corpus
+from flax_models.data.dialogue import Document
+from flax_models.data.vocabulary import read_hub_vocabulary
 from flax_models.display import Display
 from flax_models.errors import RunError
-from flax_models.families import published
-from flax_models.hub_config import differing, read_config, values_of
-from flax_models.metrics import read_rows
-from flax_models.model import ModelConfig
-from flax_models.run_folder import folder_to_resume, new_folder, read_record
-from flax_models.trained import read_run
-from flax_models.vocabulary import read_hub_vocabulary
+from flax_models.hub.config import differing, read_config, values_of
+from flax_models.model.decoder import ModelConfig
+from flax_models.model.families import published
+from flax_models.train.arguments import parse
+from flax_models.train.config import CONFIGS, RunConfig
+from flax_models.train.metrics import read_rows
+from flax_models.train.run_folder import folder_to_resume, new_folder, read_record
+from flax_models.train.trained import read_run
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

@@ -14,14 +14,14 @@ from jax.interpreters import partial_eval
 from product_flops import product_flops
 from random_decoder import random_decoder
 
-import flax_models.step as step_module
-from flax_models.accounting import flops_per_token, mean_keys
-from flax_models.config import TrainConfig
+import flax_models.train.step as step_module
 from flax_models.errors import RunError
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.parameters import is_named, name_of
-from flax_models.step import Trainer
-from flax_models.trained import read_run
+from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
+from flax_models.model.parameters import is_named, name_of
+from flax_models.train.accounting import flops_per_token, mean_keys
+from flax_models.train.config import TrainConfig
+from flax_models.train.step import Trainer
+from flax_models.train.trained import read_run
 from jax_pallas.linear_ce import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -13,14 +13,14 @@ from flax import nnx
 from random_decoder import SMALL, random_decoder
 
 from flax_models import generate as program
-from flax_models.config import CONFIGS, RunConfig, TrainConfig, to_json
-from flax_models.dialogue import Document
-from flax_models.model import Decoder
-from flax_models.rope import RopeScaling
-from flax_models.sampling import Sampling, continue_prompts, draw
-from flax_models.step import Trainer
-from flax_models.tokenizer import load_or_train, write
-from flax_models.weights import save
+from flax_models.data.dialogue import Document
+from flax_models.data.tokenizer import load_or_train, write
+from flax_models.hub.weights import save
+from flax_models.model.decoder import Decoder
+from flax_models.model.rope import RopeScaling
+from flax_models.model.sampling import Sampling, continue_prompts, draw
+from flax_models.train.config import CONFIGS, RunConfig, TrainConfig, to_json
+from flax_models.train.step import Trainer
 
 CAPPED = {  # as Gemma 2: every option that the cache's products have to know
     "sliding_window": 4,
@@ -172,7 +172,7 @@ def write_run(folder: Path, config: RunConfig) -> None:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     """A folder with weights/, as the hub lays them out, and run/, a run with a checkpoint; random weights in both."""
-    from flax_models.checkpoint import Checkpoints
+    from flax_models.train.checkpoint import Checkpoints
 
     place = tmp_path_factory.mktemp("generate")
     documents = [Document(str(i), text) for i, text in enumerate(TEXTS)]

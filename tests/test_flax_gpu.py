@@ -30,17 +30,17 @@ from flax_runs import before_step, learned
 from programs import Command, Printed, each, python, run_checks
 from random_decoder import random_decoder
 
-import flax_models.train as program
+import flax_models.train.main as program
 from flax_models import export, generate
-from flax_models.accounting import step_memory
-from flax_models.attention_choice import explain_attention
-from flax_models.batches import Batch
-from flax_models.checkpoint import Checkpoints
-from flax_models.config import CONFIGS, TrainConfig
-from flax_models.model import Decoder, ModelConfig
-from flax_models.profile import PARTS
-from flax_models.step import Trainer
-from flax_models.trained import read_run
+from flax_models.data.batches import Batch
+from flax_models.model.attention_choice import explain_attention
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.train.accounting import step_memory
+from flax_models.train.checkpoint import Checkpoints
+from flax_models.train.config import CONFIGS, TrainConfig
+from flax_models.train.profile import PARTS
+from flax_models.train.step import Trainer
+from flax_models.train.trained import read_run
 from parity.backends import expected_default
 from parity.train.run import KERNELS
 

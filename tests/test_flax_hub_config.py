@@ -9,10 +9,10 @@ import pytest
 from random_decoder import SMALL, random_decoder
 
 from flax_models.errors import RunError
-from flax_models.families import PUBLISHED, published
-from flax_models.hub_config import config_of, values_of
-from flax_models.rope import RopeScaling
-from flax_models.weights import save
+from flax_models.hub.config import config_of, values_of
+from flax_models.hub.weights import save
+from flax_models.model.families import PUBLISHED, published
+from flax_models.model.rope import RopeScaling
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "use_cache": True}
 # The files of the models' pages: old ways of writing, fields that say nothing, fields left out.

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from flax_runs import train
 
-from flax_models.config import RunConfig
 from flax_models.errors import RunError
-from flax_models.run_folder import RunLock, RunRecord, make_folder
+from flax_models.train.config import RunConfig
+from flax_models.train.run_folder import RunLock, RunRecord, make_folder
 
 
 def new_run(folder: Path) -> RunLock:
@@ -38,7 +38,7 @@ def test_a_killed_writer_holds_nothing(tmp_path):
     folder = tmp_path / "a"
     new_run(folder).close()
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom flax_models.run_folder import RunLock\n"
+        "import sys, time\nfrom pathlib import Path\nfrom flax_models.train.run_folder import RunLock\n"
         "lock = RunLock(Path(sys.argv[1]))\nprint('held', flush=True)\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:

@@ -17,17 +17,18 @@ from product_flops import product_flops
 from random_decoder import random_decoder
 
 from flax_models import export
-from flax_models.accounting import flops_per_token, mean_keys, step_memory
-from flax_models.arguments import parse
-from flax_models.config import LoraConfig, TrainConfig, from_json, to_json
 from flax_models.errors import RunError
-from flax_models.lora import adapt, adapted_projections, adapted_shapes, merge
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.parameters import is_adapter, name_of
-from flax_models.sampling import Sampling, continue_prompts
-from flax_models.step import Trainer
-from flax_models.trained import read_run
-from flax_models.weights import save
+from flax_models.hub.weights import save
+from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
+from flax_models.model.lora import adapt, adapted_projections, adapted_shapes, merge
+from flax_models.model.lora_config import LoraConfig
+from flax_models.model.parameters import is_adapter, name_of
+from flax_models.model.sampling import Sampling, continue_prompts
+from flax_models.train.accounting import flops_per_token, mean_keys, step_memory
+from flax_models.train.arguments import parse
+from flax_models.train.config import TrainConfig, from_json, to_json
+from flax_models.train.step import Trainer
+from flax_models.train.trained import read_run
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

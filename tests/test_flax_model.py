@@ -11,14 +11,15 @@ import pytest
 from flax import nnx
 from random_decoder import SMALL, random_decoder
 
-from flax_models.batches import Batch
-from flax_models.config import LoraConfig, TrainConfig
-from flax_models.generate import generate
-from flax_models.lora import adapted_shapes
-from flax_models.model import Decoder, ModelConfig
-from flax_models.optimizers import make_optimizer
-from flax_models.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
-from flax_models.step import Trainer
+from flax_models.data.batches import Batch
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.model.lora import adapted_shapes
+from flax_models.model.lora_config import LoraConfig
+from flax_models.model.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
+from flax_models.model.sampling import generate
+from flax_models.train.config import TrainConfig
+from flax_models.train.optimizers import make_optimizer
+from flax_models.train.step import Trainer
 
 
 def make(config: ModelConfig = SMALL) -> Decoder:

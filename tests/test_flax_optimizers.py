@@ -13,14 +13,14 @@ import pytest
 from flax_runs import random_batch
 from random_decoder import random_decoder
 
-from flax_models.accounting import step_memory
-from flax_models.arguments import parse
-from flax_models.checkpoint import Checkpoints
-from flax_models.config import Optimizer, TrainConfig
 from flax_models.errors import RunError
-from flax_models.model import ModelConfig, decoder_shapes
-from flax_models.optimizers import averaged, learning_rate_schedule, make_optimizer
-from flax_models.step import Trainer
+from flax_models.model.decoder import ModelConfig, decoder_shapes
+from flax_models.train.accounting import step_memory
+from flax_models.train.arguments import parse
+from flax_models.train.checkpoint import Checkpoints
+from flax_models.train.config import Optimizer, TrainConfig
+from flax_models.train.optimizers import averaged, learning_rate_schedule, make_optimizer
+from flax_models.train.step import Trainer
 
 pytestmark = pytest.mark.usefixtures("compiled")
 

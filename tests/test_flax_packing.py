@@ -11,18 +11,18 @@ import pytest
 from flax import nnx
 from flax_runs import gpu, small_trainer
 
-import flax_models.attention as attention
-import flax_models.attention_choice as attention_choice
-import flax_models.packing as packing
-from flax_models.accounting import mean_keys
-from flax_models.attention import Sight, make_sequences
-from flax_models.attention_choice import explain_attention
-from flax_models.batches import IGNORED, Batch, padded
+import flax_models.data.packing as packing
+import flax_models.model.attention as attention
+import flax_models.model.attention_choice as attention_choice
+from flax_models.data.batches import IGNORED, Batch, padded
+from flax_models.data.examples import Example
+from flax_models.data.packing import PackedSampler, describe_examples, pack_rows
 from flax_models.errors import RunError
-from flax_models.examples import Example
-from flax_models.model import Decoder, ModelConfig, decoder_shapes
-from flax_models.packing import PackedSampler, describe_examples, pack_rows
-from flax_models.step import Trainer
+from flax_models.model.attention import Sight, make_sequences
+from flax_models.model.attention_choice import explain_attention
+from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
+from flax_models.train.accounting import mean_keys
+from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 SHAPE = ModelConfig(97, 16, 2, 2, 1, 8, 24, 32)

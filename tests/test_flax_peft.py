@@ -17,16 +17,17 @@ from hub_models import SIZES, import_transformers, load_transformers, make, toke
 from safetensors.numpy import load_file
 
 from flax_models import export
-from flax_models.adapter_folder import load_adapter, read_adapter_config, save_adapter
-from flax_models.arguments import parse
-from flax_models.batches import Batch
-from flax_models.config import LoraConfig, Projection, TrainConfig
+from flax_models.data.batches import Batch
 from flax_models.errors import RunError
-from flax_models.lora import adapt, adapted_projections, merge
-from flax_models.metrics import read_rows
-from flax_models.model import Decoder
-from flax_models.step import Trainer
-from flax_models.weights import load, save
+from flax_models.hub.adapter_folder import load_adapter, read_adapter_config, save_adapter
+from flax_models.hub.weights import load, save
+from flax_models.model.decoder import Decoder
+from flax_models.model.lora import adapt, adapted_projections, merge
+from flax_models.model.lora_config import LoraConfig, Projection
+from flax_models.train.arguments import parse
+from flax_models.train.config import TrainConfig
+from flax_models.train.metrics import read_rows
+from flax_models.train.step import Trainer
 
 # Case of hub_models -> projections with an adapter, and DoRA or not; phi3 keeps query, key and value in one module.
 CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {

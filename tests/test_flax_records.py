@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from flax_models.corpus import HELD_OUT_SHARE, load_corpus
-from flax_models.dialogue import Dialogue, Document, Turn, in_batches, plain_prompt
+from flax_models.data.corpus import HELD_OUT_SHARE, load_corpus
+from flax_models.data.dialogue import Dialogue, Document, Turn, in_batches, plain_prompt
+from flax_models.data.records import read_records
 from flax_models.errors import RunError
-from flax_models.records import read_records
 
 ALPACA = {"instruction": "Which colour is it?", "input": "snow", "output": "White."}
 PAIR = {"prompt": "2 + 2 =", "completion": " 4"}

@@ -34,12 +34,12 @@ from flax_runs import (
     write_texts,
 )
 
-from flax_models.checkpoint import MANIFEST, Checkpoints
-from flax_models.config import TrainConfig
 from flax_models.errors import RunError
-from flax_models.metrics import MetricsLog, read_rows
-from flax_models.model import Decoder, ModelConfig
-from flax_models.step import Trainer, TrainState
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.train.checkpoint import MANIFEST, Checkpoints
+from flax_models.train.config import TrainConfig
+from flax_models.train.metrics import MetricsLog, read_rows
+from flax_models.train.step import Trainer, TrainState
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_it(number, 
 def test_a_second_signal_ends_the_process_at_once(number):
     code = (
         "import os, signal\n"
-        "from flax_models.stopping import StopRequest\n"
+        "from flax_models.train.stopping import StopRequest\n"
         "with StopRequest() as stop:\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    print(stop.signal.name, flush=True)\n"
@@ -131,7 +131,7 @@ def test_a_second_signal_ends_the_process_at_once(number):
 
 
 def test_sigterm_while_a_run_is_readied_ends_it_in_one_line(place, monkeypatch, capsys):
-    import flax_models.train as program
+    import flax_models.train.main as program
 
     monkeypatch.setattr(program, "read_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
@@ -371,7 +371,9 @@ class KilledRun:
 
 
 def check_kills(place: Path, kills: int) -> None:
-    get_context("forkserver").set_forkserver_preload(["flax_models.train", "flax_runs", "orbax.checkpoint", "tyro"])
+    get_context("forkserver").set_forkserver_preload(
+        ["flax_models.train.main", "flax_runs", "orbax.checkpoint", "tyro"]
+    )
     seed = time.time_ns() % 1_000_000
     print(f"seed {seed}")  # shown when the test fails
     moments = random.Random(seed)

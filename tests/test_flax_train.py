@@ -20,18 +20,19 @@ from flax import nnx
 from flax_runs import random_batch, small_trainer, start, train, write_texts
 from jax._src.array import ArrayImpl
 
-import flax_models.step as step_module
-import flax_models.train as program
-from flax_models.batches import IGNORED, Batch, Places, held_out_windows
-from flax_models.config import CONFIGS, LoraConfig, RunConfig, TrainConfig, from_json, to_json
+import flax_models.train.main as program
+import flax_models.train.step as step_module
+from flax_models.data.batches import IGNORED, Batch, Places, held_out_windows
 from flax_models.display import duration
 from flax_models.errors import RunError
-from flax_models.metrics import CLOCKED, read_rows
-from flax_models.model import Decoder, ModelConfig
-from flax_models.optimizers import learning_rate_schedule, make_optimizer
-from flax_models.plot import running_mean
-from flax_models.run_folder import new_folder
-from flax_models.step import Trainer
+from flax_models.model.decoder import Decoder, ModelConfig
+from flax_models.model.lora_config import LoraConfig
+from flax_models.train.config import CONFIGS, RunConfig, TrainConfig, from_json, to_json
+from flax_models.train.metrics import CLOCKED, read_rows
+from flax_models.train.optimizers import learning_rate_schedule, make_optimizer
+from flax_models.train.plot import running_mean
+from flax_models.train.run_folder import new_folder
+from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -445,7 +446,7 @@ def test_model_needs_neither_the_command_lines_libraries_nor_torch():
     held = held_out_windows(np.arange(40, dtype=np.int32), 8, 2)
     assert held.tokens.shape == (2, 8)
     code = (
-        "import sys, flax_models.model, flax_models.step\n"
+        "import sys, flax_models.model.decoder, flax_models.train.step\n"
         "print([name for name in ('torch', 'tyro', 'tensorboardX', 'orbax', 'tokenizers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ from random_decoder import SMALL, random_decoder
 from safetensors.numpy import load_file, save_file
 
 from flax_models.errors import RunError
-from flax_models.model import Decoder
-from flax_models.weights import load, save
+from flax_models.hub.weights import load, save
+from flax_models.model.decoder import Decoder
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,17 @@ def test_the_contract_and_parity_import_numpy_only(package: str) -> None:
         assert not others, f"{name} imports {', '.join(sorted(others))}"
 
 
+def test_packages_of_flax_models_import_one_way() -> None:
+    """Each part of flax_models imports only the parts before it."""
+    parts = ["errors", "display", "model", "hub", "data", "train", "generate", "export"]
+    for path in sorted((ROOT / "flax_models").rglob("*.py")):
+        part = path.relative_to(ROOT / "flax_models").parts[0].removesuffix(".py")
+        if part != "__init__":
+            later = set(parts[parts.index(part) + 1 :])
+            imported = set(re.findall(r"^\s*(?:from|import) flax_models\.(\w+)", path.read_text(), re.MULTILINE))
+            assert not imported & later, f"{path.relative_to(ROOT)} imports {', '.join(sorted(imported & later))}"
+
+
 # What a program imports, one after the other, and what is absent then.
 IMPORTED = {
     # torch._dynamo takes two seconds to load, and only torch.compile needs it.
@@ -89,7 +101,7 @@ IMPORTED = {
             TORCH | JAX | {"core_triton", "jax_pallas", "flax_models", "matplotlib"},
         ),
         ("jax_pallas.linear_ce", TORCH | {"core_triton", "flax_models", "flax", "optax"}),
-        ("flax_models.train", TORCH | {"core_triton"}),
+        ("flax_models.train.main", TORCH | {"core_triton"}),
     ],
 }
 

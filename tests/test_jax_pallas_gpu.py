@@ -225,10 +225,10 @@ def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str
     """Trains a model in bfloat16 by a loss; returns the mean losses of every 50 steps, and the compiled step."""
     from flax import nnx
 
-    from flax_models import step
-    from flax_models.batches import Batch
-    from flax_models.config import TrainConfig
-    from flax_models.model import Decoder, ModelConfig
+    from flax_models.data.batches import Batch
+    from flax_models.model.decoder import Decoder, ModelConfig
+    from flax_models.train import step
+    from flax_models.train.config import TrainConfig
 
     shape: dict[str, Any] = {"vocab_size": 503, "hidden_size": 128, "num_layers": 1, "max_seq_len": 32}
     config = ModelConfig(**shape, dtype="bfloat16", param_dtype="bfloat16")

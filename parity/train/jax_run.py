@@ -59,8 +59,8 @@ def train(problem: Problem, *, fused: bool) -> Run:
 def _optimizer(setup: Setup) -> Any:
     import optax
 
-    from flax_models.config import TrainConfig
-    from flax_models.optimizers import learning_rate_schedule
+    from flax_models.train.config import TrainConfig
+    from flax_models.train.optimizers import learning_rate_schedule
 
     schedule = learning_rate_schedule(
         TrainConfig(steps=setup.steps, learning_rate=setup.learning_rate, warmup_steps=setup.warmup_steps)
@@ -91,7 +91,7 @@ def _decoder(problem: Problem) -> Callable[[Mapping[str, Array]], Any]:
     """Returns what makes flax_models' Decoder from weights by name."""
     from flax import nnx
 
-    from flax_models.model import Decoder
+    from flax_models.model.decoder import Decoder
 
     config = _config(problem.setup)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))  # draws nothing
@@ -112,7 +112,7 @@ def _decoder(problem: Problem) -> Callable[[Mapping[str, Array]], Any]:
 
 
 def _config(setup: Setup) -> Any:
-    from flax_models.model import ModelConfig
+    from flax_models.model.decoder import ModelConfig
 
     return ModelConfig(
         vocab_size=setup.vocab_size,

@@ -1,0 +1,1 @@
+"""Corpora, tokens and chat templates, and the batches that are made of them."""

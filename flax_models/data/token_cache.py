@@ -1,0 +1,167 @@
+"""The tokens of a corpus, encoded once and kept in a file: the next run on the same text reads them.
+
+The file's name is a hash of everything that tokens depend on: the texts, the tokenizer, the chat template, the
+libraries. Files may be deleted at any time.
+"""
+
+import hashlib
+import os
+import time
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from flax_models.data.corpus import Corpus
+from flax_models.data.dialogue import Dialogue
+from flax_models.data.examples import Example, from_arrays, to_arrays
+from flax_models.data.vocabulary import Vocabulary
+from flax_models.display import Display
+
+_RECIPE = "tokens 1"  # in the key: a new number whenever reading, splitting, writing or encoding changes
+
+
+class Tokens(NamedTuple):
+    """A corpus as tokens: streams of texts (n,) int32, or examples of dialogues.
+
+    Attributes:
+        origin: where they come from, for people.
+    """
+
+    train: np.ndarray | list[Example]
+    held_out: np.ndarray | list[Example]
+    origin: str
+
+
+def read_or_encode(corpus: Corpus, vocabulary: Vocabulary, folder: Path, display: Display) -> Tokens:
+    """Returns a corpus's tokens, from the cache or encoded now.
+
+    A cached file that is broken is encoded anew and written over; a folder that cannot be written to costs time at
+    every start, not the run. `Tokens.origin` tells of either.
+
+    Args:
+        corpus: of texts or of dialogues.
+        vocabulary: encodes it.
+        folder: the cache.
+        display: shows progress.
+
+    Raises:
+        RunError: a record cannot be encoded; names it.
+    """
+    path = folder / f"tokens-{_key(corpus, vocabulary)[:32]}.npz"
+    fault = ""
+    if path.is_file():
+        try:
+            return _from_arrays(_read(path), corpus, "cached")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            fault = f", as {path} was broken ({' '.join(str(error).split())})"
+    began = time.monotonic()
+    arrays = _encode(corpus, vocabulary, display)
+    count = sum(array.size for name, array in arrays.items() if "tokens" in name)
+    origin = f"encoded now at {count / (time.monotonic() - began):,.0f} a second{fault}"
+    try:
+        _write(path, arrays)
+    except OSError as error:
+        origin += f", not cached: {error.strerror} at {folder}"
+    return _from_arrays(arrays, corpus, origin)
+
+
+def describe_tokens(tokens: np.ndarray | list[Example]) -> str:
+    """Returns in words how many tokens there are, and how many of examples are learned."""
+    if isinstance(tokens, np.ndarray):
+        return f"{len(tokens):,}"
+    learned, total = sum(int(e.counted.sum()) for e in tokens), sum(len(e.tokens) for e in tokens)
+    return f"{total:,} in {len(tokens):,} examples ({100 * learned / total:.3g}% of them learned)"
+
+
+def findings(tokens: Tokens, corpus: Corpus, ends: Sequence[int]) -> list[str]:
+    """Returns, a line each, what a person would not expect of the examples; nothing for texts.
+
+    Args:
+        tokens: of the corpus.
+        corpus: of dialogues.
+        ends: tokens that end generated text.
+    """
+    if not (isinstance(tokens.train, list) and isinstance(tokens.held_out, list)):
+        return []
+    examples = [*tokens.train, *tokens.held_out]
+    answers = sum(record.answers for record in (*corpus.train, *corpus.held_out) if isinstance(record, Dialogue))
+    stretches = sum(int(np.count_nonzero(np.diff(e.counted, prepend=False) & e.counted)) for e in examples)
+    unended = sum(int(e.tokens[np.flatnonzero(e.counted)[-1]]) not in ends for e in examples)
+    lines = []
+    if missed := max(0, answers - stretches):
+        lines.append(
+            f"{missed:,} of {answers:,} answers are not learned: the chat template writes them in another way "
+            f"when more turns follow"
+        )
+    if unended:
+        lines.append(
+            f"{unended:,} of {len(examples):,} examples end with a token that does not end generated text: "
+            f"eos_token_id of generation_config.json should have what the chat template ends an answer with"
+        )
+    return lines
+
+
+def _key(corpus: Corpus, vocabulary: Vocabulary) -> str:
+    import tokenizers
+
+    parts = [_RECIPE, tokenizers.__version__, corpus.sha256, str(len(corpus.train)), vocabulary.tokenizer.to_str()]
+    if isinstance(corpus.train[0], Dialogue):
+        parts += vocabulary.format.key
+    else:
+        parts += ["texts", str(vocabulary.folder is None), str(vocabulary.end)]
+    digest = hashlib.sha256()
+    for part in map(str.encode, parts):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _encode(corpus: Corpus, vocabulary: Vocabulary, display: Display) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    total = len(corpus.train) + len(corpus.held_out)
+    with display.counting("tokenizing", total) as show:
+        for part, records, before in (("train", corpus.train, 0), ("held_out", corpus.held_out, len(corpus.train))):
+
+            def progress(done: int, before: int = before) -> None:
+                show(before + done)
+
+            if isinstance(records[0], Dialogue):
+                packed = to_arrays(vocabulary.encode_examples(records, progress))
+                arrays |= {f"{part}_{name}": array for name, array in packed.items()}
+            else:
+                arrays[f"{part}_tokens"] = vocabulary.encode(records, progress)
+    return arrays
+
+
+def _from_arrays(arrays: dict[str, np.ndarray], corpus: Corpus, origin: str) -> Tokens:
+    if not isinstance(corpus.train[0], Dialogue):
+        return Tokens(arrays["train_tokens"], arrays["held_out_tokens"], origin)
+    train, held_out = (
+        from_arrays(
+            {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)},
+            [record.name for record in records],
+        )
+        for prefix, records in (("train_", corpus.train), ("held_out_", corpus.held_out))
+    )
+    return Tokens(train, held_out, origin)
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        return dict(arrays)  # the format checks every array's CRC-32 as it is read
+
+
+def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Writes arrays so that a reader sees the whole file or none; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())  # or a power cut may leave the name with nothing behind it
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

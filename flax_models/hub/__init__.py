@@ -1,0 +1,1 @@
+"""Hugging Face folders: config.json, weights and adapters, read and written."""

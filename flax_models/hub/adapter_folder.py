@@ -1,0 +1,265 @@
+"""Folders of adapters as the peft library lays them out: adapter_model.safetensors and adapter_config.json.
+
+A file's matrices are (rank, in) and (out, rank), one pair a module of the family's own. Where a family keeps several
+projections in one module (Phi-3's qkv_proj, gate_up_proj), their adapters become one of the sum of their ranks: the A
+stand one below the other, and the B on the diagonal of a matrix that is zero elsewhere,
+
+    [y_q y_k y_v] = x [W_q W_k W_v] + s x [A_q A_k A_v] diag(B_q, B_k, B_v)
+
+so that each projection keeps what it learned. peft multiplies by alpha / rank, and alpha grows with the rank. The way
+back is for families that keep projections apart: a fused adapter that was trained as one has no such blocks.
+
+Reading fails closed, as for config.json of a model: what changes the numbers and is not known here is an error.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_models.errors import RunError
+from flax_models.hub.config import read_object
+from flax_models.hub.weights import FLOATS, Part, file_parts, write_tensors
+from flax_models.model.decoder import Decoder
+from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections
+from flax_models.model.lora_config import LoraConfig, Projection
+
+TENSORS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+PREFIX = "base_model.model."  # what peft's own modules add to the names of the model's
+PROJECTIONS: dict[str, Projection] = {
+    "q_proj": "query",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "out",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_dora", "init_lora_weights", "bias"})
+# Fields that say nothing of what an adapter computes, or nothing unless another field is set.
+NEUTRAL = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "lora_dropout",
+        "megatron_core",
+        "peft_version",
+        "qalora_group_size",
+        "revision",
+        "task_type",
+    }
+)
+
+
+class _Pair(NamedTuple):
+    """The adapter of one module of a file, all layers stacked."""
+
+    a: np.ndarray  # (L, rank, in)
+    b: np.ndarray  # (L, out, rank)
+    magnitude: np.ndarray | None  # (L, out)
+
+
+def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtype: str | None = None) -> None:
+    """Writes a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads.
+
+    Args:
+        model: with adapters; its config's `family` says whose modules they belong to.
+        folder: made; must not hold anything yet.
+        base: folder or name of the model that they were trained on, for whoever loads them; None: not told.
+        dtype: float32, bfloat16 or float16, of the tensors written; None: the adapters' own.
+
+    Raises:
+        RunError: the folder is not empty or cannot be written.
+        ValueError: the model has no adapters, or an option is outside its range.
+
+    Example:
+        >>> save_adapter(model, Path("my-adapter"), base=Path("Llama-3.2-1B"))  # doctest: +SKIP
+
+    Source: peft's checkpoint format, https://huggingface.co/docs/peft/developer_guides/checkpoint.
+    """
+    adapted = dict(adapted_projections(model))
+    if not adapted:
+        raise ValueError("model must have adapters (flax_models.model.lora.adapt), got one without")
+    dtype = model.config.param_dtype if dtype is None else dtype
+    if dtype not in FLOATS.values():
+        raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists already and is not an empty folder: name another")
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for name, parts in _modules(model).items():
+        pair = _pair(model, parts)
+        ranks[name.rsplit(".", 1)[-1]] = pair.a.shape[1]
+        for layer in range(model.config.num_layers):
+            place = PREFIX + name.format(layer)
+            tensors[f"{place}.lora_A.weight"] = pair.a[layer]
+            tensors[f"{place}.lora_B.weight"] = pair.b[layer]
+            if pair.magnitude is not None:
+                tensors[f"{place}.lora_magnitude_vector"] = pair.magnitude[layer]
+    of_type = np.dtype(jnp.dtype(dtype))
+    tensors = {name: np.ascontiguousarray(tensor, dtype=of_type) for name, tensor in tensors.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(tensors, folder / TENSORS)
+        values = _config(next(iter(adapted.values())), ranks, base)
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error}") from None
+
+
+def read_adapter_config(folder: Path) -> LoraConfig:
+    """Returns the options with which a run goes on from a folder of adapters.
+
+    Args:
+        folder: holds adapter_config.json.
+
+    Raises:
+        RunError: it cannot be read, or asks for something that these adapters do not compute; names the field.
+    """
+    where = folder / CONFIG
+    values = read_object(where)
+    # Drawn in another way than these, the weights that an adapter goes with are others too.
+    admitted = {"peft_type": ["LORA"], "init_lora_weights": [True, False, "gaussian"], "bias": ["none", None]}
+    for name, possible in admitted.items():
+        if (value := values.get(name, possible[0])) not in possible:
+            raise RunError(f"{where}: {name} must be one of {possible}, got {value!r}")
+    for name in sorted(set(values) - READ - NEUTRAL):
+        if values[name]:
+            raise RunError(f"{where}: {name} must not be set, got {values[name]!r}")
+    modules = values.get("target_modules")
+    if not isinstance(modules, list) or not modules or set(modules) - set(PROJECTIONS):
+        raise RunError(f"{where}: target_modules must be a list of {', '.join(PROJECTIONS)}, got {modules!r}")
+    targets: tuple[Projection, ...] = tuple(projection for name, projection in PROJECTIONS.items() if name in modules)
+    try:
+        rank, alpha, dora = int(values["r"]), float(values["lora_alpha"]), bool(values.get("use_dora"))
+        return LoraConfig(rank, alpha, targets, dora=dora, adapter=folder)
+    except KeyError as error:
+        raise RunError(f"{where}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{where}: {error}") from None
+
+
+def load_adapter(model: Decoder, folder: Path) -> None:
+    """Gives a model's adapters the values of a folder, in place.
+
+    Args:
+        model: adapted with what `read_adapter_config` returns of the folder.
+        folder: holds adapter_model.safetensors.
+
+    Raises:
+        RunError: the folder cannot be read, its model keeps projections fused, or tensors are missing, unexpected or of
+            another shape; names the first.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    path = folder / TENSORS
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"cannot read {path}: {error}") from None
+    for name, parts in _modules(model).items():
+        if len(parts) > 1:
+            raise RunError(f"--adapter: {model.config.family} keeps several projections in {name.rsplit('.', 1)[-1]}")
+        linear = getattr(getattr(model.blocks, parts[0].path[1]), parts[0].path[2])
+        places = [PREFIX + name.format(layer) for layer in range(model.config.num_layers)]
+        linear.lora_a.set_value(_stacked(tensors, places, "lora_A.weight", linear.lora_a, path))
+        linear.lora_b.set_value(_stacked(tensors, places, "lora_B.weight", linear.lora_b, path))
+        if linear.dora:
+            magnitude = _stacked(tensors, places, "lora_magnitude_vector", linear.lora_magnitude, path)
+            linear.lora_magnitude.set_value(magnitude)
+    if tensors:
+        raise RunError(f"{path}: no adapter has a place for {min(tensors)}")
+
+
+def _stacked(
+    tensors: dict[str, np.ndarray], places: list[str], name: str, like: nnx.Param[jax.Array], path: Path
+) -> jax.Array:
+    """Takes every layer's tensor out of `tensors` and returns them as our parameter."""
+    layers = []
+    for place in places:
+        key, shape = f"{place}.{name}", like.shape[1:][::-1]
+        if key not in tensors:
+            raise RunError(f"{path}: {key} is missing")
+        tensor = tensors.pop(key)
+        if tensor.shape != shape:
+            raise RunError(f"{path}: {key} must have shape {shape}, got {tensor.shape}")
+        layers.append(tensor.T)
+    return jnp.asarray(np.stack(layers), like.dtype)
+
+
+def _modules(model: Decoder) -> dict[str, list[Part]]:
+    """Returns the names of a file's modules that have an adapter, and the kernels that each one holds, in order."""
+    modules: dict[str, list[Part]] = {}
+    for part in file_parts(model.config):
+        if part.path[-1] == "kernel":
+            modules.setdefault(part.name.removesuffix(".weight"), []).append(part)
+    adapted = {("blocks", MODULES[projection], projection, "kernel") for projection, _ in adapted_projections(model)}
+    return {name: parts for name, parts in modules.items() if any(part.path in adapted for part in parts)}
+
+
+def _pair(model: Decoder, parts: list[Part]) -> _Pair:
+    """Returns the adapter of a module from those of the projections that it holds; some may have none."""
+    linears = [getattr(getattr(model.blocks, part.path[1]), part.path[2]) for part in parts]
+    adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
+    a = np.concatenate([_host(linear.lora_a[...]).mT for linear in adapted], axis=1)
+    b = np.zeros((len(a), sum(part.shape[0] for part in parts), a.shape[1]), np.float32)
+    column = 0
+    for part, linear in zip(parts, linears, strict=True):
+        if isinstance(linear, AdaptedLinear):
+            own = _host(linear.lora_b[...]).mT  # (L, out, R)
+            rows, columns = slice(part.first_row, part.first_row + part.shape[0]), slice(column, column + own.shape[2])
+            b[:, rows, columns] = own
+            column += own.shape[2]
+    if not adapted[0].dora:
+        return _Pair(a, b, None)
+    lengths = [
+        _host(linear.lora_magnitude[...] if isinstance(linear, AdaptedLinear) else _lengths(linear.kernel[...]))
+        for linear in linears
+    ]
+    return _Pair(a, b, np.concatenate(lengths, axis=1))
+
+
+def _host(array: Any) -> np.ndarray:
+    return np.asarray(array, np.float32)
+
+
+def _lengths(kernel: jax.Array) -> np.ndarray:
+    """Returns the lengths (L, out) of the columns of kernels without an adapter: a magnitude that changes nothing."""
+    return np.linalg.norm(_host(kernel), axis=1)
+
+
+def _config(linear: AdaptedLinear, ranks: dict[str, int], base: Path | None) -> dict[str, Any]:
+    """Returns what adapter_config.json says; `ranks` are those of the file's modules."""
+    rank = linear.lora_a.shape[-1]
+    other = {name: size for name, size in ranks.items() if size != rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None if base is None else str(base),
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _number(linear.scale * rank),
+        "target_modules": sorted(ranks),
+        "rank_pattern": other,
+        "alpha_pattern": {name: _number(linear.scale * size) for name, size in other.items()},
+        "use_dora": linear.dora,
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+    }
+
+
+def _number(value: float) -> float | int:
+    """Returns a whole number, or one that rounding keeps from being whole, as an integer: so peft writes it."""
+    return round(value) if math.isclose(value, round(value)) else value

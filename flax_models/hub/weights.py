@@ -1,0 +1,338 @@
+"""Hugging Face folders of weights: `load` reads one into a `Decoder`, `save` writes one.
+
+A folder holds config.json, and model.safetensors or several shards named by model.safetensors.index.json. Its tensors
+are per layer and (out, in); ours are stacked along the layers and (in, out), and what a family's files keep fused
+(Phi-3's qkv_proj, gate_up_proj) is several parameters here. `file_parts` is the one table of both directions.
+
+Reading goes parameter by parameter through memory-mapped files, writing shard by shard: beside the model, the host
+holds one stacked parameter, or one shard.
+"""
+
+import dataclasses
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from flax_models.errors import RunError
+from flax_models.hub.config import RUN_FIELDS, read_config, read_object, values_of
+from flax_models.hub.fields import NEUTRAL
+from flax_models.model.config import ModelConfig
+from flax_models.model.decoder import Decoder, decoder_shapes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+COMPANIONS = (  # files of a folder that go with the weights
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+# Tensors that some published files hold and that follow from the config.
+DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+Path_ = tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """Rows of a file's tensor that are one of our parameters."""
+
+    path: Path_  # of ours
+    name: str  # of the file's; {} stands for the layer
+    shape: tuple[int, ...]  # of these rows, as the file lays them out
+    first_row: int = 0
+    transposed: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        return self.path[0] == "blocks"
+
+
+def file_parts(config: ModelConfig) -> list[Part]:
+    """Returns every parameter's place in the family's files, fused tensors' parts one after another."""
+    width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    query, key = config.num_heads * head, config.num_kv_heads * head
+    parts = [Part(("embedding",), "model.embed_tokens.weight", (config.vocab_size, width))]
+
+    def vector(name: str, size: int, *path: str) -> None:
+        parts.append(Part(("blocks", *path), f"model.layers.{{}}.{name}", (size,)))
+
+    def linear(name: str, columns: int, *outputs: tuple[int, str, str], bias: bool = False) -> None:
+        row = 0
+        for rows, module, projection in outputs:
+            path, tensor = ("blocks", module, projection), f"model.layers.{{}}.{name}"
+            parts.append(Part((*path, "kernel"), f"{tensor}.weight", (rows, columns), row, transposed=True))
+            if bias:
+                parts.append(Part((*path, "bias"), f"{tensor}.bias", (rows,), row))
+            row += rows
+
+    queries = ((query, "attention", "query"), (key, "attention", "key"), (key, "attention", "value"))
+    gates = ((inner, "feed_forward", "gate"), (inner, "feed_forward", "up"))
+    if config.family == "phi3":
+        linear("self_attn.qkv_proj", width, *queries)
+        linear("mlp.gate_up_proj", width, *gates)
+    else:
+        for letter, output in zip("qkv", queries, strict=True):
+            linear(f"self_attn.{letter}_proj", width, output, bias=config.attention_bias)
+        for output in gates:
+            linear(f"mlp.{output[2]}_proj", width, output)
+    linear("self_attn.o_proj", query, (width, "attention", "out"), bias=config.attention_out_bias)
+    linear("mlp.down_proj", inner, (width, "feed_forward", "down"))
+    if config.query_key_norm:
+        vector("self_attn.q_norm.weight", head, "attention", "query_norm", "scale")
+        vector("self_attn.k_norm.weight", head, "attention", "key_norm", "scale")
+    vector("input_layernorm.weight", width, "attention_norm", "scale")
+    if config.post_norms:
+        vector("post_attention_layernorm.weight", width, "attention_post_norm", "scale")
+        vector("pre_feedforward_layernorm.weight", width, "feed_forward_norm", "scale")
+        vector("post_feedforward_layernorm.weight", width, "feed_forward_post_norm", "scale")
+    else:
+        vector("post_attention_layernorm.weight", width, "feed_forward_norm", "scale")
+    parts.append(Part(("final_norm", "scale"), "model.norm.weight", (width,)))
+    if not config.tie_embeddings:
+        parts.append(Part(("head",), "lm_head.weight", (config.vocab_size, width)))
+    return parts
+
+
+def _tensors(config: ModelConfig) -> dict[str, list[tuple[Part, int]]]:
+    """Returns the names of all tensors of the family's files, each with its parts and their layer."""
+    tensors: dict[str, list[tuple[Part, int]]] = {}
+    parts = file_parts(config)
+    for layer in range(config.num_layers + 1):  # the last round has what belongs to no layer
+        for part in parts:
+            if part.stacked == (layer < config.num_layers):
+                tensors.setdefault(part.name.format(layer), []).append((part, layer))
+    return tensors
+
+
+def _shape(parts: list[tuple[Part, int]]) -> tuple[int, ...]:
+    return (sum(part.shape[0] for part, _ in parts), *parts[0][0].shape[1:])
+
+
+def load(folder: Path | str, **changes: Any) -> Decoder:
+    """Returns the model of a Hugging Face folder.
+
+    Args:
+        folder: holds config.json and safetensors files.
+        changes: fields of `ModelConfig` that say how to compute, instead of its defaults: dtype, param_dtype (the
+            dtype in which parameters are kept, whatever the files': float32 unless given), scan_layers, remat,
+            attention_implementation; and max_seq_len.
+
+    Returns:
+        The model.
+
+    Raises:
+        RunError: the folder cannot be read, config.json asks for what this decoder does not compute, or tensors are
+            missing, unexpected, or of another shape; names the file and the tensor.
+        ValueError: `changes` has another field, or a value that cannot be.
+
+    Example:
+        >>> model = load(Path("Llama-3.2-1B"), dtype="bfloat16")  # doctest: +SKIP
+    """
+    folder = Path(folder)
+    if odd := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
+        raise ValueError(f"changes may name {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(odd)}")
+    config = dataclasses.replace(read_config(folder), **changes)
+    graph, shapes = nnx.split(decoder_shapes(config))
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        files.check(config)
+        arrays = dict(_read(config, files))
+    params = nnx.map_state(lambda path, variable: variable.replace(arrays.pop(path)), shapes)
+    assert not arrays, f"parameters without a place: {list(arrays)}"
+    return nnx.merge(graph, params)
+
+
+class _Files:
+    """All tensors of a folder, by name."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.folder = folder
+        if (folder / INDEX).is_file():
+            try:
+                weight_map = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+                names = sorted(set(weight_map.values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise RunError(f"cannot read {folder / INDEX}: {type(error).__name__}: {error}") from None
+        elif (folder / SINGLE).is_file():
+            weight_map, names = None, [SINGLE]
+        else:
+            raise RunError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+        self._holders: dict[str, Any] = {}
+        for name in names:
+            if Path(name).name != name:
+                raise RunError(f"{folder / INDEX}: a shard must be a file of the same folder, got {name!r}")
+            try:
+                handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
+            except (OSError, SafetensorError) as error:
+                raise RunError(f"cannot read {folder / name}: {error}") from None
+            self._holders |= dict.fromkeys(handle.keys(), handle)
+        if weight_map is not None and (odd := sorted(set(weight_map) ^ set(self._holders))):
+            raise RunError(f"{folder / INDEX} and the shards differ in {_some(odd)}")
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises RunError unless the tensors are those of the config, by name and shape."""
+        wanted = _tensors(config)
+        found = {name for name in self._holders if not DERIVED.fullmatch(name)}
+        if missing := sorted(set(wanted) - found):
+            raise RunError(f"{self.folder}: tensors are missing: {_some(missing)}")
+        extra = found - set(wanted)
+        if config.tie_embeddings and "lm_head.weight" in extra:  # a tied head that was written all the same
+            head, embedding = self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")
+            if not np.array_equal(head, embedding):
+                raise RunError(f"{self.folder}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
+            extra.remove("lm_head.weight")
+        if extra:
+            raise RunError(f"{self.folder}: tensors that the config has no place for: {_some(sorted(extra))}")
+        for name, parts in wanted.items():
+            view = self._holders[name].get_slice(name)
+            if tuple(view.get_shape()) != _shape(parts):
+                raise RunError(f"{self.folder}: {name} must have shape {_shape(parts)}, got {tuple(view.get_shape())}")
+            if view.get_dtype() not in FLOATS:
+                raise RunError(f"{self.folder}: {name} must be one of {', '.join(FLOATS)}, got {view.get_dtype()}")
+
+    def tensor(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
+        return self._holders[name].get_slice(name)[first:last]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[Path_, jax.Array]]:
+    dtype = jnp.dtype(config.param_dtype)
+    for part in file_parts(config):
+        layers = range(config.num_layers) if part.stacked else [0]
+        shape = part.shape[::-1] if part.transposed else part.shape
+        whole = np.empty((len(layers), *shape), dtype)
+        for i in layers:
+            rows = files.tensor(part.name.format(i), part.first_row, part.first_row + part.shape[0])
+            whole[i] = rows.T if part.transposed else rows
+        yield part.path, jnp.asarray(whole if part.stacked else whole[0])
+
+
+def save(
+    model: Decoder,
+    folder: Path | str,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    like: Path | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a model as a Hugging Face folder that transformers loads.
+
+    Args:
+        model: its config's `family` says whose files.
+        folder: made; must not hold anything yet.
+        dtype: float32, bfloat16 or float16, of the tensors written; None: the parameters' own.
+        max_shard_bytes: most bytes of tensors in a file; a single larger tensor has a file of its own.
+        like: folder whose tokenizer and generation config are copied, and whose config.json gives token ids and other
+            fields that say nothing of the computation.
+        fields: more such fields, as eos_token_id.
+
+    Raises:
+        RunError: the folder is not empty or cannot be written, or the family's files cannot say what the model does.
+        ValueError: an option outside its range, or a model with adapters.
+
+    Example:
+        >>> save(model, Path("out"), dtype="bfloat16", like=Path("Llama-3.2-1B"))  # doctest: +SKIP
+    """
+    config, folder = model.config, Path(folder)
+    found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    if odd := sorted(found - {part.path for part in file_parts(config)}):
+        raise ValueError(
+            f"model must have no adapters (flax_models.model.lora.merge gives one), got {'.'.join(map(str, odd[0]))}"
+        )
+    dtype = config.param_dtype if dtype is None else dtype
+    if dtype not in FLOATS.values():
+        raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
+    if max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if odd := sorted(set(fields or ()) - NEUTRAL):
+        raise ValueError(f"fields must say nothing of the computation, got {', '.join(odd)}")
+    values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(f"{folder} exists already and is not an empty folder: name another")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
+        if like is not None:
+            copy_companions(like, folder)
+        (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {folder}: {error}") from None
+
+
+def _neutral_values(like: Path | None) -> dict[str, Any]:
+    """Returns the fields of another folder's config.json that say nothing of the computation."""
+    values = {} if like is None else read_object(like / "config.json")
+    return {name: value for name, value in values.items() if name in NEUTRAL - {"dtype", "torch_dtype"}}
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies a folder's tokenizer files and generation config, those that there are; raises OSError."""
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_bytes: int) -> None:
+    arrays = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    tensors = _tensors(model.config)
+    sizes = {name: math.prod(_shape(parts)) * dtype.itemsize for name, parts in tensors.items()}
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name in tensors:
+        if shards[-1] and size + sizes[name] > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += sizes[name]
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards, start=1):
+        file = SINGLE if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        shard = {name: _tensor(tensors[name], arrays, dtype) for name in names}
+        write_tensors(shard, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a safetensors file, with the rights that any new file has; raises OSError."""
+    from safetensors.numpy import save_file
+
+    path.touch()
+    mode = path.stat().st_mode  # that the person's umask gives; safetensors keeps its files to their owner
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers reads no other
+    path.chmod(mode)
+
+
+def _tensor(parts: list[tuple[Part, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:
+    """Returns one tensor as the files lay it out, contiguous: safetensors writes memory as it lies."""
+    pieces = []
+    for part, layer in parts:
+        array = arrays[part.path][...]
+        piece = np.asarray(array[layer] if part.stacked else array)
+        pieces.append(piece.T if part.transposed else piece)
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return np.ascontiguousarray(whole, dtype=dtype)

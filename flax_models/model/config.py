@@ -1,0 +1,149 @@
+"""The shape of the decoder, and every way in which the published families differ from each other."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flax_models.model.rope import RopeScaling
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"]
+Activation = Literal["silu", "gelu_tanh"]
+Remat = Literal["none", "attention", "elementwise", "full"]
+AttentionImplementation = Literal["xla", "cudnn"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of the decoder."""
+
+    vocab_size: int = 16_384
+    """Entries of the vocabulary: rows of the embedding and of the head."""
+    hidden_size: int = 128
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Number of blocks."""
+    num_heads: int = 2
+    """Query heads of a block."""
+    num_kv_heads: int = 1
+    """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
+    head_dim: int = 64
+    """Width of one head; even, since rotary embedding turns pairs."""
+    intermediate_size: int = 384
+    """Width inside the feed-forward layer."""
+    max_seq_len: int = 128
+    """Longest sequence the model is trained on, in tokens."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary embedding's wavelengths."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square before its root."""
+    tie_embeddings: bool = True
+    """Use the embedding's rows as the head's."""
+    dtype: Dtype = "float32"
+    """Dtype of the computation."""
+    param_dtype: Dtype = "float32"
+    """Dtype in which parameters are kept."""
+    family: Family = "llama"
+    """Hugging Face's model_type whose files the weights are written as; the fields below say what is computed."""
+    rope: RopeScaling = field(default_factory=RopeScaling)
+    partial_rotary_factor: float = 1.0
+    """Part of a head's features that turn with the position (Phi-3)."""
+    activation: Activation = "silu"
+    """Of the feed-forward layer's gate; gelu_tanh: GELU by its tanh formula (Gemma)."""
+    norm_plus_one: bool = False
+    """Norms multiply by 1 + scale, and scales start at 0 (Gemma)."""
+    post_norms: bool = False
+    """Norm what attention and feed-forward layer give, too, before it is added (Gemma 2)."""
+    embedding_scale: bool = False
+    """Multiply embeddings by sqrt(hidden_size), rounded to the computation's dtype (Gemma)."""
+    attention_bias: bool = False
+    """Biases of the query, key and value projections (Qwen 2)."""
+    attention_out_bias: bool = False
+    """Bias of the attention's output projection."""
+    query_key_norm: bool = False
+    """Norm each head's query and key before they turn (Qwen 3)."""
+    query_scalar: int | None = None
+    """Attention scores are divided by its root; none: by head_dim's (Gemma 2)."""
+    attention_softcap: float | None = None
+    """Attention scores s become cap * tanh(s / cap) (Gemma 2)."""
+    sliding_window: int | None = None
+    """Most positions that a windowed layer attends to, its own included; none: all earlier ones."""
+    window_pattern: tuple[bool, ...] = (True,)
+    """Which layers have the window, repeated over the layers (Gemma 2: True False)."""
+    logit_softcap: float | None = None
+    """Logits z become cap * tanh(z / cap), in the loss (Gemma 2)."""
+    logit_scale: float = 1.0
+    """Factor on the logits, in the loss."""
+    scan_layers: bool = True
+    """Compile one block and loop over the layers; otherwise compile each layer by itself."""
+    remat: Remat = "none"
+    """What the backward pass computes again: nothing; the scores that xla's attention keeps; those and all that is
+    elementwise (norms, rotations, activations), so that products with weights and cudnn's attention alone are kept; or
+    all of each block."""
+    attention_implementation: AttentionImplementation | None = None
+    """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
+    an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_layers < 0:
+            raise ValueError(f"num_layers must not be negative, got {self.num_layers}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
+        for name in ("rope_theta", "logit_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("attention_softcap", "logit_softcap", "query_scalar", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor must lie in (0, 1] and turn an even number of features, got "
+                f"{self.partial_rotary_factor} of head_dim {self.head_dim}"
+            )
+        if not self.window_pattern:
+            raise ValueError("window_pattern must have at least one entry, got none")
+        self.rope.check(self.rotary_dim)
+        if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
+            raise ValueError(f"attention_implementation cudnn {obstacle}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """Features of a head that turn."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Returns each layer's window, None where a layer attends to all earlier positions."""
+        pattern = self.window_pattern
+        return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
+
+    def cudnn_obstacle(self) -> str | None:
+        """Returns what cuDNN's attention needs of a shape and does not get, or None; see `explain_attention`."""
+        if self.dtype == "float32":
+            return "needs dtype bfloat16 or float16, got float32"
+        if self.attention_softcap is not None:
+            return f"needs scores without attention_softcap, got {self.attention_softcap}"
+        if len(set(self.windows())) > 1:
+            return f"needs the same window in every layer, got window_pattern {self.window_pattern}"
+        if self.head_dim % 8 or self.head_dim > 256:
+            return f"needs head_dim to be a multiple of 8 up to 256, got {self.head_dim}"
+        return None
+
+    def loss_options(self) -> dict[str, Any]:
+        """Returns the options with which `linear_cross_entropy` takes this model's hidden states and head."""
+        return {"softcap": self.logit_softcap, "logit_scale": self.logit_scale}
+
+    def parameter_count(self) -> int:
+        """Returns the number of parameters, a tied head counted once."""
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = 2 * self.hidden_size * (query + key)
+        attention += (query + 2 * key) * self.attention_bias + self.hidden_size * self.attention_out_bias
+        attention += 2 * self.head_dim * self.query_key_norm
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        block = attention + feed_forward + (4 if self.post_norms else 2) * self.hidden_size
+        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
+        return tables + self.num_layers * block + self.hidden_size
