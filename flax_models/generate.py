@@ -17,7 +17,7 @@ import jax
 
 from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_vocabulary
 from flax_models.errors import RunError
-from flax_models.hub.config import read_config
+from flax_models.hub.config import config_note, read_config
 from flax_models.hub.weights import load
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import merge
@@ -34,19 +34,20 @@ class Source(NamedTuple):
     vocabulary: Vocabulary
 
 
-def read_weights(folder: Path, dtype: str) -> Source:
+def read_weights(folder: Path, dtype: str, ignored: Sequence[str] = ()) -> Source:
     """Returns the model of a Hugging Face folder, its tokenizer and the tokens that end its texts.
 
     Args:
         folder: holds weights, config.json and tokenizer.json; generation_config.json or config.json names the ends.
         dtype: of computation and parameters.
+        ignored: fields of config.json to ignore, though the decoder does not know them.
 
     Raises:
         RunError: a file is missing or cannot be read.
     """
-    read_config(folder)  # as the tokenizer: what is wrong with either is told before gigabytes are read
+    read_config(folder, ignored)  # as the tokenizer: what is wrong with either is told before gigabytes are read
     vocabulary = read_hub_vocabulary(folder)
-    return Source(load(folder, dtype=dtype, param_dtype=dtype), vocabulary)
+    return Source(load(folder, ignore_config_fields=ignored, dtype=dtype, param_dtype=dtype), vocabulary)
 
 
 def continue_texts(
@@ -102,6 +103,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --weights (float32)"
     )
+    options.add_argument(
+        "--ignore-config-fields",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="fields in the config.json of --weights to ignore, which must not change what the model computes",
+    )
     return options
 
 
@@ -119,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run = read_run(options.run)
             source = Source(merge(run.model), run.vocabulary)
         else:
-            source = read_weights(options.weights, options.dtype)
+            if note := config_note(options.weights, options.ignore_config_fields):
+                print(f"note: {note}", file=sys.stderr)
+            source = read_weights(options.weights, options.dtype, options.ignore_config_fields)
         texts = continue_texts(
             source,
             options.prompt,

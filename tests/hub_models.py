@@ -63,6 +63,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "smollm3": ("smollm3", {"tie_word_embeddings": True, "no_rope_layer_interval": 2, "rope_theta": 1000.0}),
+    "smollm3-window": (
+        "smollm3",
+        {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 5, "attention_bias": True},
+    ),
+    "olmo2": ("olmo2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}),
+    "granite": (
+        "granite",
+        {
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "llama-dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 6.0}}),
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi3-long": (
         "phi3",

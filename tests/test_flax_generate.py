@@ -32,6 +32,10 @@ CAPPED = {  # as Gemma 2: every option that the cache's products have to know
     "embedding_scale": True,
     "query_key_norm": True,
     "attention_bias": True,
+    "rotary_pattern": (False, True),
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
 }
 LONGROPE = RopeScaling("longrope", 4.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0, 2.0, 3.0, 4.0))
 VARIANTS = {"capped": CAPPED, "windowed": {"sliding_window": 5}, "longrope": {"rope": LONGROPE}}

@@ -4,13 +4,15 @@ import dataclasses
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from random_decoder import SMALL, random_decoder
 
 from flax_models.errors import RunError
-from flax_models.hub.config import config_of, values_of
-from flax_models.hub.weights import save
+from flax_models.hub.config import config_note, config_of, read_config, values_of
+from flax_models.hub.weights import load, save
 from flax_models.model.families import PUBLISHED, published
 from flax_models.model.rope import RopeScaling
 
@@ -261,26 +263,81 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"hidden_act": "relu2"}, "hidden_act must be one of silu, .* got 'relu2'"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, .* got 'gelu'"),  # the exact one, not tanh's
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
-        ({"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
-        ({"pretraining_tp": 2}, "pretraining_tp must be 1, got 2"),
+        ({"rope_interleaved": True}, "rope_interleaved must be False, got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}, "rope_scaling": None},
             "partial_rotary_factor must be 1.0 for model_type llama, got 0.5",
         ),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type must be one of default, .* 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type must be one of default, .* 'ntk'"),
+        (
+            {"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}},
+            r"rope_type must be one of default, .* \['linear'\]",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}},
+            "rope_type must be another, for a model that was made longer, got 'dynamic'",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling's factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}, "for rope_type linear, got 'alpha'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling's .*_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
-        ({"hidden_size": "wide"}, "x: .*str"),
+        ({"hidden_size": "64"}, "^x: hidden_size must be an integer, got '64'$"),
+        ({"hidden_size": None}, "hidden_size must be an integer, got None"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, got 0"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number, got '1e-6'"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number, got nan"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, got 'true'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000, got 1000000000"),
+        ({"model_type": ["llama"]}, r"model_type must be one of llama, .* got \['llama'\]"),
     ],
 )
 def test_a_config_that_asks_for_other_mathematics_is_refused(change, message):
     with pytest.raises(RunError, match=message):
         config_of({**values_of(SMALL), **change}, "x")
+
+
+def test_fields_that_change_nothing_are_ignored_and_named():
+    values = {
+        **values_of(SMALL),
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+        "_attn_implementation_autoset": True,
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.3.19",
+        "_model_name_or_path": "meta-llama/Llama-3.1-8B",
+        "unk_token_id": 0,
+        "pretraining_tp": 2,
+        "attention_dropout": 0.1,
+    }
+    assert config_of(values, "x") == SMALL
+
+
+def test_ignored_fields_are_noted_in_one_line(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(values_of(SMALL)))
+    assert config_note(tmp_path) is None
+    values = {
+        **values_of(SMALL),
+        "unsloth_fixed": True,
+        "is_llama_config": True,
+        "attention_dropout": 0.1,
+        "new_scale": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(
+        RunError, match=r"does not know .* new_scale \(2\); .* --ignore-config-fields new_scale ignores"
+    ):
+        read_config(tmp_path)
+    assert read_config(tmp_path, ["new_scale"]) == SMALL
+    assert config_note(tmp_path, ["new_scale"]) == (
+        "config.json: ignored, as they change nothing: is_llama_config, unsloth_fixed; "
+        "training is without attention_dropout 0.1; ignored on request: new_scale"
+    )
+    with pytest.raises(RunError, match="--ignore-config-fields: the decoder of model_type llama reads rope_theta"):
+        read_config(tmp_path, ["rope_theta"])
 
 
 def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
@@ -306,3 +363,237 @@ def test_what_a_familys_files_cannot_say_is_not_written(changes, message, tmp_pa
     with pytest.raises(RunError, match=message):
         save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# The config.json of published models and of re-uploads by fine-tuning tools, without their sizes.
+QWEN25 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+LAID_OUT: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        **LLAMA,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.041666666666666664,
+        "is_llama_config": True,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 128012,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "layer_types": ["full_attention"] * 4,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "pad_token_id": 128004,
+        "pretraining_tp": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "use_sliding_window": False,
+    },
+    "Llama-3.1-8B, merged": {
+        **LLAMA,
+        "_attn_implementation_autoset": True,
+        "_name_or_path": "meta-llama/Llama-3.1-8B",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.47.0",
+    },
+    "Llama-3.2-1B, unsloth": {
+        **LLAMA,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "mlp_bias": False,
+        "pad_token_id": 128004,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "unk_token_id": 0,
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.3.19",
+    },
+    "Qwen2.5-7B-Instruct, merged": {
+        **QWEN25,
+        "_attn_implementation_autoset": True,
+        "_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "max_window_layers": 28,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+    },
+    "DeepSeek-R1-Distill-Qwen-1.5B": {
+        **QWEN25,
+        "bos_token_id": 151646,
+        "eos_token_id": 151643,
+        "max_window_layers": 21,
+        "rope_theta": 10000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_mrope": False,
+    },
+    "Qwen3-1.7B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "max_window_layers": 28,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+    "Yi-1.5-6B": {
+        **LLAMA,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    },
+    "internlm3-8b-instruct": {
+        "architectures": ["InternLM3ForCausalLM"],
+        "model_type": "internlm3",
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"},
+        "bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "pad_token_id": 2,
+        "qkv_bias": False,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+        "rope_theta": 50000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    },
+    "OLMo-2-1124-7B": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": 100257,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "pad_token_id": 100277,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+    },
+    "granite-3.1-2b-base": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_bias": False,
+        "attention_dropout": 0.1,
+        "attention_multiplier": 0.015625,
+        "bos_token_id": 0,
+        "embedding_multiplier": 12.0,
+        "eos_token_id": 0,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "logits_scaling": 8.0,
+        "mlp_bias": False,
+        "pad_token_id": 0,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", list(LAID_OUT))
+def test_a_folder_laid_out_as_published_loads(name, tmp_path):
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+    }
+    values = {**LAID_OUT[name], **sizes}
+    model = random_decoder(config_of(values, name))
+    save(model, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    again = load(tmp_path)
+    assert again.config == model.config
+    for ours, theirs in zip(
+        jax.tree.leaves(nnx.state(again, nnx.Param)), jax.tree.leaves(nnx.state(model, nnx.Param)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)

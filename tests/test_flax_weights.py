@@ -16,7 +16,8 @@ from random_decoder import SMALL, random_decoder
 from safetensors.numpy import load_file, save_file
 
 from flax_models.errors import RunError
-from flax_models.hub.weights import load, save
+from flax_models.hub.config import read_config
+from flax_models.hub.weights import check_weights, load, save
 from flax_models.model.decoder import Decoder
 
 
@@ -107,6 +108,7 @@ def changed(saved: tuple[Decoder, Path], place: Path, change: Callable[[dict[str
 
 
 NORM = "model.layers.1.input_layernorm.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -126,11 +128,50 @@ NORM = "model.layers.1.input_layernorm.weight"
             lambda tensors: tensors.update({"lm_head.weight": np.ones((97, 24), np.float32)}),
             "lm_head.weight is not the embedding, but tie_word_embeddings is true",
         ),
+        (lambda tensors: put(tensors, np.nan), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
+        (lambda tensors: put(tensors, -np.inf), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
+        (lambda tensors: put(tensors, np.inf, np.float16), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
+        (lambda tensors: put(tensors, np.nan, jnp.bfloat16), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
     ],
 )
 def test_tensors_that_do_not_fit_the_config_are_named(saved, tmp_path, change, message):
+    folder = changed(saved, tmp_path, change)
     with pytest.raises(RunError, match=message):
-        load(changed(saved, tmp_path, change))
+        check_weights(folder, read_config(folder))
+    with pytest.raises(RunError, match=message):
+        load(folder)
+
+
+def put(tensors: dict[str, np.ndarray], value: float, dtype: Any = np.float32) -> None:
+    tensors[DOWN] = tensors[DOWN].astype(dtype)
+    tensors[DOWN][7, 39] = value
+
+
+def test_whole_and_finite_weights_pass_the_check(saved):
+    check_weights(saved[1], read_config(saved[1]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_hidden_layers", 10**9, "num_hidden_layers must be at most 10,000, got 1000000000"),
+        ("num_hidden_layers", 10_000, "num_hidden_layers is 10000, and there are tensors of 2"),
+        ("num_hidden_layers", 1, "tensors that the config has no place for: model.layers.1.input_layernorm.weight"),
+        ("vocab_size", 10**9, r"model.embed_tokens.weight must have shape \(1000000000, 24\), got \(97, 24\)"),
+        ("intermediate_size", 10**12, r"must have shape \(1000000000000, 24\), got \(40, 24\)"),
+    ],
+)
+def test_a_config_that_asks_for_a_huge_model_is_refused_before_anything_is_made(saved, tmp_path, field, value, message):
+    values = json.loads((saved[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, field: value}))
+    (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes())
+    tracemalloc.start()
+    try:
+        with pytest.raises(RunError, match=message):
+            load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
@@ -143,7 +184,10 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
     with pytest.raises(RunError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:-10])
-    with pytest.raises(RunError, match=r"cannot read .*model.safetensors: "):
+    with pytest.raises(RunError, match=r"cannot read .*: the file ends within model\.norm\.weight: it has .* bytes of"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:100])
+    with pytest.raises(RunError, match="safetensors: the file ends within its header, after 100 bytes"):
         load(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for text, message in [

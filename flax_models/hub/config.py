@@ -1,37 +1,79 @@
 """`config.json` of a Hugging Face folder: read into a `ModelConfig`, and written back.
 
-Reading fails closed. Each family has a table of the fields that it knows (flax_models.hub.fields); a field in no table,
-or a value that this decoder does not compute, is an error that names it: a model with one unknown scale gives text that
-looks almost right.
+Reading fails closed. Each family has a table of its fields (fields.py). A field in no table, or a value that this
+decoder does not compute, is an error that names it: a model with one unknown scale gives text that looks almost right.
+Fields that are known to change nothing are ignored and noted, and a caller can name others to ignore.
 """
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from flax_models.errors import RunError
-from flax_models.hub.fields import ACTIVATIONS, ARCHITECTURES, COMMON, DEFAULTS, FAMILIES, FIXED, NEUTRAL, ROPE_FIELDS
+from flax_models.hub.fields import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    COMMON,
+    COUNTS,
+    COUNTS_OR_NULL,
+    DEFAULTS,
+    DROPOUT,
+    FAMILIES,
+    FIXED,
+    INERT,
+    MOST_LAYERS,
+    NEUTRAL,
+    NUMBERS,
+    NUMBERS_OR_NULL,
+    ROPE_FIELDS,
+    SWITCHES,
+)
 from flax_models.model.config import Family, ModelConfig
 from flax_models.model.rope import RopeScaling
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
     """Returns the config of a Hugging Face folder, computing in float32.
 
     Args:
         folder: holds config.json.
+        ignored: names of fields to ignore, though this decoder does not know them.
 
     Returns:
         The config; max_seq_len is max_position_embeddings.
 
     Raises:
-        RunError: there is none, or it asks for something this decoder does not compute; names the field.
+        RunError: config.json cannot be read, or it asks for something that this decoder does not compute. The message
+            names the field.
 
-    Source: transformers' configuration_llama.py and its likes, whose values stand for fields that are not there.
+    Source: transformers' configuration_llama.py and the configuration files of the other families, whose defaults stand
+    for absent fields.
     """
     path = folder / "config.json"
-    return config_of(read_object(path), str(path))
+    return config_of(read_object(path), str(path), ignored)
+
+
+def config_note(folder: Path, ignored: Collection[str] = ()) -> str | None:
+    """Returns one line that names the fields of config.json that are ignored; None if there are none.
+
+    Args:
+        folder: holds config.json.
+        ignored: as for `read_config`.
+
+    Raises:
+        RunError: config.json cannot be read.
+    """
+    values = read_object(folder / "config.json")
+    parts = []
+    if names := sorted(set(values) & INERT - set(ignored)):
+        parts.append(f"ignored, as they change nothing: {', '.join(names)}")
+    if names := sorted(name for name in set(values) & DROPOUT - set(ignored) if values[name]):
+        parts.append(f"training is without {', '.join(f'{name} {values[name]}' for name in names)}")
+    if names := sorted(set(values) & set(ignored)):
+        parts.append(f"ignored on request: {', '.join(names)}")
+    return f"config.json: {'; '.join(parts)}" if parts else None
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -45,15 +87,16 @@ def read_object(path: Path) -> dict[str, Any]:
     return values
 
 
-def config_of(values: dict[str, Any], where: str) -> ModelConfig:
+def config_of(values: dict[str, Any], where: str, ignored: Collection[str] = ()) -> ModelConfig:
     """Returns the config that config.json's values stand for; see `read_config`."""
-    fields = _Fields(values, where)
+    fields = _Fields(values, where, ignored)
     family = fields.family
     gemma = family in ("gemma", "gemma2")
     heads = fields["num_attention_heads"]
-    attention_bias = family == "qwen2" or bool(fields.optional("attention_bias"))
+    attention_bias = family == "qwen2" or bool(fields.optional("attention_bias") or fields.optional("qkv_bias"))
     num_layers = fields["num_hidden_layers"]
-    window, pattern = _windows(fields, num_layers)
+    rotary_pattern = _rotary_pattern(fields, num_layers)
+    window, pattern = _windows(fields, num_layers, rotary_pattern)
     rope = _rope(fields)
     try:
         return ModelConfig(
@@ -70,16 +113,23 @@ def config_of(values: dict[str, Any], where: str) -> ModelConfig:
             family=family,
             activation=_activation(fields),
             norm_plus_one=gemma,
-            post_norms=family == "gemma2",
+            pre_norms=family != "olmo2",
+            post_norms=family in ("gemma2", "olmo2"),
             embedding_scale=gemma,
+            embedding_multiplier=fields.number("embedding_multiplier"),
+            residual_multiplier=fields.number("residual_multiplier"),
             attention_bias=attention_bias,
-            attention_out_bias=attention_bias and family != "qwen2",
+            attention_out_bias=attention_bias and family not in ("qwen2", "internlm3"),
             query_key_norm=family == "qwen3",
+            joint_query_key_norm=family == "olmo2",
             query_scalar=fields.optional("query_pre_attn_scalar"),
+            attention_multiplier=fields.number("attention_multiplier") if family == "granite" else None,
+            rotary_pattern=rotary_pattern,
             attention_softcap=fields.optional("attn_logit_softcapping"),
             sliding_window=window,
             window_pattern=pattern,
             logit_softcap=fields.optional("final_logit_softcapping"),
+            logit_scale=1.0 / fields.number("logits_scaling"),
             **rope,
         )
     except (ValueError, TypeError) as error:
@@ -89,20 +139,43 @@ def config_of(values: dict[str, Any], where: str) -> ModelConfig:
 class _Fields:
     """The fields of one config.json, with the family's values for those that are not there."""
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values, self.where = values, where
+    def __init__(self, values: dict[str, Any], where: str, ignored: Collection[str]) -> None:
+        self.where = where
         family = values.get("model_type")
-        if family not in FAMILIES:
-            raise RunError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
+        if not isinstance(family, str) or family not in FAMILIES:
+            raise RunError(f"{where}: model_type must be one of {', '.join(FAMILIES)}, got {_short(family)}")
         self.family: Family = family
         self.defaults = {**DEFAULTS[""], **DEFAULTS[family], **FAMILIES[family]}
-        known = COMMON | NEUTRAL | set(FIXED) | set(FAMILIES[family])
-        if unknown := sorted(set(values) - known):
-            shown = ", ".join(f"{name} ({values[name]!r})" for name in unknown)
-            raise RunError(f"{where}: fields that this decoder does not know for model_type {family}: {shown}")
+        read = COMMON | set(FAMILIES[family])
+        if odd := sorted(set(ignored) & read):
+            raise RunError(f"--ignore-config-fields: the decoder of model_type {family} reads {', '.join(odd)}")
+        self.values = values = {name: value for name, value in values.items() if name not in ignored}
+        if unknown := sorted(set(values) - read - NEUTRAL - INERT - DROPOUT - set(FIXED)):
+            shown = ", ".join(f"{name} ({_short(values[name])})" for name in unknown)
+            raise RunError(
+                f"{where}: fields that this decoder does not know for model_type {family}: {shown}; if they do not "
+                f"change what the model computes, --ignore-config-fields {' '.join(unknown)} ignores them"
+            )
         for name, admitted in FIXED.items():
             if name in values and name not in FAMILIES[family] and values[name] not in admitted:
-                raise RunError(f"{where}: {name} must be {admitted[0]!r}, got {values[name]!r}")
+                raise self.refuse(name, repr(admitted[0]), values[name])
+        self._check_types()
+        if values.get("num_hidden_layers", 0) > MOST_LAYERS:
+            raise self.refuse("num_hidden_layers", f"at most {MOST_LAYERS:,}", values["num_hidden_layers"])
+        if values.get("num_attention_heads") == 0:
+            raise self.refuse("num_attention_heads", "at least 1", 0)
+
+    def _check_types(self) -> None:
+        for name, value in self.values.items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name in COUNTS | COUNTS_OR_NULL:
+                if not (number and isinstance(value, int)) and not (value is None and name in COUNTS_OR_NULL):
+                    raise self.refuse(name, "an integer", value)
+            elif name in NUMBERS | NUMBERS_OR_NULL:
+                if not (number and math.isfinite(value)) and not (value is None and name in NUMBERS_OR_NULL):
+                    raise self.refuse(name, "a finite number", value)
+            elif name in SWITCHES and not isinstance(value, bool):
+                raise self.refuse(name, "true or false", value)
 
     def __getitem__(self, name: str) -> Any:
         if name in self.values:
@@ -114,8 +187,21 @@ class _Fields:
     def optional(self, name: str) -> Any:
         return self.values.get(name, self.defaults.get(name))
 
-    def refuse(self, name: str, wanted: str, got: object) -> RunError:
-        return RunError(f"{self.where}: {name} must be {wanted}, got {got!r}")
+    def number(self, name: str) -> float:
+        """Returns a positive factor, 1 for families that do not have it."""
+        value = self.optional(name)
+        if value is not None and not value > 0:
+            raise self.refuse(name, "positive", value)
+        return 1.0 if value is None else float(value)
+
+    def refuse(self, name: str, needed: str, got: object) -> RunError:
+        return RunError(f"{self.where}: {name} must be {needed}, got {_short(got)}")
+
+
+def _short(value: object) -> str:
+    """Returns a value as a message shows it: a file may hold anything in place of a number."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _activation(fields: _Fields) -> Any:
@@ -130,31 +216,52 @@ def _activation(fields: _Fields) -> Any:
     return ACTIVATIONS[name]
 
 
-def _windows(fields: _Fields, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _rotary_pattern(fields: _Fields, num_layers: int) -> tuple[bool, ...]:
+    if fields.family != "smollm3":
+        return (True,)
+    rotates, interval = fields["no_rope_layers"], fields["no_rope_layer_interval"]  # 1 stands for a layer that rotates
+    if not rotates:
+        if interval < 1:
+            raise fields.refuse("no_rope_layer_interval", "at least 1", interval)
+        rotates = [int((i + 1) % interval != 0) for i in range(num_layers)]
+    if not isinstance(rotates, list) or len(rotates) != num_layers or not all(value in (0, 1) for value in rotates):
+        raise fields.refuse("no_rope_layers", f"0 or 1 for each of {num_layers} layers", rotates)
+    return _shortest(tuple(map(bool, rotates)))
+
+
+def _shortest(values: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Returns the shortest pattern that gives these values when it is repeated."""
+    for length in range(1, len(values)):
+        if all(values[i] == values[i % length] for i in range(len(values))):
+            return values[:length]
+    return values or (True,)
+
+
+def _windows(fields: _Fields, num_layers: int, rotates: tuple[bool, ...]) -> tuple[int | None, tuple[bool, ...]]:
     window = fields.optional("sliding_window")
-    if fields.family in ("mistral", "phi3", "llama", "gemma"):
+    if "layer_types" not in FAMILIES[fields.family]:
         return window, (True,)
-    if fields.family in ("qwen2", "qwen3") and not fields["use_sliding_window"]:
+    if "use_sliding_window" in FAMILIES[fields.family] and not fields["use_sliding_window"]:
         window = None
     types = fields["layer_types"]
     if types is None:
         if fields.family == "gemma2":
             return window, (True, False)
+        if fields.family == "smollm3":  # the layers that do not rotate
+            return window, ((True,) if window is None else tuple(not value for value in rotates))
         types = ["full_attention"] * num_layers
         if window is not None:
             first = fields["max_window_layers"]
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    if len(types) != num_layers or set(types) - {"sliding_attention", "full_attention"}:
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or any(name not in known for name in types):
         raise fields.refuse("layer_types", f"sliding_attention or full_attention for {num_layers} layers", types)
     if window is None:
         return None, (True,)
     sliding = tuple(name == "sliding_attention" for name in types)
     if not any(sliding):
         return None, (True,)
-    for length in (1, 2):  # the shortest pattern that says it
-        if all(sliding[i] == sliding[i % length] for i in range(num_layers)) and num_layers >= length:
-            return window, sliding[:length]
-    return window, sliding
+    return window, _shortest(sliding)
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
@@ -180,7 +287,7 @@ def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:
     kind = kind or old_kind or "default"
     if fields.family == "phi3" and kind in ("su", "yarn"):  # what longrope was called at first
         kind = "longrope"
-    if kind not in ROPE_FIELDS:
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise fields.refuse("rope_scaling's rope_type", f"one of {', '.join(ROPE_FIELDS)}", kind)
     if kind == "default":
         values.pop("original_max_position_embeddings", None)  # says nothing without a scaling
@@ -196,6 +303,11 @@ def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:
 
 def _rope_scaling_of(kind: Any, values: dict[str, Any], fields: _Fields) -> RopeScaling:
     longest = fields["max_position_embeddings"]
+    if kind == "dynamic":
+        # Frequencies change only beyond the original length, and this decoder goes no further than longest.
+        if longest > (values.get("original_max_position_embeddings") or longest):
+            raise fields.refuse("rope_scaling's rope_type", "another, for a model that was made longer", kind)
+        return RopeScaling()
     original = fields.optional("original_max_position_embeddings")
     original = original or values.get("original_max_position_embeddings") or longest
     factor = values.get("factor")
@@ -272,7 +384,17 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
         values["sliding_window"] = config.sliding_window if any(sliding) else None
     if "use_sliding_window" in known:
         values["use_sliding_window"] = any(sliding)
+    if config.family in ("qwen2", "qwen3"):
         values["max_window_layers"] = sliding.index(True) if any(sliding) else config.num_layers
+    if "no_rope_layers" in known:
+        values["no_rope_layers"] = [int(rotates) for rotates in config.rotates()]
+    if "qkv_bias" in known:
+        values["qkv_bias"] = config.attention_bias
+    if config.family == "granite":
+        values["embedding_multiplier"] = config.embedding_multiplier
+        values["residual_multiplier"] = config.residual_multiplier
+        values["attention_multiplier"] = config.attention_scale()
+        values["logits_scaling"] = 1.0 / config.logit_scale
     if "layer_types" in known:
         values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in sliding]
     if config.family == "gemma2":
@@ -283,7 +405,7 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
         values["partial_rotary_factor"] = config.partial_rotary_factor
         values["original_max_position_embeddings"] = config.rope.rope_original_seq_len or config.max_seq_len
     if lost := differing(config, config_of(values, "config.json")):
-        shown = ", ".join(f"{name} {wanted!r}" for name, (wanted, _) in lost.items())
+        shown = ", ".join(f"{name} {asked!r}" for name, (asked, _) in lost.items())
         raise RunError(f"the files of family {config.family} cannot say {shown}")
     return values
 
@@ -322,5 +444,9 @@ def _meaning(config: ModelConfig) -> dict[str, Any]:
     values |= vars(values.pop("rope"))
     values["sliding_window"] = config.windows() if any(config.windows()) else None
     del values["window_pattern"]
-    values["query_scalar"] = config.query_scalar or config.head_dim
+    values["rotary_pattern"] = config.rotates()
+    if config.attention_multiplier is not None or config.family == "granite":
+        values["attention_multiplier"], values["query_scalar"] = config.attention_scale(), None
+    else:
+        values["query_scalar"] = config.query_scalar or config.head_dim
     return values

@@ -1,13 +1,13 @@
-"""What the `config.json` of each family's files may say, and what it means where it says nothing.
+"""The fields that the `config.json` of each family may have, and the values that stand for absent ones.
 
-Source: transformers' configuration_llama.py and its likes.
+Source: transformers' configuration_llama.py and the configuration files of the other families.
 """
 
 from typing import Any
 
 from flax_models.model.config import Family
 
-# Kept as they are when a model is written again; none says what is computed.
+# Copied when a model is written again. None of them changes what the model computes.
 NEUTRAL = frozenset(
     {
         "architectures",
@@ -22,6 +22,8 @@ NEUTRAL = frozenset(
         "bos_token_id",
         "eos_token_id",
         "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
         "output_attentions",
         "output_hidden_states",
         "return_dict",
@@ -36,17 +38,51 @@ NEUTRAL = frozenset(
         "max_sequence_length",
     }
 )
-# Known, and computed by no other value than these.
+# Ignored, with a note. Exporters and fine-tuning tools write them, and none changes what the model computes.
+INERT = frozenset(
+    {
+        "is_llama_config",  # SmolLM 2, as the next two
+        "transformers.js_config",
+        "pretraining_tp",  # how transformers once split matmuls, to round as pretraining did
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "_model_name_or_path",
+        "model_name",
+        "unsloth_fixed",
+        "unsloth_version",
+        "unsloth_tiled_mlp",
+        "neftune_noise_alpha",
+        "torchscript",
+        "use_bfloat16",
+        "finetuning_task",
+        "task_specific_params",
+        "tie_encoder_decoder",
+        "decoder_start_token_id",
+        "prefix",
+        "tf_legacy_loss",
+        # Defaults of generation, which older files list.
+        *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "diversity_penalty", "do_sample"),
+        *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
+        *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "min_length", "no_repeat_ngram_size"),
+        *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values"),
+        *("repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
+    }
+)
+# Dropout of a training that this decoder does not repeat: it trains without. Other values than 0 are noted.
+DROPOUT = frozenset({"attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"})
+# The decoder computes what these values ask for and nothing else.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "pretraining_tp": (1, None),
     "mlp_bias": (False,),
-    "attention_bias": (False,),  # where the family's own table has it not
+    "rope_interleaved": (False,),
+    "attention_bias": (False,),  # of families whose table below does not have it
     "use_mrope": (False,),
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (False,),
-    "attention_dropout": (0, None),
-    "resid_pdrop": (0,),
-    "embd_pdrop": (0,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "bias": (False,),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 COMMON = {
@@ -89,6 +125,24 @@ FAMILIES: dict[Family, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
     "phi3": {"sliding_window": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+    "smollm3": {
+        "attention_bias": False,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": None,  # Qwen's; published files have it, and transformers does not read it
+        "layer_types": None,
+    },
+    "internlm3": {"qkv_bias": False},
+    "olmo2": {"attention_bias": False},
+    "granite": {
+        "attention_bias": False,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
 }
 ARCHITECTURES: dict[Family, str] = {
     "llama": "LlamaForCausalLM",
@@ -98,6 +152,10 @@ ARCHITECTURES: dict[Family, str] = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
 DEFAULTS: dict[str, dict[str, Any]] = {  # of the common fields that files leave out; "": every family's
     "": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
@@ -119,10 +177,36 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of the common fields that files leave
         "tie_word_embeddings": True,
     },
     "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "smollm3": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
+    "internlm3": {"max_position_embeddings": 32_768},
+    "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    "granite": {"max_position_embeddings": 2048},
 }
+# The types of the fields that are read. A field of the second column may be null.
+COUNTS = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "no_rope_layer_interval"),
+}
+COUNTS_OR_NULL = {
+    *("num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "query_pre_attn_scalar"),
+    "original_max_position_embeddings",
+}
+NUMBERS = {
+    *("rms_norm_eps", "rope_theta", "embedding_multiplier", "residual_multiplier", "attention_multiplier"),
+    "logits_scaling",
+}
+NUMBERS_OR_NULL = {"attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"}
+SWITCHES = {"tie_word_embeddings", "use_sliding_window", "qkv_bias"}
+MOST_LAYERS = 10_000  # beyond any model: a larger number is refused before anything is made for each layer
 ROPE_FIELDS = {  # of rope_scaling, beside its type
     "default": set(),
     "linear": {"factor"},
+    "dynamic": {"factor", "original_max_position_embeddings"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {
         "factor",

@@ -5,7 +5,8 @@ are per layer and (out, in); ours are stacked along the layers and (in, out), an
 (Phi-3's qkv_proj, gate_up_proj) is several parameters here. `file_parts` is the one table of both directions.
 
 Reading goes parameter by parameter through memory-mapped files, writing shard by shard: beside the model, the host
-holds one stacked parameter, or one shard.
+holds one stacked parameter, or one shard. Names, shapes and dtypes are compared with the config before anything is
+allocated, and no tensor with NaN or inf is taken.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,8 @@ COMPANIONS = (  # files of a folder that go with the weights
 # Tensors that some published files hold and that follow from the config.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Path_ = tuple[str, ...]
 
 
@@ -93,16 +96,17 @@ def file_parts(config: ModelConfig) -> list[Part]:
             linear(f"mlp.{output[2]}_proj", width, output)
     linear("self_attn.o_proj", query, (width, "attention", "out"), bias=config.attention_out_bias)
     linear("mlp.down_proj", inner, (width, "feed_forward", "down"))
-    if config.query_key_norm:
-        vector("self_attn.q_norm.weight", head, "attention", "query_norm", "scale")
-        vector("self_attn.k_norm.weight", head, "attention", "key_norm", "scale")
-    vector("input_layernorm.weight", width, "attention_norm", "scale")
+    if config.query_key_norm or config.joint_query_key_norm:
+        queries_normed, keys_normed = (query, key) if config.joint_query_key_norm else (head, head)
+        vector("self_attn.q_norm.weight", queries_normed, "attention", "query_norm", "scale")
+        vector("self_attn.k_norm.weight", keys_normed, "attention", "key_norm", "scale")
+    if config.pre_norms:
+        vector("input_layernorm.weight", width, "attention_norm", "scale")
+        before = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+        vector(f"{before}.weight", width, "feed_forward_norm", "scale")
     if config.post_norms:
         vector("post_attention_layernorm.weight", width, "attention_post_norm", "scale")
-        vector("pre_feedforward_layernorm.weight", width, "feed_forward_norm", "scale")
         vector("post_feedforward_layernorm.weight", width, "feed_forward_post_norm", "scale")
-    else:
-        vector("post_attention_layernorm.weight", width, "feed_forward_norm", "scale")
     parts.append(Part(("final_norm", "scale"), "model.norm.weight", (width,)))
     if not config.tie_embeddings:
         parts.append(Part(("head",), "lm_head.weight", (config.vocab_size, width)))
@@ -124,11 +128,32 @@ def _shape(parts: list[tuple[Part, int]]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part, _ in parts), *parts[0][0].shape[1:])
 
 
-def load(folder: Path | str, **changes: Any) -> Decoder:
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raises RunError unless a folder's tensors are those of a config, whole and finite; the message names the tensor.
+
+    It reads every tensor, at about the speed of the disk, and keeps none.
+
+    Args:
+        folder: holds safetensors files.
+        config: what `read_config` gave for the folder.
+
+    Raises:
+        RunError: a file cannot be read or ends early, or tensors are missing, unexpected, of another shape or dtype, or
+            hold NaN or inf.
+    """
+    with ExitStack() as stack:
+        files = _Files(folder, stack)
+        files.check(config)
+        for name in _tensors(config):
+            files.check_finite(name)
+
+
+def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **changes: Any) -> Decoder:
     """Returns the model of a Hugging Face folder.
 
     Args:
         folder: holds config.json and safetensors files.
+        ignore_config_fields: names of fields of config.json to ignore, though this decoder does not know them.
         changes: fields of `ModelConfig` that say how to compute, instead of its defaults: dtype, param_dtype (the
             dtype in which parameters are kept, whatever the files': float32 unless given), scan_layers, remat,
             attention_implementation; and max_seq_len.
@@ -138,7 +163,7 @@ def load(folder: Path | str, **changes: Any) -> Decoder:
 
     Raises:
         RunError: the folder cannot be read, config.json asks for what this decoder does not compute, or tensors are
-            missing, unexpected, or of another shape; names the file and the tensor.
+            missing, unexpected, of another shape, or hold NaN or inf. The message names the file and the tensor.
         ValueError: `changes` has another field, or a value that cannot be.
 
     Example:
@@ -147,11 +172,11 @@ def load(folder: Path | str, **changes: Any) -> Decoder:
     folder = Path(folder)
     if odd := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
         raise ValueError(f"changes may name {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(odd)}")
-    config = dataclasses.replace(read_config(folder), **changes)
-    graph, shapes = nnx.split(decoder_shapes(config))
+    config = dataclasses.replace(read_config(folder, ignore_config_fields), **changes)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         files.check(config)
+        graph, shapes = nnx.split(decoder_shapes(config))
         arrays = dict(_read(config, files))
     params = nnx.map_state(lambda path, variable: variable.replace(arrays.pop(path)), shapes)
     assert not arrays, f"parameters without a place: {list(arrays)}"
@@ -182,18 +207,23 @@ class _Files:
             try:
                 handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
             except (OSError, SafetensorError) as error:
-                raise RunError(f"cannot read {folder / name}: {error}") from None
+                raise RunError(f"cannot read {folder / name}: {_cut_short(folder / name) or error}") from None
             self._holders |= dict.fromkeys(handle.keys(), handle)
         if weight_map is not None and (odd := sorted(set(weight_map) ^ set(self._holders))):
             raise RunError(f"{folder / INDEX} and the shards differ in {_some(odd)}")
 
     def check(self, config: ModelConfig) -> None:
-        """Raises RunError unless the tensors are those of the config, by name and shape."""
-        wanted = _tensors(config)
+        """Raises RunError unless the tensors are those of the config, by name, shape and dtype."""
         found = {name for name in self._holders if not DERIVED.fullmatch(name)}
-        if missing := sorted(set(wanted) - found):
+        layers = len({match[1] for name in found if (match := LAYER.match(name))})
+        if layers < config.num_layers:  # before names are made for each layer of a config that may ask for very many
+            raise RunError(
+                f"{self.folder}: num_hidden_layers is {config.num_layers}, and there are tensors of {layers}"
+            )
+        expected = _tensors(config)
+        if missing := sorted(set(expected) - found):
             raise RunError(f"{self.folder}: tensors are missing: {_some(missing)}")
-        extra = found - set(wanted)
+        extra = found - set(expected)
         if config.tie_embeddings and "lm_head.weight" in extra:  # a tied head that was written all the same
             head, embedding = self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")
             if not np.array_equal(head, embedding):
@@ -201,7 +231,7 @@ class _Files:
             extra.remove("lm_head.weight")
         if extra:
             raise RunError(f"{self.folder}: tensors that the config has no place for: {_some(sorted(extra))}")
-        for name, parts in wanted.items():
+        for name, parts in expected.items():
             view = self._holders[name].get_slice(name)
             if tuple(view.get_shape()) != _shape(parts):
                 raise RunError(f"{self.folder}: {name} must have shape {_shape(parts)}, got {tuple(view.get_shape())}")
@@ -210,6 +240,37 @@ class _Files:
 
     def tensor(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         return self._holders[name].get_slice(name)[first:last]
+
+    def check_finite(self, name: str) -> None:
+        """Raises RunError if a tensor holds NaN or inf."""
+        view = self._holders[name].get_slice(name)
+        integer, exponent = EXPONENT[FLOATS[view.get_dtype()]]
+        rows, *others = view.get_shape()
+        step = max(1, 2**20 // max(1, math.prod(others)))  # a few MiB at a time
+        for first in range(0, rows, step):
+            bits = np.ascontiguousarray(view[first : min(first + step, rows)]).view(integer)
+            if (odd := (bits & exponent) == exponent).any():  # the exponent of NaN and inf alone
+                place = np.argwhere(odd)[0]
+                where = ", ".join(str(int(i)) for i in (first + place[0], *place[1:]))
+                raise RunError(f"{self.folder}: {name} holds NaN or inf, first at [{where}]")
+
+
+def _cut_short(path: Path) -> str | None:
+    """Returns what a safetensors file lacks at its end, None if that is not what is wrong with it."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 + length:
+                return f"the file ends within its header, after {size:,} bytes"
+            header = json.loads(file.read(length))
+        ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryError, AttributeError):
+        return None
+    name = min((name for name in ends if 8 + length + ends[name] > size), key=lambda name: ends[name], default=None)
+    if name is None:
+        return None
+    return f"the file ends within {name}: it has {size:,} bytes of {8 + length + max(ends.values()):,}"
 
 
 def _some(names: list[str]) -> str:
@@ -223,6 +284,8 @@ def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[Path_, jax.Array
         shape = part.shape[::-1] if part.transposed else part.shape
         whole = np.empty((len(layers), *shape), dtype)
         for i in layers:
+            if part.first_row == 0:  # of a fused tensor once
+                files.check_finite(part.name.format(i))
             rows = files.tensor(part.name.format(i), part.first_row, part.first_row + part.shape[0])
             whole[i] = rows.T if part.transposed else rows
         yield part.path, jnp.asarray(whole if part.stacked else whole[0])

@@ -110,6 +110,8 @@ class Attention(nnx.Module):
         self.out = make_linear(config, query_width, width, rngs, residual=True, bias=config.attention_out_bias)
         if config.query_key_norm:
             self.query_norm, self.key_norm = Norm(config, config.head_dim), Norm(config, config.head_dim)
+        if config.joint_query_key_norm:
+            self.query_norm, self.key_norm = Norm(config, query_width), Norm(config, key_width)
 
     def __call__(
         self, x: jax.Array, sight: Sight, window: jax.Array | None, slots: CacheSlots | None
@@ -126,7 +128,10 @@ class Attention(nnx.Module):
         def heads(projected: jax.Array) -> jax.Array:
             return projected.reshape(*projected.shape[:-1], -1, self.config.head_dim)  # (B, T, heads, head_dim)
 
-        query, key, value = heads(self.query(x)), heads(self.key(x)), heads(self.value(x))
+        query, key, value = self.query(x), self.key(x), heads(self.value(x))
+        if self.config.joint_query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = heads(query), heads(key)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         query, key = rotate(query, sight.cos, sight.sin), rotate(key, sight.cos, sight.sin)
@@ -165,10 +170,6 @@ def _write(
     return cache, cache.key[slots.layer], cache.value[slots.layer]
 
 
-def _scale(config: ModelConfig) -> float:
-    return 1.0 / math.sqrt(config.query_scalar or config.head_dim)
-
-
 def _attend_whole(
     config: ModelConfig,
     query: jax.Array,  # (B, T, num_heads, H)
@@ -181,7 +182,7 @@ def _attend_whole(
         query,
         key,
         value,
-        scale=_scale(config),
+        scale=config.attention_scale(),
         is_causal=True,
         local_window_size=None if window is None else (window - 1, 0),
         implementation=implementation,
@@ -214,7 +215,7 @@ def _attend_packed(
         kv_seqlen=lengths,
         q_offsets=starts,
         kv_offsets=starts,
-        scale=_scale(config),
+        scale=config.attention_scale(),
         mask_type=cudnn.MaskType.PADDING_CAUSAL,
     )
 
@@ -235,8 +236,10 @@ def _attend_seen(
         seen = seen & (sight.sequences.of[:, :, None] == sight.sequences.of[:, None, :])
     seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
-        return jax.nn.dot_product_attention(query, key, value, mask=seen, scale=_scale(config), implementation="xla")
-    return _capped_attention(query, key, value, seen, _scale(config), config.attention_softcap)
+        return jax.nn.dot_product_attention(
+            query, key, value, mask=seen, scale=config.attention_scale(), implementation="xla"
+        )
+    return _capped_attention(query, key, value, seen, config.attention_scale(), config.attention_softcap)
 
 
 def _capped_attention(

@@ -1,12 +1,25 @@
 """The shape of the decoder, and every way in which the published families differ from each other."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from flax_models.model.rope import RopeScaling
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "phi3",
+    "smollm3",
+    "internlm3",
+    "olmo2",
+    "granite",
+]
 Activation = Literal["silu", "gelu_tanh"]
 Remat = Literal["none", "attention", "elementwise", "full"]
 AttentionImplementation = Literal["xla", "cudnn"]
@@ -51,18 +64,30 @@ class ModelConfig:
     """Of the feed-forward layer's gate; gelu_tanh: GELU by its tanh formula (Gemma)."""
     norm_plus_one: bool = False
     """Norms multiply by 1 + scale, and scales start at 0 (Gemma)."""
+    pre_norms: bool = True
+    """Norm the input of the attention and of the feed-forward layer (all but OLMo 2)."""
     post_norms: bool = False
-    """Norm what attention and feed-forward layer give, too, before it is added (Gemma 2)."""
+    """Norm the output of the attention and of the feed-forward layer before it is added (Gemma 2, OLMo 2)."""
     embedding_scale: bool = False
     """Multiply embeddings by sqrt(hidden_size), rounded to the computation's dtype (Gemma)."""
+    embedding_multiplier: float = 1.0
+    """Factor on the embeddings (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor on the outputs of the attention and of the feed-forward layer before they are added (Granite)."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen 2)."""
     attention_out_bias: bool = False
     """Bias of the attention's output projection."""
     query_key_norm: bool = False
-    """Norm each head's query and key before they turn (Qwen 3)."""
+    """Norm queries and keys before they are rotated: each head by itself (Qwen 3)."""
+    joint_query_key_norm: bool = False
+    """Norm all heads' queries together, and all heads' keys, before they are rotated (OLMo 2)."""
     query_scalar: int | None = None
     """Attention scores are divided by its root; none: by head_dim's (Gemma 2)."""
+    attention_multiplier: float | None = None
+    """Attention scores are multiplied by it, in place of query_scalar (Granite)."""
+    rotary_pattern: tuple[bool, ...] = (True,)
+    """Which layers rotate queries and keys, repeated over the layers (SmolLM 3: True True True False)."""
     attention_softcap: float | None = None
     """Attention scores s become cap * tanh(s / cap) (Gemma 2)."""
     sliding_window: int | None = None
@@ -93,10 +118,10 @@ class ModelConfig:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
-        for name in ("rope_theta", "logit_scale"):
+        for name in ("rope_theta", "logit_scale", "embedding_multiplier", "residual_multiplier"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("attention_softcap", "logit_softcap", "query_scalar", "sliding_window"):
+        for name in ("attention_softcap", "logit_softcap", "query_scalar", "attention_multiplier", "sliding_window"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, got {value}")
@@ -105,8 +130,11 @@ class ModelConfig:
                 f"partial_rotary_factor must lie in (0, 1] and turn an even number of features, got "
                 f"{self.partial_rotary_factor} of head_dim {self.head_dim}"
             )
-        if not self.window_pattern:
-            raise ValueError("window_pattern must have at least one entry, got none")
+        for name in ("window_pattern", "rotary_pattern"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must have at least one entry, got none")
+        if self.query_key_norm and self.joint_query_key_norm:
+            raise ValueError("query_key_norm and joint_query_key_norm exclude each other, got both")
         self.rope.check(self.rotary_dim)
         if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
             raise ValueError(f"attention_implementation cudnn {obstacle}")
@@ -120,6 +148,17 @@ class ModelConfig:
         """Returns each layer's window, None where a layer attends to all earlier positions."""
         pattern = self.window_pattern
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
+
+    def rotates(self) -> tuple[bool, ...]:
+        """Returns whether each layer rotates its queries and keys."""
+        pattern = self.rotary_pattern
+        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
+
+    def attention_scale(self) -> float:
+        """Returns the factor on attention scores."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
+        return 1.0 / math.sqrt(self.query_scalar or self.head_dim)
 
     def cudnn_obstacle(self) -> str | None:
         """Returns what cuDNN's attention needs of a shape and does not get, or None; see `explain_attention`."""
@@ -142,8 +181,8 @@ class ModelConfig:
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (query + key)
         attention += (query + 2 * key) * self.attention_bias + self.hidden_size * self.attention_out_bias
-        attention += 2 * self.head_dim * self.query_key_norm
+        attention += 2 * self.head_dim * self.query_key_norm + (query + key) * self.joint_query_key_norm
         feed_forward = 3 * self.hidden_size * self.intermediate_size
-        block = attention + feed_forward + (4 if self.post_norms else 2) * self.hidden_size
+        block = attention + feed_forward + 2 * (self.pre_norms + self.post_norms) * self.hidden_size
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.hidden_size
         return tables + self.num_layers * block + self.hidden_size

@@ -56,11 +56,13 @@ class Block(nnx.Module):
     """Attention and feed-forward layer, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        self.post_norms = config.post_norms
-        self.attention_norm = Norm(config, config.hidden_size)
+        self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
+        self.residual_multiplier = config.residual_multiplier
         self.attention = Attention(config, rngs)
-        self.feed_forward_norm = Norm(config, config.hidden_size)
         self.feed_forward = FeedForward(config, rngs)
+        if config.pre_norms:
+            self.attention_norm = Norm(config, config.hidden_size)
+            self.feed_forward_norm = Norm(config, config.hidden_size)
         if config.post_norms:
             self.attention_post_norm = Norm(config, config.hidden_size)
             self.feed_forward_post_norm = Norm(config, config.hidden_size)
@@ -69,10 +71,15 @@ class Block(nnx.Module):
         self, x: jax.Array, sight: Sight, window: jax.Array | None = None, slots: CacheSlots | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """Returns x (B, T, D) after the block, and the cache if `slots` has one."""
-        added, cache = self.attention(self.attention_norm(x), sight, window, slots)
-        x = x + (self.attention_post_norm(added) if self.post_norms else added)
-        added = self.feed_forward(self.feed_forward_norm(x))
-        return x + (self.feed_forward_post_norm(added) if self.post_norms else added), cache
+        added, cache = self.attention(self.attention_norm(x) if self.pre_norms else x, sight, window, slots)
+        x = self._add(x, self.attention_post_norm(added) if self.post_norms else added)
+        added = self.feed_forward(self.feed_forward_norm(x) if self.pre_norms else x)
+        return self._add(x, self.feed_forward_post_norm(added) if self.post_norms else added), cache
+
+    def _add(self, x: jax.Array, added: jax.Array) -> jax.Array:
+        if self.residual_multiplier == 1.0:
+            return x + added
+        return x + added * jnp.asarray(self.residual_multiplier, added.dtype)
 
 
 class Decoder(nnx.Module):
@@ -174,6 +181,8 @@ class Decoder(nnx.Module):
         x = jnp.take(self.embedding[...], tokens, axis=0).astype(jnp.dtype(config.dtype))
         if config.embedding_scale:
             x = x * jnp.asarray(math.sqrt(config.hidden_size), x.dtype)
+        if config.embedding_multiplier != 1.0:
+            x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         frequencies = rotary_frequencies(config.rope, config.rope_theta, config.rotary_dim, seq_len)
         turns = positions
         if sequences is not None:
@@ -189,20 +198,25 @@ class Decoder(nnx.Module):
         graph, params = nnx.split(self.blocks)
         windows = config.windows()
         varying = jnp.asarray([window or EVERYTHING for window in windows]) if len(set(windows)) > 1 else None
+        rotates = None if all(config.rotates()) else jnp.asarray(config.rotates())
         layers = jnp.arange(config.num_layers)
 
         def step(
-            carry: tuple[jax.Array, Cache | None], layer: tuple[nnx.State, jax.Array | None, jax.Array]
+            carry: tuple[jax.Array, Cache | None],
+            layer: tuple[nnx.State, jax.Array | None, jax.Array | None, jax.Array],
         ) -> tuple[tuple[jax.Array, Cache | None], None]:
-            (x, cache), (params, window, index) = carry, layer
+            (x, cache), (params, window, rotated, index) = carry, layer
             slots = None if cache is None else CacheSlots(cache, index)
-            return nnx.merge(graph, params)(x, sight, window, slots), None
+            seen = sight
+            if rotated is not None:
+                seen = sight._replace(cos=jnp.where(rotated, sight.cos, 1.0), sin=jnp.where(rotated, sight.sin, 0.0))
+            return nnx.merge(graph, params)(x, seen, window, slots), None
 
         if config.remat in ("elementwise", "full"):
             policy = _is_product if config.remat == "elementwise" else None
             step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=policy)
         unroll = 1 if config.scan_layers else config.num_layers
-        return jax.lax.scan(step, (x, cache), (params, varying, layers), unroll=unroll)[0]
+        return jax.lax.scan(step, (x, cache), (params, varying, rotates, layers), unroll=unroll)[0]
 
     def head_weight(self) -> jax.Array:
         """Returns the head's rows (V, D), the parameter itself, in the dtype in which it is kept."""

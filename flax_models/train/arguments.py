@@ -39,6 +39,7 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
     first.add_argument("--config", choices=tuple(CONFIGS))
     first.add_argument("--weights", type=Path)
     first.add_argument("--adapter", type=Path)
+    first.add_argument("--ignore-config-fields", nargs="*", default=())
     first.add_argument("--name")
     first.add_argument("--runs", type=Path, default=RunConfig.runs)
     first.add_argument("--resume", action="store_true")
@@ -51,11 +52,11 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         return config, folder
     if known.weights is None:
         return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
-    defaults = fine_tuning(known.config, known.weights, _shape_of(known.weights))
+    defaults = fine_tuning(known.config, known.weights, _shape_of(known.weights, known.ignore_config_fields))
     if known.adapter is not None:
         defaults = dataclasses.replace(defaults, lora=read_adapter_config(known.adapter))
     config = _read_all(arguments, defaults)
-    check_shape(config.model, known.weights)
+    check_shape(config.model, known.weights, config.ignore_config_fields)
     if known.adapter is not None:
         _check_adapter(config.lora, defaults.lora)
     return config, None
@@ -90,16 +91,16 @@ def _check_used(asked: TrainConfig, defaults: TrainConfig) -> None:
             raise RunError(f"--{name} is not for --optimizer {asked.optimizer}, got {value}")
 
 
-def _shape_of(weights: Path) -> ModelConfig:
+def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
     try:
-        return read_config(weights)
+        return read_config(weights, ignored)
     except RunError as error:
         raise RunError(f"--weights: {error}") from None
 
 
-def check_shape(asked: ModelConfig, weights: Path) -> None:
+def check_shape(asked: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:
     """Raises RunError unless a folder holds the model that is asked for; it may be trained on shorter sequences."""
-    found = _shape_of(weights)
+    found = _shape_of(weights, ignored)
     if odd := differing(dataclasses.replace(asked, max_seq_len=found.max_seq_len), found):
         shown = ", ".join(f"{name} {theirs!r} there and {ours!r} here" for name, (ours, theirs) in odd.items())
         raise RunError(f"--weights: {weights} holds another model than the options ask for: {shown}")

@@ -131,6 +131,9 @@ class RunConfig:
     """Hugging Face folder whose weights and tokenizer the run starts from; none: random weights."""
     tokenizer: Path | None = None
     """Hugging Face folder whose tokenizer random weights are trained with; none: one made from the text."""
+    ignore_config_fields: tuple[str, ...] = ()
+    """Fields in the config.json of --weights to ignore, though this decoder does not know them: only fields that do not
+    change what the model computes."""
     data: tuple[Path, ...] = ()
     """Texts or dialogues: text files, JSON lines, or folders of them (docs/data.md); none: the Python standard
     library's sources."""
@@ -159,6 +162,10 @@ class RunConfig:
             raise ValueError("--config must name a config where there are no --weights, got none")
         if self.weights is not None and self.tokenizer is not None:
             raise ValueError(f"--tokenizer goes with random weights, --weights has its own: got {self.tokenizer}")
+        if self.weights is None and self.ignore_config_fields:
+            raise ValueError(
+                f"--ignore-config-fields goes with --weights, got {' '.join(self.ignore_config_fields)} alone"
+            )
         if self.weights is None and self.lora.adapter is not None:
             raise ValueError(f"--adapter goes with the --weights that it was trained on, got {self.lora.adapter} alone")
 

@@ -27,8 +27,8 @@ from flax_models.data.vocabulary import decoded_after
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.hub.adapter_folder import load_adapter
-from flax_models.hub.config import RUN_FIELDS
-from flax_models.hub.weights import load
+from flax_models.hub.config import RUN_FIELDS, config_note, read_config
+from flax_models.hub.weights import check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
@@ -76,6 +76,10 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
             _hold(stack, RunLock(folder), display)
         origin = config.config if config.weights is None else f"from {config.weights}"
         display.fact("run", f"{folder} ({'continued' if resumed else origin})")
+        if config.weights is not None and not resumed:
+            if note := config_note(config.weights, config.ignore_config_fields):
+                display.fact("note", note)
+            check_weights(config.weights, read_config(config.weights, config.ignore_config_fields))
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
         length = model_config.max_seq_len
@@ -165,8 +169,12 @@ def _first_model(config: RunConfig, model_config: ModelConfig) -> Decoder:
     if config.weights is None:
         model = Decoder(model_config, rngs=rngs)
     else:
-        check_shape(model_config, config.weights)  # a run that is continued from its beginning may find another
-        model = load(config.weights, **{name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)})
+        ignored = config.ignore_config_fields
+        check_shape(
+            model_config, config.weights, ignored
+        )  # a run that is continued from its beginning may find another
+        how = {name: getattr(model_config, name) for name in ("max_seq_len", *RUN_FIELDS)}
+        model = load(config.weights, ignore_config_fields=ignored, **how)
     adapt(model, config.lora, rngs)
     if config.lora.adapter is not None:
         load_adapter(model, config.lora.adapter)

@@ -41,7 +41,9 @@ def read_run(folder: Path) -> TrainedRun:
         raise RunError(f"{folder} has no checkpoint yet")
     shape = vocabulary.fit(config.model)
     if config.weights is not None:
-        shape = dataclasses.replace(shape, max_seq_len=read_config(folder / HUB).max_seq_len)
+        shape = dataclasses.replace(
+            shape, max_seq_len=read_config(folder / HUB, config.ignore_config_fields).max_seq_len
+        )
     trainer = Trainer(adapted_shapes(shape, config.lora), config.train, config.lora)
     checkpoints = Checkpoints(folder / "checkpoints")
     try:
