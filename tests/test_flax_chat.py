@@ -282,6 +282,17 @@ def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_pat
             r"tokenizer_config\.json: line 2 of the chat template: unexpected",
         ),
         ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer of it"),
+        ("{{ 'a' * 10**10 }}", TALK, r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$"),
+        (
+            "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+            TALK,
+            r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$",
+        ),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            TALK,
+            r"a\.jsonl:1: the chat template of .*json runs for more than 2 s$",
+        ),
     ],
 )
 def test_what_a_template_refuses_is_named_with_the_record(folder, tmp_path, template, turns, message):

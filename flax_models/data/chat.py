@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 
-from flax_models.data.chat_template import CLOSE, OPEN, ChatTemplate, Written, without_marks
+from flax_models.data.chat_template import ChatTemplate, Written, without_marks
 from flax_models.data.dialogue import ANSWERS, Dialogue, in_batches
 from flax_models.data.examples import Example, within
+from flax_models.data.template_process import CLOSE, OPEN
 from flax_models.errors import RunError
 
 if TYPE_CHECKING:

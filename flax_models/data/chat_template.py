@@ -1,30 +1,24 @@
 """Chat templates of Hugging Face folders: Jinja programs that turn messages into one text.
 
-A program from elsewhere runs in a sandbox, with what transformers gives it. {% generation %} blocks in it, which say
-what is an answer, put marks around what they write.
+A program from elsewhere runs in a sandbox, in a process of its own whose time and memory are limited
+(template_process.py), with what transformers gives it. {% generation %} blocks in it, which say what is an answer, put
+marks around what they write.
 
 Source: transformers, utils/chat_template_utils.py.
 """
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from flax_models.data.template_process import CLOSE, OPEN
+from flax_models.data.template_worker import WORKER, TemplateFault
 from flax_models.errors import RunError
 from flax_models.hub.config import read_object
 
-# Around what a {% generation %} block writes, until the places are known. Unicode's noncharacters: no text has them.
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
 DATE = "chat_date.txt"  # in a run's folder: what strftime_now tells, or the same text would be another tomorrow
 
 
@@ -34,18 +28,6 @@ class Written(NamedTuple):
     text: str
     answers: list[tuple[int, int]]  # [first, last) of characters
     marked: bool  # by the template itself
-
-
-class _Generation(Extension):
-    """Puts marks around what {% generation %} ... {% endgeneration %} writes."""
-
-    tags = {"generation"}  # noqa: RUF012  # the library's own way
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        first, last = (nodes.Output([nodes.TemplateData(mark)]) for mark in (OPEN, CLOSE))
-        return nodes.Scope([first, *body, last]).set_lineno(line)
 
 
 @dataclass(frozen=True)
@@ -70,45 +52,13 @@ class ChatTemplate:
         return "strftime_now" in self.source
 
     @cached_property
-    def _environment(self) -> ImmutableSandboxedEnvironment:
-        def refuse(message: str) -> NoReturn:
-            raise jinja2.TemplateError(message)
-
-        def to_json(
-            value: Any,
-            ensure_ascii: bool = False,
-            indent: int | None = None,
-            separators: tuple[str, str] | None = None,
-            sort_keys: bool = False,
-        ) -> str:
-            return json.dumps(
-                value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-            )
-
-        midnight = datetime.datetime.combine(self.date, datetime.time())
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
-        environment.filters["tojson"] = to_json  # the library's own writes < and & as HTML wants them
-        environment.globals |= {"raise_exception": refuse, "strftime_now": midnight.strftime}
-        return environment
-
-    @cached_property
-    def _compiled(self) -> tuple[jinja2.Template, tuple[str, ...]]:
-        """The program, and the pieces of text that stand in it."""
-        try:
-            program, tree = self._environment.from_string(self.source), self._environment.parse(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise RunError(f"{self.origin}: line {error.lineno} of the chat template: {error.message}") from None
-        except SyntaxError as error:  # of the Python that it becomes: a break outside of a loop
-            raise RunError(f"{self.origin}: the chat template: {error.msg}") from None
-        data = [node.data for node in tree.find_all(nodes.TemplateData)]
-        return program, (*data, *(n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)))
-
-    @property
     def literals(self) -> tuple[str, ...]:
         """The pieces of text that stand in the program itself."""
-        return self._compiled[1]
+        try:
+            return WORKER.literals(self.source, self.date.isoformat())
+        except TemplateFault as fault:
+            place = "the chat template" if fault.line is None else f"line {fault.line} of the chat template"
+            raise RunError(f"{self.origin}: {place}{' ' if fault.limit else ': '}{fault}") from None
 
     @cached_property
     def marks(self) -> bool:
@@ -124,15 +74,16 @@ class ChatTemplate:
             prompts: add what asks for an answer.
 
         Raises:
-            RunError: the template refuses them, or fails.
+            RunError: the template refuses them, fails, or takes more time or memory than it may.
         """
-        program, _ = self._compiled
-        names: dict[str, Any] = {**self.tokens, "tools": None, "documents": None}
+        variables = {**self.tokens, "tools": None, "documents": None}
+        variables |= {"messages": list(messages), "add_generation_prompt": prompts}
+        self.literals  # noqa: B018  # what cannot be compiled is no fault of the messages
         try:
-            return program.render(messages=list(messages), add_generation_prompt=prompts, **names)
-        except Exception as error:  # a program from elsewhere: it may fail in any way
-            fault = " ".join(str(error).split())
-            raise RunError(f"{where}: the chat template of {self.origin} refuses it: {fault}") from None
+            return WORKER.render(self.source, self.date.isoformat(), variables)
+        except TemplateFault as fault:
+            verb = "" if fault.limit else "refuses it: "
+            raise RunError(f"{where}: the chat template of {self.origin} {verb}{fault}") from None
 
 
 def without_marks(text: str) -> Written:
