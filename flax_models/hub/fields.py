@@ -24,6 +24,7 @@ NEUTRAL = frozenset(
         "pad_token_id",
         "unk_token_id",
         "sep_token_id",
+        "pretraining_tp",  # how transformers once split matmuls, to round as pretraining did
         "output_attentions",
         "output_hidden_states",
         "return_dict",
@@ -43,7 +44,6 @@ INERT = frozenset(
     {
         "is_llama_config",  # SmolLM 2, as the next two
         "transformers.js_config",
-        "pretraining_tp",  # how transformers once split matmuls, to round as pretraining did
         "_attn_implementation",
         "_attn_implementation_autoset",
         "attn_implementation",
