@@ -93,7 +93,10 @@ class ResultFile:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self.path.with_suffix(".part")
-            scratch.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1, allow_nan=False) + "\n")
+            # Not at the top: `benchmarks.compare` loads this module beside an older checkout's parity.
+            from parity.report import to_json
+
+            scratch.write_text(to_json({**self.head, "rows": self.rows}, allow_nan=False))
             scratch.replace(self.path)
 
 

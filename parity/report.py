@@ -105,4 +105,35 @@ def write(path: Path, document: Mapping[str, Any], packages: Iterable[str]) -> N
     """Writes a JSON document, with the versions of those of the packages that are installed."""
     present = {found.name for found in distributions()}.intersection(packages)
     versions = {name: version(name) for name in sorted(present)}
-    path.write_text(json.dumps({"versions": versions, **document}, indent=1) + "\n")
+    path.write_text(to_json({"versions": versions, **document}))
+
+
+def to_json(document: Mapping[str, Any], *, allow_nan: bool = True) -> str:
+    """Returns a document as JSON text with one line for each row of each of its lists of objects.
+
+    Two versions of a file of results then differ in the lines of the rows that were measured again. Entries that are
+    not lists of objects take one line each.
+
+    Args:
+        document: the entries by name.
+        allow_nan: write NaN and infinities, which plain JSON does not have, instead of raising ValueError.
+
+    Example:
+        >>> print(to_json({"device": "cpu", "rows": [{"ms": 1.5}, {"ms": 2.0}]}), end="")
+        {
+         "device": "cpu",
+         "rows": [
+          {"ms": 1.5},
+          {"ms": 2.0}
+         ]
+        }
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+            lines = ",\n".join(f"  {json.dumps(row, allow_nan=allow_nan)}" for row in value)
+            return f"[\n{lines}\n ]"
+        return json.dumps(value, allow_nan=allow_nan)
+
+    entries = ",\n".join(f" {json.dumps(name)}: {text(value)}" for name, value in document.items())
+    return f"{{\n{entries}\n}}\n"

@@ -187,6 +187,8 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     assert add("three", {**row, "status": "skipped", "ms": None}) == rows  # an absent peer takes no time away
     assert add("four", {**row, "status": "failed", "ms": None})[-1]["status"] == "failed"
     assert json.loads(path.read_text()).keys() == {"device", "versions", "commit", "date", "rows"}
+    lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
+    assert [json.loads(line) for line in lines if "method" in line] == json.loads(path.read_text())["rows"]
     assert len(add("five", row, versions="2.12")) == 1
     assert "started afresh" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):

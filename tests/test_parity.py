@@ -259,6 +259,21 @@ def test_the_command_compares_both_frameworks(tmp_path: Path) -> None:
         assert all(0 <= output["error"] <= output["budget"] for output in row["outputs"].values())
 
 
+def test_json_has_a_line_for_each_row() -> None:
+    document = {
+        "versions": {"numpy": "2.3"},
+        "devices": ["cpu"],
+        "rows": [{"case": "a", "outputs": {"loss": {"error": None}}}, {"case": "b", "losses": [1.0, 2.0]}],
+        "pairs": [],
+    }
+    text = command.report.to_json(document)
+    assert json.loads(text) == document
+    assert len(text.splitlines()) == 9
+    assert [json.loads(line.strip().rstrip(",")) for line in text.splitlines()[4:6]] == document["rows"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        command.report.to_json({"rows": [{"ms": float("nan")}]}, allow_nan=False)
+
+
 BROKEN = """
 import torch as _torch
 from core_triton import linear_ce as _right
