@@ -11,6 +11,7 @@ from benchmarks import data, linear_ce, plot, results
 from benchmarks.methods import GRADIENT_BOUND, Method, check_errors
 from benchmarks.shapes import MODES, PLAN, SHAPES, plan
 from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
+from parity.report import to_json
 
 KEYS = {
     *("shape", "n", "d", "v", "dtype", "targets", "mode", "method", "ms", "ms_p20", "ms_p80", "floor_ms", "ratio"),
@@ -193,6 +194,12 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     assert "started afresh" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
+
+
+@pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_recorded_results_have_a_line_for_each_row(path: Path) -> None:
+    text = path.read_text()
+    assert text == to_json(json.loads(text))
 
 
 def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:
