@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from parity.cases import DTYPE_LABELS, Case
 from parity.expected import Judgement
+from parity.tolerances import ROW_NAMES, RowErrors
 
-# Outputs that have a column; the rest share one, as the worst of them.
+# Outputs that have a column; the figures of rows share one, as the worst of them, and so does the rest.
+ROW_FIGURES = tuple(f"{name}_{figure}" for name in ROW_NAMES.values() for figure in RowErrors._fields)
 COLUMNS = ("loss", "log_prob", "entropy", "lse", "d_input", "d_weight", "d_bias")
+ROWS = "rows"
 REST = "others"
 
 
@@ -39,7 +42,10 @@ class Row(NamedTuple):
 def percent(name: str, row: Row) -> str:
     """Returns an output's share of its budget as text; empty if the row has no such output."""
     if name == REST:
-        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in COLUMNS]
+        named = (*COLUMNS, *ROW_FIGURES)
+        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in named]
+    elif name == ROWS:
+        shares = [row.outputs[figure].percent for figure in ROW_FIGURES if figure in row.outputs]
     else:
         shares = [row.outputs[name].percent] if name in row.outputs else []
     return f"{max(shares):.0f}%" if shares else ""
@@ -47,12 +53,12 @@ def percent(name: str, row: Row) -> str:
 
 def header() -> str:
     """Returns the line above the table's rows."""
-    return _line("backend", "dtype", "ran", (*COLUMNS, REST), "case")
+    return _line("backend", "dtype", "ran", (*COLUMNS, ROWS, REST), "case")
 
 
 def line(row: Row) -> str:
     """Returns a row as text."""
-    shares = [percent(name, row) for name in (*COLUMNS, REST)]
+    shares = [percent(name, row) for name in (*COLUMNS, ROWS, REST)]
     mark = "   <-- FAILS" if row.failures else ""
     return _line(row.backend, DTYPE_LABELS[row.case.dtype], row.implementation, shares, row.case.name) + mark
 
