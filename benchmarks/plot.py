@@ -20,11 +20,17 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.results import shown
 from benchmarks.shapes import NAMED
 
 RESULTS = Path(__file__).parent / "results" / "h200"
 MIB = 2**20
 COLORS = {"ours": "#c2410c", "own-baseline": "#f59e0b", "peer": "#475569", "floor": "#16a34a"}
+LABELS = {
+    "ours": "core_triton, jax_pallas",
+    "own-baseline": "their baselines on cuBLAS and XLA matmuls",
+    "peer": "peers",
+}
 MARKERS = {"torch": "o", "jax": "^"}
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 # For the peers of a sweep; more lines than these cannot be told apart.
@@ -88,7 +94,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
     handles = [
         *(
             Line2D([], [], linestyle="", marker="s", color=COLORS[kind], label=label)
-            for kind, label in (("ours", "ours"), ("own-baseline", "our baseline, library products"), ("peer", "peers"))
+            for kind, label in LABELS.items()
             if any(row["kind"] == kind for row in points)
         ),
         *(
@@ -101,7 +107,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
                 [],
                 color=COLORS["floor"],
                 linestyle="-" if row["framework"] == "torch" else "--",
-                label=f"{FRAMEWORKS[row['framework']]}'s three products alone",
+                label=f"{FRAMEWORKS[row['framework']]}'s three matmuls alone",
             )
             for row in floors
         ),
@@ -110,7 +116,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
     axes.legend(handles=handles, loc="upper right", fontsize=8, framealpha=0.95)
     _label(
         axes,
-        [(row["ms"], row["peak_bytes"] / MIB, row["method"], COLORS[row["kind"]]) for row in points],
+        [(row["ms"], row["peak_bytes"] / MIB, shown(row["method"]), COLORS[row["kind"]]) for row in points],
         [row["ms"] for row in floors],
     )
     _save(figure, path)
@@ -180,12 +186,12 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
         ours = {"linewidth": 2.6, "zorder": 4, "linestyle": next(strokes) if kind == "ours" else "-"}
         style |= {"ours": ours, "own-baseline": {"linewidth": 2, "linestyle": "--"}}.get(kind, {"linewidth": 1.4})
         x = [row[axis] for row in line]
-        times.plot(x, [row["ratio"] for row in line], label=method, **style)
+        times.plot(x, [row["ratio"] for row in line], label=shown(method), **style)
         peaks.plot(x, [row["peak_bytes"] / MIB for row in line], **style)
-    times.axhline(1, color=COLORS["floor"], label="the three products alone")
+    times.axhline(1, color=COLORS["floor"], label="the three matmuls alone")
     gradients = [2 * rows[0]["d"] * sum(sizes) / MIB for sizes in _sizes(rows, axis, values)]
     peaks.plot(values, gradients, color="#94a3b8", linestyle=":", label="the gradients alone")
-    times.set_ylabel("forward + backward / the three products alone")
+    times.set_ylabel("forward + backward / the three matmuls alone")
     peaks.set_ylabel("peak memory above the inputs, MiB")
     for panel in (times, peaks):
         panel.set(xscale="log", yscale="log", xlabel={"n": "N, tokens", "v": "V, classes"}[axis])

@@ -135,8 +135,8 @@ LOSS_FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 # Logits of a standard deviation at which few classes of a row have most of the probability, and one class as the target
-# of all tokens. The gradient of every other class is then its softmax part alone, which the targets' part would hide. One
-# table serves all dtypes and reductions. Exhaustive runs have the same cases.
+# of all tokens. The gradient of every other class is then its softmax part alone. Elsewhere the targets' part hides it.
+# One table serves all dtypes and reductions. Exhaustive runs have the same cases.
 SHARP_FACTORS: dict[str, tuple[Any, ...]] = {
     # float16 at 8 is left out: a scalar loss stores its gradients before the loss scale is applied, where those of the
     # least likely classes are below float16's range. Range would decide their error, not rounding.

@@ -1,6 +1,7 @@
 """The benchmark harness on a CPU: what it reports, never how fast anything is."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ import numpy as np
 import pytest
 
 from benchmarks import data, linear_ce, plot, results
-from benchmarks.methods import GRADIENT_BOUND, Method, check_errors
+from benchmarks.methods import ERRORS, GRADIENT_BOUND, ROW_ERRORS, Method, check_errors, row_figures
 from benchmarks.shapes import MODES, PLAN, SHAPES, plan
 from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
 from parity.report import to_json
+from parity.tolerances import FACTOR, GRADIENT_FLOOR, row_errors
 
 KEYS = {
     *("shape", "n", "d", "v", "dtype", "targets", "mode", "method", "ms", "ms_p20", "ms_p80", "floor_ms", "ratio"),
-    *("peak_bytes", "workspace_bytes", "kind", "err_loss", "err_d_input", "err_d_weight", "commit", "date"),
+    *("peak_bytes", "workspace_bytes", "kind", *ERRORS, *ROW_ERRORS, "commit", "date"),
 }
 
 
@@ -50,6 +52,9 @@ def test_every_mode_runs_end_to_end(
         assert row["err_loss"] < 2e-3
         for name, wanted in (("err_d_input", mode.d_input), ("err_d_weight", mode.d_weight)):
             assert (row[name] is not None) == wanted
+            figures = [row[key] for key in ROW_ERRORS if key.startswith(name)]
+            assert len(figures) == 2
+            assert all((figure is not None) == wanted for figure in figures)
             assert not wanted or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
     measured = {(row["mode"], row["method"]) for row in rows}
     assert ("lean", "chunked") in measured
@@ -66,6 +71,48 @@ def test_random_targets_and_float32(framework: str, tmp_path: Path) -> None:
     assert status == 0
     assert chunked["err_d_weight"] < 1e-5
     assert chunked["mean_loss"] == pytest.approx(data.expected_loss(0, 64, 1000), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("framework", "exact", "rounded"),
+    # On a CPU XLA keeps the float32 logits that "bf16-logits" rounds.
+    [("torch", "eager-float32-logits", ["eager"]), ("jax", "float32-logits-rounded-gradient", [])],
+)
+def test_sharp_logits_show_what_rounded_logits_cost(
+    framework: str, exact: str, rounded: list[str], tmp_path: Path
+) -> None:
+    kinds, methods = list(data.DEVIATIONS), ("chunked", exact, *rounded)
+    status, rows = run(framework, tmp_path, "--targets", *kinds, "--methods", *methods)
+    assert status == 0
+    of = {(row["targets"], row["method"]): row for row in rows}
+    assert set(of) == set(product(kinds, methods))
+    for targets, key in product(kinds, ROW_ERRORS):
+        least = of[targets, exact][key]
+        assert of[targets, "chunked"][key] <= FACTOR * least + GRADIENT_FLOOR["bfloat16"]
+        if key.startswith("err_d_weight"):
+            assert all(of[targets, method][key] > 2 * least for method in rounded)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_errors_of_rows_are_those_of_parity(framework: str) -> None:
+    import jax.numpy as jnp
+    import torch
+
+    from benchmarks import jax_bench, torch_bench
+
+    rng = np.random.default_rng(0)
+    want = rng.standard_normal((50, 8)).astype(np.float32) * np.exp(rng.standard_normal((50, 1))).astype(np.float32)
+    want[7] = 0
+    got = want + 1e-2 * rng.standard_normal(want.shape).astype(np.float32)
+    if framework == "torch":
+        errors = torch_bench._row_errors(torch.tensor(got), torch.tensor(want))
+    else:
+        of_rows, norms = map(np.asarray, jax_bench._row_errors(jnp.array(got), jnp.array(want)))
+        errors = of_rows[norms > 0]
+    found = row_figures("d_weight", errors)
+    assert tuple(found) == ("err_d_weight_class_median", "err_d_weight_class_p95")
+    assert tuple(found.values()) == pytest.approx(tuple(row_errors(got, want)), rel=1e-5)
+    assert row_figures("d_input", errors[:0]) == {"err_d_input_row_median": 0, "err_d_input_row_p95": 0}
 
 
 def test_what_cannot_run_is_reported_with_its_reason(
@@ -147,6 +194,13 @@ def test_leans_give_a_trained_models_loss() -> None:
         with pytest.raises(ValueError, match=r"peaked.*got 12\.10"):
             data.check_loss(12.1, 1024, shape.d, shape.v, "peaked")
     assert data.lean_max(64, 1000, "random") == 0
+    rng = np.random.default_rng(0)
+    for targets, deviation in data.DEVIATIONS.items():
+        assert data.lean_max(64, 1000, targets) == 0
+        lse = np.log(np.exp(deviation * rng.standard_normal((2000, 1000))).sum(1))
+        assert data.expected_loss(0, 64, 1000, targets) == pytest.approx(lse.mean(), abs=0.3)
+        with pytest.raises(ValueError, match=targets):
+            data.check_loss(lse.mean() + 2, 1024, 64, 1000, targets)
     cdf = data.zipf_cdf(1000)
     assert cdf[-1] == pytest.approx(1)
     assert np.diff(cdf, prepend=0).argmax() == 0
