@@ -28,9 +28,9 @@ TIMED: tuple[Column, ...] = (
     ("error of d_input", "err_d_input", ".1e", 1),
     ("error of d_weight", "err_d_weight", ".1e", 1),
     ("per-row error of d_input, median", "err_d_input_row_median", ".1e", 1),
-    ("95th percentile", "err_d_input_row_p95", ".1e", 1),
+    ("per-row error of d_input, 95th percentile", "err_d_input_row_p95", ".1e", 1),
     ("per-class error of d_weight, median", "err_d_weight_class_median", ".1e", 1),
-    ("95th percentile", "err_d_weight_class_p95", ".1e", 1),
+    ("per-class error of d_weight, 95th percentile", "err_d_weight_class_p95", ".1e", 1),
 )
 HOST: tuple[Column, ...] = (
     ("host, ms", "host_ms", ".3f", 1),
