@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import data, linear_ce, plot, results
+from benchmarks import data, linear_ce, plot, results, tables
 from benchmarks.methods import ERRORS, GRADIENT_BOUND, ROW_ERRORS, Method, check_errors, row_figures
 from benchmarks.shapes import MODES, PLAN, SHAPES, plan
 from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
@@ -254,6 +254,33 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
 def test_recorded_results_have_a_line_for_each_row(path: Path) -> None:
     text = path.read_text()
     assert text == to_json(json.loads(text))
+
+
+def test_tables_name_packages_and_show_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {
+        "shape": "seed",
+        "n": 1,
+        "d": 2,
+        "v": 3,
+        "dtype": "bfloat16",
+        "targets": "peaked",
+        "mode": "train",
+        "ms": 2.5,
+    }
+    rows = [{**old, "method": name, "status": "ok"} for name in ("triton", "mosaic", "pallas_triton", "eager")]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
+    tables.main(["--json", str(path)])
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert table[0] == ["| method", "ms |"]
+    assert [line[0] for line in table[1:]] == ["| core_triton", "| jax_pallas", "| jax_pallas (Triton)", "| eager"]
+    rows[0] |= {"targets": "sharp8", **dict.fromkeys(ROW_ERRORS, 2e-3)}
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
+    tables.main(["--json", str(path)])
+    printed = capsys.readouterr().out
+    assert "seed: N 1, D 2, V 3, bfloat16, sharp8 targets, train" in printed
+    assert "per-class error of d_weight, 95th percentile" in printed
+    assert printed.count("2.0e-03") == 4
 
 
 def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:
