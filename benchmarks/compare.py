@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks import results
 from benchmarks.linear_ce import DTYPES
-from benchmarks.methods import check_errors
+from benchmarks.methods import ERRORS, ROW_ERRORS, check_errors
 from benchmarks.shapes import MODES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import MIN_PAIRS, pair_count, pair_order
 
@@ -229,8 +229,8 @@ def check(pair: Sequence[Child], shape: Shape, mode: Mode, options: argparse.Nam
             pair, "prepare", together=together, **problem, mode=mode.name, implementation=options.implementation
         )
         for name, answer in zip(NAMES, found, strict=True):
-            errors = {key: answer["figures"].get(key) for key in ("err_loss", "err_d_input", "err_d_weight")}
-            wrong = check_errors(errors, options.dtype)
+            errors = {key: answer["figures"].get(key) for key in (*ERRORS, *ROW_ERRORS)}
+            wrong = check_errors({key: errors[key] for key in ERRORS}, options.dtype)
             if wrong is not None:
                 raise ChildError(f"{name}, {targets}: {wrong}")
             figures["errors"].setdefault(targets, {})[name] = errors

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
 from benchmarks.jax_host import host_figures
-from benchmarks.methods import Method, Prepared, Problem, UnavailableError
+from benchmarks.methods import ERRORS, ROW_ERRORS, Method, Prepared, Problem, UnavailableError, row_figures
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 
@@ -96,11 +97,12 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
     n, d, v = shape.n, shape.d, shape.v
     uniform = jax.random.uniform(keys[0], (n,))
     target = (uniform * v).astype(jnp.int32) if targets == "random" else jnp.searchsorted(cdf, uniform)
-    target = jnp.minimum(target, v - 1).astype(jnp.int32)
+    only = data.one_class(v, targets)
+    target = jnp.minimum(target, v - 1).astype(jnp.int32) if only is None else jnp.full(n, only, jnp.int32)
     weight = (jax.random.normal(keys[1], (v, d)) * d**-0.5).astype(dtype)
     lean = jax.random.uniform(keys[2], (n, 1))
     lean = data.lean_max(d, v, targets) * ((1 + lean) / 2 if targets == "sharp" else lean)
-    x = jax.random.normal(keys[3], (n, d)) + lean * weight[target]
+    x = data.input_deviation(targets) * jax.random.normal(keys[3], (n, d)) + lean * weight[target]
     if targets == "sharp":
         more = jax.random.split(jax.random.key(1))
         other = jnp.minimum(jnp.searchsorted(cdf, jax.random.uniform(more[0], (n,))), v - 1)
@@ -179,6 +181,13 @@ def _error(result: Array, expected: Array) -> Array:
     return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel())
 
 
+@jax.jit
+def _row_errors(result: Array, expected: Array) -> tuple[Array, Array]:
+    """The relative error of each row, and the norm that it is relative to."""
+    norms = jnp.linalg.norm(expected, axis=1)
+    return jnp.linalg.norm(result.astype(jnp.float32) - expected, axis=1) / norms, norms
+
+
 class JaxProblem:
     """Arrays of one shape on the device; references and floors are made when first asked for.
 
@@ -189,7 +198,7 @@ class JaxProblem:
         programs: compiled calls, to take from and to add to.
 
     Raises:
-        ValueError: the arrays drawn do not have the loss that their law gives.
+        ValueError: the arrays drawn do not have the loss of their distribution.
     """
 
     def __init__(self, shape: Shape, dtype: str, targets: str, programs: Programs) -> None:
@@ -307,15 +316,15 @@ class JaxProblem:
         losses, *expected = self.reference(mode)
         loss = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
         gradients = list(results[1:])
-        errors: dict[str, float | None] = {
-            "mean_loss": float(losses.mean()),
-            "err_loss": float(_error(results[0], loss)),
-            "err_d_input": float(_error(gradients.pop(0), expected[0])) if mode.d_input else None,
-            "err_d_weight": None,
-        }
-        if mode.d_weight:
-            d_weight = gradients.pop(0)
-            errors["err_d_weight"] = float(_error(d_weight.T if method.vocab_axis == 1 else d_weight, expected[1]))
+        errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
+        errors |= {"mean_loss": float(losses.mean()), "err_loss": float(_error(results[0], loss))}
+        for name, wanted, exact in zip(("d_input", "d_weight"), (mode.d_input, mode.d_weight), expected, strict=False):
+            if wanted:
+                gradient = gradients.pop(0)
+                gradient = gradient.T if name == "d_weight" and method.vocab_axis == 1 else gradient
+                errors[f"err_{name}"] = float(_error(gradient, exact))
+                of_rows, norms = map(np.asarray, _row_errors(gradient, exact))
+                errors |= row_figures(name, of_rows[norms > 0])
         return errors
 
 

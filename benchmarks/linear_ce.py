@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks import host as host_modes
 from benchmarks import results
-from benchmarks.methods import Bench, Method, Problem, UnavailableError, check_errors, describe
+from benchmarks.methods import ERRORS, ROW_ERRORS, Bench, Method, Problem, UnavailableError, check_errors, describe
 from benchmarks.shapes import CALL_MODES, MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
@@ -78,7 +78,7 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
     except UnavailableError as error:
         return {"status": "skipped", "note": str(error)}
     figures = {"version": method.version(), **prepared.figures}
-    errors = {key: figures[key] for key in ("err_loss", "err_d_input", "err_d_weight") if key in figures}
+    errors = {key: figures[key] for key in ERRORS if key in figures}
     wrong = check_errors(errors, options.dtype)
     if wrong is not None:
         return {**figures, "status": "failed", "note": wrong}
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # The keys that every row has, None where they were not measured.
 MEASURED = (
     *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
-    *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
+    *("peak_bytes", "workspace_bytes", *ERRORS, *ROW_ERRORS, "mean_loss", "repeats"),
     *("lower_s", "compile_s", "joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )
 

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from benchmarks.host import Later
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing
@@ -17,6 +19,12 @@ Kind = Literal["floor", "ours", "own-baseline", "peer"]
 # Past these relative errors a method computes something else, and its time means nothing.
 LOSS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 GRADIENT_BOUND = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
+
+
+# A row's relative errors in the Frobenius norm, and the errors of single tokens and classes (`row_figures`).
+ERRORS = ("err_loss", "err_d_input", "err_d_weight")
+ROWS = {"d_input": "err_d_input_row", "d_weight": "err_d_weight_class"}
+ROW_ERRORS = tuple(f"{key}_{figure}" for key in ROWS.values() for figure in ("median", "p95"))
 
 
 class UnavailableError(Exception):
@@ -154,6 +162,21 @@ def load(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UnavailableError(f"cannot import {module}: {error}") from error
+
+
+def row_figures(gradient: str, errors: np.ndarray) -> dict[str, float]:
+    """Returns the median and the 95th percentile of the errors of a gradient's rows, as keys of a row of results.
+
+    `parity.tolerances.row_errors` has the definition. Here the float32 reference takes the place of the float64 one.
+
+    Args:
+        gradient: d_input, whose rows are tokens, or d_weight, whose rows are classes.
+        errors: (rows,) relative errors of the rows whose reference is not zero.
+    """
+    key = ROWS[gradient]
+    if not len(errors):
+        return {f"{key}_median": 0.0, f"{key}_p95": 0.0}
+    return {f"{key}_median": float(np.median(errors)), f"{key}_p95": float(np.percentile(errors, 95))}
 
 
 def check_errors(errors: Mapping[str, float | None], dtype: str) -> str | None:

@@ -15,17 +15,26 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
+from benchmarks.results import shown
 from benchmarks.shapes import NAMED
 
 RESULTS = Path(__file__).parent / "results" / "h200"
 MIB = 2**20
 COLORS = {"ours": "#c2410c", "own-baseline": "#f59e0b", "peer": "#475569", "floor": "#16a34a"}
+LABELS = {
+    "ours": "core_triton, jax_pallas",
+    "own-baseline": "their baselines on cuBLAS and XLA matmuls",
+    "peer": "peers",
+}
 MARKERS = {"torch": "o", "jax": "^"}
+RADIUS = 10  # of a point's mark, in pixels
+NEAR = 10  # from its point, in typographic points: a name further away is not seen as that point's
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 # For the peers of a sweep; more lines than these cannot be told apart.
 PEER_COLORS = ("#2563eb", "#7c3aed", "#0891b2", "#db2777", "#64748b", "#65a30d", "#1e293b")
@@ -88,7 +97,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
     handles = [
         *(
             Line2D([], [], linestyle="", marker="s", color=COLORS[kind], label=label)
-            for kind, label in (("ours", "ours"), ("own-baseline", "our baseline, library products"), ("peer", "peers"))
+            for kind, label in LABELS.items()
             if any(row["kind"] == kind for row in points)
         ),
         *(
@@ -101,7 +110,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
                 [],
                 color=COLORS["floor"],
                 linestyle="-" if row["framework"] == "torch" else "--",
-                label=f"{FRAMEWORKS[row['framework']]}'s three products alone",
+                label=f"{FRAMEWORKS[row['framework']]}'s three matmuls alone",
             )
             for row in floors
         ),
@@ -110,27 +119,37 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
     axes.legend(handles=handles, loc="upper right", fontsize=8, framealpha=0.95)
     _label(
         axes,
-        [(row["ms"], row["peak_bytes"] / MIB, row["method"], COLORS[row["kind"]]) for row in points],
+        [(row["ms"], row["peak_bytes"] / MIB, shown(row["method"]), COLORS[row["kind"]]) for row in points],
         [row["ms"] for row in floors],
+        gradients,
     )
     _save(figure, path)
 
 
-def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]], floors: Sequence[float]) -> None:
-    """Writes each point's name where it covers no point, no floor and no name already written."""
+def _label(
+    axes: Axes, points: Sequence[tuple[float, float, str, str]], floors: Sequence[float], gradients: float
+) -> None:
+    """Writes each point's name where it covers no point, no line and no name already written.
+
+    A name far from its point gets a line to it. The line passes no other point and no name, or readers would take the
+    name for that point's.
+    """
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
     figure.draw_without_rendering()
     pixels = [axes.transData.transform((x, y)) for x, y, _, _ in points]
+    marks = [(px - RADIUS, py - RADIUS, px + RADIUS, py + RADIUS) for px, py in pixels]  # and names, as they come
     taken = [(px - 7, py - 7, px + 7, py + 7) for px, py in pixels]
     legend, frame = axes.get_legend(), axes.get_window_extent()
     for x in floors:
         at = axes.transData.transform((x, 1))[0]
         taken.append((at - 3, frame.y0, at + 3, frame.y1))
+    at = axes.transData.transform((1, gradients))[1]
+    taken.append((frame.x0, at - 3, frame.x1, at + 3))
     if legend is not None:
         taken.append(legend.get_window_extent().extents)
     reaches = (9, 16, 26, 38, 52, 70, 92, 120)
-    directions = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (-1, 1), (-1, -1))
+    directions = ((1, 0), (1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (-1, 1), (-1, -1), (0.4, 1), (0.4, -1))
     candidates = [(dx * reach, dy * reach) for reach in reaches for dx, dy in directions]
     for (px, py), (x, y, name, color) in sorted(zip(pixels, points, strict=True), key=lambda entry: -entry[0][1]):
         text = axes.annotate(name, (x, y), (0, 0), textcoords="offset points", fontsize=8.5, color=color, zorder=4)
@@ -143,6 +162,9 @@ def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]], floors: 
             area = (left - 2, low - 1, left + width + 2, low + height + 1)
             outside = area[0] < frame.x0 or area[2] > frame.x1 or area[1] < frame.y0 or area[3] > frame.y1
             cost = sum(_overlap(area, other) for other in taken) + 1e6 * outside
+            if max(abs(dx), abs(dy)) > NEAR:
+                end = px + dx * scale, py + dy * scale
+                cost += 1e3 * _crosses((px, py), end, marks)
             if best is None or cost < best[0]:
                 best = (cost, area, (dx, dy))
             if cost == 0:
@@ -150,13 +172,22 @@ def _label(axes: Axes, points: Sequence[tuple[float, float, str, str]], floors: 
         assert best is not None
         _, area, (dx, dy) = best
         taken.append(area)
+        marks.append(area)
         text.set_horizontalalignment("left" if dx > 0 else "right" if dx < 0 else "center")
         text.set_verticalalignment("center")
         text.set_position((dx, dy))
-        if max(abs(dx), abs(dy)) > 10:  # too far to be seen as the point's own
+        if max(abs(dx), abs(dy)) > NEAR:
             axes.annotate(
                 "", (x, y), (dx, dy), textcoords="offset points", arrowprops={"arrowstyle": "-", "color": "#94a3b8"}
             )
+
+
+def _crosses(start: Sequence[float], end: Sequence[float], areas: Sequence[Sequence[float]]) -> int:
+    """Returns how many areas a line passes through, its first pixels left out, where its own point is."""
+    way = np.subtract(end, start)
+    length = float(np.hypot(*way))
+    places = [np.add(start, way * step / length) for step in range(2 * RADIUS, int(length), 3)]
+    return sum(any(left <= x <= right and low <= y <= high for x, y in places) for left, low, right, high in areas)
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> float:
@@ -180,12 +211,12 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
         ours = {"linewidth": 2.6, "zorder": 4, "linestyle": next(strokes) if kind == "ours" else "-"}
         style |= {"ours": ours, "own-baseline": {"linewidth": 2, "linestyle": "--"}}.get(kind, {"linewidth": 1.4})
         x = [row[axis] for row in line]
-        times.plot(x, [row["ratio"] for row in line], label=method, **style)
+        times.plot(x, [row["ratio"] for row in line], label=shown(method), **style)
         peaks.plot(x, [row["peak_bytes"] / MIB for row in line], **style)
-    times.axhline(1, color=COLORS["floor"], label="the three products alone")
+    times.axhline(1, color=COLORS["floor"], label="the three matmuls alone")
     gradients = [2 * rows[0]["d"] * sum(sizes) / MIB for sizes in _sizes(rows, axis, values)]
     peaks.plot(values, gradients, color="#94a3b8", linestyle=":", label="the gradients alone")
-    times.set_ylabel("forward + backward / the three products alone")
+    times.set_ylabel("forward + backward / the three matmuls alone")
     peaks.set_ylabel("peak memory above the inputs, MiB")
     for panel in (times, peaks):
         panel.set(xscale="log", yscale="log", xlabel={"n": "N, tokens", "v": "V, classes"}[axis])

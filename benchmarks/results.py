@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.methods import ROW_ERRORS
+
 ROOT = Path(__file__).parent.parent
 CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
 KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
@@ -35,6 +37,15 @@ def commit(*more: str, root: Path = ROOT) -> str:
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# Where a method's key in the files is not the name of the package that a reader knows.
+SHOWN = {"triton": "core_triton", "mosaic": "jax_pallas", "pallas_triton": "jax_pallas (Triton)"}
+
+
+def shown(method: str) -> str:
+    """Returns the name of a method in tables and pictures."""
+    return SHOWN.get(method, method)
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +104,10 @@ class ResultFile:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self.path.with_suffix(".part")
-            scratch.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1, allow_nan=False) + "\n")
+            # Not at the top: `benchmarks.compare` loads this module beside an older checkout's parity.
+            from parity.report import to_json
+
+            scratch.write_text(to_json({**self.head, "rows": self.rows}, allow_nan=False))
             scratch.replace(self.path)
 
 
@@ -129,9 +143,9 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
 
 HEADINGS = (
     *("method", "ms", "p20-p80", "floor ms", "x floor", "p20-p80", "forward", "J"),
-    *("peak MiB", "work MiB", "loss", "d_input", "d_weight", ""),
+    *("peak MiB", "work MiB", "loss", "d_input", "d_weight", "row med", "row p95", "class med", "class p95", ""),
 )
-WIDTHS = (31, 9, 17, 9, 8, 13, 9, 7, 9, 9, 9, 9, 9, 0)
+WIDTHS = (31, 9, 17, 9, 8, 13, 9, 7, 9, 9, 9, 9, 9, 9, 9, 9, 9, 0)
 
 
 HOST_HEADINGS = (
@@ -188,6 +202,7 @@ def line(row: Mapping[str, Any]) -> str:
             number("err_loss", ".1e"),
             number("err_d_input", ".1e"),
             number("err_d_weight", ".1e"),
+            *(number(key, ".1e") for key in ROW_ERRORS),
             notable,
         ),
         WIDTHS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-TARGETS = ("peaked", "random", "sharp")
+TARGETS = ("peaked", "random", "sharp", "sharp3.5", "sharp8")
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,7 @@ PLAN: tuple[tuple[str, str, str], ...] = (
     ("llama3-8b", "frozen-input", "peaked"),
     ("llama3-8b", "half-ignored", "peaked"),
     *((shape, "train", "random") for shape in NAMED[:3]),
+    *product(NAMED[:2], ("train",), ("sharp3.5", "sharp8")),
     *((shape, "train", "peaked") for shape in SWEEPS),
 )
 

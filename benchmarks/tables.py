@@ -11,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import shown
+
 RESULTS = Path(__file__).parent / "results" / "h200"
 MIB = 2**20
 
@@ -25,6 +27,10 @@ TIMED: tuple[Column, ...] = (
     ("workspace, MiB", "workspace_bytes", ",.0f", MIB),
     ("error of d_input", "err_d_input", ".1e", 1),
     ("error of d_weight", "err_d_weight", ".1e", 1),
+    ("per-row error of d_input, median", "err_d_input_row_median", ".1e", 1),
+    ("per-row error of d_input, 95th percentile", "err_d_input_row_p95", ".1e", 1),
+    ("per-class error of d_weight, median", "err_d_weight_class_median", ".1e", 1),
+    ("per-class error of d_weight, 95th percentile", "err_d_weight_class_p95", ".1e", 1),
 )
 HOST: tuple[Column, ...] = (
     ("host, ms", "host_ms", ".3f", 1),
@@ -60,7 +66,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         values = [(row.get(key), style, scale) for _, key, style, scale in columns]
         cells = ["-" if value is None else format(value / scale, style) for value, style, scale in values]
-        lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+        lines.append(f"| {shown(row['method'])} | {' | '.join(cells)} |")
     return lines
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import data, torch_methods
 from benchmarks.host import Later
-from benchmarks.methods import Method, Prepared, Problem, UnavailableError
+from benchmarks.methods import ERRORS, ROW_ERRORS, Method, Prepared, Problem, UnavailableError, row_figures
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import (
     Energy,
@@ -172,7 +172,7 @@ class TorchProblem:
     """Arrays of one shape on the device; references and floors are made when first asked for.
 
     Raises:
-        ValueError: the arrays drawn do not have the loss that their law gives.
+        ValueError: the arrays drawn do not have the loss of their distribution.
     """
 
     def __init__(self, shape: Shape, dtype: str, targets: str, device: torch.device) -> None:
@@ -183,12 +183,13 @@ class TorchProblem:
         uniform = torch.rand(shape.n, generator=generator, device=device, dtype=torch.float64)
         cdf = torch.from_numpy(data.zipf_cdf(shape.v)).to(device)
         target = (uniform * shape.v).long() if targets == "random" else torch.searchsorted(cdf, uniform)
-        self.target = target.clamp_(max=shape.v - 1)
+        only = data.one_class(shape.v, targets)
+        self.target = target.clamp_(max=shape.v - 1) if only is None else torch.full_like(target, only)
         self.weight = (normal(shape.v, shape.d) * shape.d**-0.5).to(self.dtype)
         largest = data.lean_max(shape.d, shape.v, targets)
         lean = torch.rand(shape.n, 1, generator=generator, device=device)
         lean = largest * ((1 + lean) / 2 if targets == "sharp" else lean)
-        x = normal(shape.n, shape.d) + lean * self.weight[self.target]
+        x = data.input_deviation(targets) * normal(shape.n, shape.d) + lean * self.weight[self.target]
         if targets == "sharp":
             more = torch.Generator(device).manual_seed(1)
             other = torch.searchsorted(cdf, torch.rand(shape.n, generator=more, device=device, dtype=torch.float64))
@@ -316,13 +317,15 @@ class TorchProblem:
         reference = self.reference(mode)
         losses = reference.losses
         expected = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
+        errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
+        errors |= {"mean_loss": float(losses.mean()), "err_loss": _error(results[0], expected)}
         gradients = list(results[1:])
-        return {
-            "mean_loss": float(losses.mean()),
-            "err_loss": _error(results[0], expected),
-            "err_d_input": _error(gradients.pop(0), reference.d_input) if mode.d_input else None,
-            "err_d_weight": _error(gradients.pop(0), reference.d_weight) if mode.d_weight else None,
-        }
+        for name, wanted in (("d_input", mode.d_input), ("d_weight", mode.d_weight)):
+            if wanted:
+                gradient, exact = gradients.pop(0), getattr(reference, name)
+                errors[f"err_{name}"] = _error(gradient, exact)
+                errors |= row_figures(name, _row_errors(gradient, exact))
+        return errors
 
 
 def _error(result: Tensor, expected: Tensor | None) -> float:
@@ -331,3 +334,10 @@ def _error(result: Tensor, expected: Tensor | None) -> float:
     if result.shape != expected.shape:
         raise ValueError(f"result must have shape {tuple(expected.shape)}, got {tuple(result.shape)}")
     return float(torch.linalg.vector_norm(result.float() - expected) / torch.linalg.vector_norm(expected))
+
+
+def _row_errors(result: Tensor, expected: Tensor) -> np.ndarray:
+    """Returns the relative error of each row whose expected norm is not zero."""
+    norms = torch.linalg.vector_norm(expected, dim=1)
+    errors = torch.linalg.vector_norm(result.float() - expected, dim=1) / norms
+    return errors[norms > 0].cpu().numpy()

@@ -1,27 +1,29 @@
 """Measures training steps beside their peers: `python -m benchmarks.train`.
 
-Each row of `benchmarks.train_rows` is measured in a process of its own and merged into the file of results at once.
-Fused and unfused are held against each other, loss and gradients, before either is timed. NOTES.md has the definitions.
+Rows of `benchmarks.train_rows` run one after the other. Each runs in its own process and is merged into the file of
+results when it ends. The processes share a JAX compilation cache: the folder JAX_COMPILATION_CACHE_DIR, or a temporary
+one if the variable is not set. Fused and unfused losses and gradients are compared before either is timed. NOTES.md has
+the definitions.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
-from benchmarks import results, turns
+from benchmarks import results
 from benchmarks.methods import LOSS_BOUND, installed
 from benchmarks.train_process import Request, ask
 from benchmarks.train_rows import GROUPS, Row, select
 
+CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX reads this variable
 FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
 FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
 # The keys that every row has, None where they were not measured.
@@ -42,7 +44,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
-    parser.add_argument("--jobs", type=int, default=1, help="rows that are prepared side by side; each is timed alone")
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="merge these into --json, measure nothing"
     )
@@ -53,9 +54,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a row of ours failed."""
     options, began = parse(arguments), time.monotonic()
-    for name in ("jobs", "first"):
-        if getattr(options, name) < 1:
-            raise SystemExit(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.first < 1:
+        raise SystemExit(f"--first must be at least 1, got {options.first}")
     try:
         rows = select(options.rows)
     except ValueError as error:
@@ -86,35 +86,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise SystemExit(str(error)) from error
     print(f"{there['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
-    adding, stopping, ended = Lock(), Event(), list[bool]()
-
-    def run(row: Row) -> None:
-        if options.until is not None and time.monotonic() - began > options.until:
-            print(f"{row.name:{WIDTHS[0]}} not begun after {options.until:g} s", flush=True)
-            return
-        found = {**asdict(row), "name": row.name, **dict.fromkeys(MEASURED), **measure(row, file, options)}
-        with adding:
-            if stopping.is_set():
-                return
+    ended: list[bool] = []
+    ordered = with_checks(rows, file)
+    checks = [row for row in ordered if row.kind == "check"]
+    with compilation_cache():
+        for row in (*checks, *(row for row in ordered if row not in checks)):
+            if options.until is not None and time.monotonic() - began > options.until:
+                print(f"{row.name:{WIDTHS[0]}} not begun after {options.until:g} s", flush=True)
+                continue
+            found = {**asdict(row), "name": row.name, **dict.fromkeys(MEASURED), **measure(row, file, options)}
             file.add(found)
             print(line(found), flush=True)
             ended.append(found["status"] != "failed" or row.in_torch)
-
-    ordered = with_checks(rows, file)
-    checks = [row for row in ordered if row.kind == "check"]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
-        os.environ[turns.VARIABLE] = folder
-        try:
-            for together in (checks, [row for row in ordered if row not in checks]):
-                list(pool.map(run, together))
-        except BaseException:
-            stopping.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            turns.end()
-            raise
-        finally:
-            del os.environ[turns.VARIABLE]
     return 0 if all(ended) else 1
+
+
+@contextlib.contextmanager
+def compilation_cache() -> Iterator[None]:
+    """Names a folder in which the rows' processes find what others have compiled, unless the environment names one."""
+    if CACHE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[CACHE] = folder
+        try:
+            yield
+        finally:
+            del os.environ[CACHE]
 
 
 def with_checks(rows: Sequence[Row], file: results.ResultFile) -> list[Row]:
@@ -146,7 +144,7 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
         split = options.split and row.kind == "speed"
         request = Request(asdict(row), batch, row.in_torch, options.seconds, options.memory, options.weights, split)
         found = ask(request, options.limit)
-        if found["status"] == "oom" and row.kind != "largest":  # others may have held it, or it may be in pieces
+        if found["status"] == "oom" and row.kind != "largest":  # the free memory may have been in pieces
             found = ask(replace(request, whole_device=True), options.limit)
         if found.get("device", file.head["device"]) != file.head["device"]:
             return {"status": "failed", "note": f"ran on {found['device']}"}

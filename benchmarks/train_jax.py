@@ -21,7 +21,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks import turns
 from benchmarks.methods import check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_process import Request
@@ -40,7 +39,6 @@ from flax_models.train.step import StepMetrics, Trainer, TrainState
 
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
-BESIDES = 2**30  # bytes of a process that no plan has: CUDA, kernels, batches
 VARIANTS: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
 SEEN = 0.9  # of a step's time, or a split says nothing
 
@@ -67,7 +65,7 @@ def device_name() -> str:
 
 def train_config(row: Row, batch: int, **options: Any) -> TrainConfig:
     """Returns how a row is trained."""
-    values = {name: getattr(row, name) for name in ("accumulate", "optimizer", "cast_head")}
+    values = {name: getattr(row, name) for name in ("optimizer", "cast_head")}
     return TrainConfig(**{"batch_size": batch, "learning_rate": 1e-4, "beta2": 0.95, **values, **options})
 
 
@@ -137,13 +135,11 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
         figures |= {"planned_bytes": plan.total, "plan": plan._asdict(), "estimate": _estimate(plan, batch, limit)}
         if memory_limit is not None and plan.total > memory_limit:
             raise MemoryError(f"the step's plan of {plan.total:,} bytes exceeds --memory")
-        _reserve(plan, device)
     run = Run(trainer, _first_state(row, config, train), itertools.cycle(jax.device_put(drawn.batches, device)))
     once = row.kind == "largest"  # the most that fit take many seconds a step
     figures |= check_steps([run.step() for _ in range(1 if once else WARM_UP)], [part.name for part in trainer.parts])
     sensor = Sensor(gpu=device.platform == "gpu")
-    with turns.alone():
-        blocks = host_blocks(run.step, run.wait, 0 if once else request.seconds, sensor)
+    blocks = host_blocks(run.step, run.wait, 0 if once else request.seconds, sensor)
     assert run.metrics is not None
     figures |= {
         **blocks.figures(),
@@ -157,20 +153,13 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
         try:
             traced = make_trainer(row, config, train, drawn=False)
             program = traced.compile(*shape, traceable=True).as_text() or ""
-            with turns.alone():
-                figures["split"] = _split(run.by(traced), program)
+            figures["split"] = _split(run.by(traced), program)
             seen = sum(figures["split"].values()) / figures["step_ms"]
             if device.platform == "gpu" and seen < SEEN:
                 raise ValueError(f"the trace has {seen:.0%} of a step")
         except Exception as error:  # a profiler may fail in any way, and the steps are timed by now
             figures["split"] = None
             figures["note"] = f"no split: {describe(error)}"
-
-
-def _reserve(plan: Memory, device: Any) -> None:
-    there = device_memory(device)
-    if there is not None:
-        turns.reserve(plan.total + BESIDES, there.size)
 
 
 def _first_state(row: Row, config: ModelConfig, train: TrainConfig) -> TrainState:
@@ -315,9 +304,6 @@ def converge(row: Row, batch: int, figures: dict[str, Any]) -> None:
     stream = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     sampler = BatchSampler(stream, batch, row.seq, seed=row.seed)
     trainer = make_trainer(row, config, train, drawn=False)
-    plan = step_memory(trainer, trainer.compile(batch, row.seq))
-    if plan is not None:
-        _reserve(plan, jax.devices()[0])
     run = Run(trainer, _first_state(row, config, train), (sampler.next() for _ in range(CONVERGENCE_STEPS)))
     losses = jax.device_get([run.step().loss for _ in range(CONVERGENCE_STEPS)])
     if not np.isfinite(losses).all():

@@ -20,8 +20,8 @@ from benchmarks.train_rows import GROUPS
 
 COLORS = {"fused": "#c2410c", "unfused": "#f59e0b", "hf": "#94a3b8", "hf+liger": "#475569"}
 LABELS = {
-    "fused": "ours",
-    "unfused": "ours, optax's loss on logits",
+    "fused": "flax_models, jax_pallas",
+    "unfused": "flax_models, optax's loss on logits",
     "hf": "transformers",
     "hf+liger": "transformers, Liger",
 }

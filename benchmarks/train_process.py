@@ -19,11 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import turns
 from benchmarks.methods import UnavailableError, describe, out_of_memory
 from benchmarks.results import ROOT
 
-ALL = 2**62  # bytes: whatever the device has
 LAST_LINES = 30  # of a failed process that are printed
 
 
@@ -39,7 +37,7 @@ class Request:
         memory: bytes that JAX's plan of a step must not exceed; None: what there is.
         with_weights: have transformers check the loss by the same weights.
         split: divide a step's time over its parts, which compiles JAX's once more.
-        whole_device: begin when no other process holds memory of the device, and take all of it.
+        whole_device: take all of the device's memory at the start, in one piece.
     """
 
     row: dict[str, Any] | None = None
@@ -66,7 +64,6 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=_environment(request), stdout=output, stderr=output, start_new_session=True
             )
-            turns.enter(process.pid)  # its group, which it leads
             try:
                 status = process.wait(limit)
                 end = f"its process ended with status {status} and no answer"
@@ -74,7 +71,6 @@ def ask(request: Request, limit: float) -> dict[str, Any]:
                 end = f"took longer than {limit:g} s"
             finally:
                 _end(process)
-                turns.leave(process.pid)
         if path.exists():
             found = json.loads(path.read_text())
         else:
@@ -116,8 +112,6 @@ def answer(request: Request) -> dict[str, Any]:
     try:
         if request.row is not None:
             row: Any = Row(**request.row)
-            if row.kind == "largest" or request.whole_device:
-                turns.reserve(ALL, 0)
             if row.kind == "check":
                 side.check(row, request.batch, figures, with_weights=request.with_weights)
             elif row.kind == "converge":
@@ -134,7 +128,6 @@ def answer(request: Request) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     request, path = sys.argv[1:] if arguments is None else arguments
-    turns.join()
     content = json.dumps(answer(Request(**json.loads(request))), default=float)  # NumPy's numbers
     Path(path).write_text(content)
 

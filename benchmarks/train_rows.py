@@ -39,7 +39,6 @@ OPTIONS = [
     "attention",
     "data",
     "optimizer",
-    "accumulate",
     "compile",
     "scan_layers",
     "cast_head",
@@ -65,7 +64,6 @@ class Row:
         attention: "cudnn" or "xla" in JAX, "sdpa" in PyTorch.
         data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
         optimizer: its name in `flax_models.train.config`.
-        accumulate: micro-batches of a step.
         compile: have PyTorch compile the model; JAX always does.
         scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
         cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does unless told
@@ -84,7 +82,6 @@ class Row:
     attention: Literal["cudnn", "xla", "sdpa"] = "cudnn"
     data: Data = "whole"
     optimizer: str = "adamw"
-    accumulate: int = 1
     compile: bool = True
     scan_layers: bool = True
     cast_head: bool = False

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import turns
 from benchmarks.methods import UnavailableError, describe, installed, load, out_of_memory
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_process import Request
@@ -47,13 +46,7 @@ def make_model(row: Row, config: ModelConfig, device: str) -> Any:
         ValueError: the model has another number of parameters than ours.
     """
     transformers = load("transformers")
-    if (
-        row.data != "whole"
-        or row.optimizer != "adamw"
-        or row.accumulate > 1
-        or row.remat == "attention"
-        or row.cast_head
-    ):
+    if row.data != "whole" or row.optimizer != "adamw" or row.remat == "attention" or row.cast_head:
         raise UnavailableError("transformers is measured on whole rows, with AdamW, and remat none or full")
     if row.loss == "hf+liger":
         if config.family not in LIGER:
@@ -140,8 +133,6 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     on_gpu = torch.cuda.is_available()
     device, wait = ("cuda", torch.cuda.synchronize) if on_gpu else ("cpu", _at_once)
     config, drawn = row.model(), draw(row, batch)
-    if on_gpu:
-        turns.reserve(_expected(row, config, batch), torch.cuda.get_device_properties(0).total_memory)
     torch.manual_seed(0)
     model = make_model(row, config, device)
     batches = [tuple(torch.from_numpy(array).to(device).long() for array in part[:2]) for part in drawn.batches]
@@ -168,8 +159,7 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     def take_step() -> None:
         losses[0] = step()
 
-    with turns.alone():
-        blocks = host_blocks(take_step, wait, 0 if once else request.seconds, Sensor(gpu=on_gpu))
+    blocks = host_blocks(take_step, wait, 0 if once else request.seconds, Sensor(gpu=on_gpu))
     adapters = {"blocks.lora_a": sum(weight.numel() for weight in step.weights)} if row.mode == "lora" else None
     figures |= {
         **blocks.figures(),
@@ -181,15 +171,7 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     if not math.isfinite(figures["last_loss"]):
         raise ValueError(f"the loss became {figures['last_loss']}")
     if request.split:
-        with turns.alone():
-            figures["split"] = _split(step, wait)
-
-
-def _expected(row: Row, config: ModelConfig, batch: int) -> int:
-    """Returns about how many bytes a row takes, rather too many: PyTorch has no plan to ask."""
-    states = 20 * config.parameter_count()  # weights and gradients in both dtypes, two moments
-    each = 75 * config.num_layers * config.hidden_size + (0 if row.loss == "hf+liger" else 12 * config.vocab_size)
-    return states + batch * row.seq * each
+        figures["split"] = _split(step, wait)
 
 
 def _at_once() -> None:

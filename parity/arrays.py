@@ -40,6 +40,8 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
     b = rng.standard_normal(v)
     # Targets that follow a power law, as words do, fill few rows of d_weight with many terms.
     draws = rng.random(n) ** (4 if case.target == "skewed" else 1)
+    if case.target == "one_class":
+        draws[:] = rng.random()
     y = (k * draws).astype(np.int64)
     ignored = np.full(n, case.ignored == "all")
     if case.ignored == "some":

@@ -1,13 +1,13 @@
 """The one table of named cases: what every backend is run on, every day (`cases`) or by command (`exhaustive_cases`).
 
 A case is a frozen description; `arrays.make_arrays` turns it into arrays. Every-day cases are pairwise over the options
-for each dtype and reduction, plus the edges of the contract, one by one. Shapes are small, few and awkward: a compile
-costs more than the work, and no size is a multiple of anything.
+for each dtype and reduction, plus sharp logits (`SHARP_FACTORS`), plus the edges of the contract, one by one. Shapes
+are small, few and awkward: a compile costs more than the work, and no size is a multiple of anything.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -57,7 +57,7 @@ class Case:
     has_class_weight: bool | Literal["zero"] = False
     token_weight: Literal["", "mask", "signed", "zero"] = ""
     normalizer: float | None = None
-    target: Literal["uniform", "skewed"] = "uniform"
+    target: Literal["uniform", "skewed", "one_class"] = "uniform"
     target_dtype: str = "int64"
     ignored: Literal["", "some", "all"] = ""
     poison: tuple[str, ...] = ()
@@ -79,6 +79,11 @@ class Case:
     def classes(self) -> int:
         """Number of classes, K."""
         return self.spec.classes(self.vocab)
+
+    @property
+    def judges_rows(self) -> bool:
+        """Whether the gradients of single classes and tokens have budgets of their own (`tolerances.row_errors`)."""
+        return self.target == "one_class"
 
     @property
     def extra_roundings(self) -> float:
@@ -127,6 +132,18 @@ LOSS_FACTORS: dict[str, tuple[Any, ...]] = {
     "with_stats": (True, False),
     "head_dtype": ("", "float32"),
     "strided": (False, True),
+}
+
+# Logits of a standard deviation at which few classes of a row have most of the probability, and one class as the target
+# of all tokens. The gradient of every other class is then its softmax part alone. Elsewhere the targets' part hides it.
+# One table serves all dtypes and reductions. Exhaustive runs have the same cases.
+SHARP_FACTORS: dict[str, tuple[Any, ...]] = {
+    # float16 at 8 is left out: a scalar loss stores its gradients before the loss scale is applied, where those of the
+    # least likely classes are below float16's range. Range would decide their error, not rounding.
+    "dtype_and_std": (("bfloat16", 8.0), ("bfloat16", 3.5), ("float32", 8.0), ("float32", 3.5), ("float16", 3.5)),
+    "reduction": ("mean", "sum", "none"),
+    **{name: LOSS_FACTORS[name] for name in ("shape", "padded", "has_bias", "token_weight", "vocab_axis")},
+    **{name: LOSS_FACTORS[name] for name in ("tight_memory", "upstream", "with_stats")},
 }
 
 LOG_PROBS_FACTORS: dict[str, tuple[Any, ...]] = {
@@ -216,18 +233,30 @@ def stratum_table(stratum: int) -> tuple[dict[str, tuple[Any, ...]], list[dict[s
 
 
 @cache
+def sharp_cases() -> tuple[Case, ...]:
+    """Returns the cases of sharp logits: pairwise over `SHARP_FACTORS`."""
+    found = []
+    for row in pairwise(SHARP_FACTORS):
+        options = dict(row)
+        (dtype, std), reduction = options.pop("dtype_and_std"), options.pop("reduction")
+        case = _case("loss", dtype, reduction, options)
+        found.append(replace(case, name=f"sharp{std:g}-{case.name}", logit_std=std, target="one_class"))
+    return tuple(found)
+
+
+@cache
 def cases() -> tuple[Case, ...]:
-    """Returns the every-day cases, about 300: pairwise tables, then the edges."""
+    """Returns the every-day cases, about 300: pairwise tables, sharp logits, then the edges."""
     table = [
         _case(function, dtype, reduction, row)
         for stratum, (function, dtype, reduction) in enumerate(STRATA)
         for row in stratum_table(stratum)[1]
     ]
-    return (*table, *_edges())
+    return (*table, *sharp_cases(), *_edges())
 
 
 def exhaustive_cases() -> Iterator[Case]:
-    """Yields the full product of the options that change the meaning, then the edges: thousands of cases."""
+    """Yields the full product of the options that change the meaning, sharp logits, the edges: thousands of cases."""
     for function, dtype, reduction in STRATA:
         factors = _factors(function, dtype, reduction)
         meaning = [name for name in factors if name in MEANING]
@@ -239,6 +268,7 @@ def exhaustive_cases() -> Iterator[Case]:
                 counter, digit = divmod(counter, len(factors[name]))
                 row[name] = factors[name][digit]
             yield _case(function, dtype, reduction, {name: row[name] for name in factors})
+    yield from sharp_cases()
     yield from _edges()
 
 

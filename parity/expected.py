@@ -16,7 +16,7 @@ from linear_ce.reference import (
 )
 from linear_ce.rounding import round_to
 from parity.cases import Case
-from parity.tolerances import ZERO_NORM, budget, distance, error
+from parity.tolerances import ROW_NAMES, ZERO_NORM, RowErrors, budget, distance, error, row_errors
 
 STATS = ("lse", "target_logit", "z_loss", "accuracy", "n_valid")
 GRADIENT_OF = {"d_input": "input", "d_weight": "linear_weight", "d_bias": "linear_bias"}
@@ -27,6 +27,7 @@ class Expected(NamedTuple):
 
     value: np.ndarray
     budget: float
+    row_budgets: RowErrors | None = None  # of the errors of its rows, where the case judges them
 
 
 class Judgement(NamedTuple):
@@ -69,7 +70,12 @@ def expected(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Expected
         want = np.asarray(getattr(exact, name), np.float64)
         unfused_error = max(error(np.asarray(outputs[name]), want) for outputs in same_dtype)
         extra = case.extra_roundings if name in ("d_weight", "d_bias") else 0
-        return Expected(want, budget(name, case.dtype, unfused_error, extra, conditions.get(name, 1.0)))
+        limit = budget(name, case.dtype, unfused_error, extra, conditions.get(name, 1.0))
+        if not case.judges_rows or name not in ROW_NAMES:
+            return Expected(want, limit)
+        of_rows = [row_errors(np.asarray(outputs[name]), want) for outputs in same_dtype]
+        largest = (max(figures) for figures in zip(*of_rows, strict=True))
+        return Expected(want, limit, RowErrors(*(budget(name, case.dtype, figure, extra) for figure in largest)))
 
     return {name: entry(name) for name in outputs_of(case)}
 
@@ -110,20 +116,30 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
         outputs: what a backend gave.
 
     Returns:
-        A dict with one entry for each of `outputs_of(case)`.
+        A dict with one entry for each of `outputs_of(case)`. Where the case judges rows, also d_weight_class_median,
+        d_weight_class_p95, d_input_row_median and d_input_row_p95: the figures of `tolerances.row_errors`.
 
     Raises:
         ValueError: an output is missing, not asked for, or of the wrong shape.
     """
     if set(outputs) != set(want):
         raise ValueError(f"outputs of {case.name} must be {', '.join(want)}, got {', '.join(outputs) or 'nothing'}")
-    return {name: Judgement(error(outputs[name], value), limit) for name, (value, limit) in want.items()}
+    judged = {name: Judgement(error(outputs[name], one.value), one.budget) for name, one in want.items()}
+    for name, one in want.items():
+        if one.row_budgets is not None:
+            figures = row_errors(outputs[name], one.value)._asdict()
+            for figure, limit in one.row_budgets._asdict().items():
+                judged[f"{ROW_NAMES[name]}_{figure}"] = Judgement(figures[figure], limit)
+    return judged
 
 
 def judge_pair(
     want: Mapping[str, Expected], left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
 ) -> dict[str, Judgement]:
-    """Returns how far two backends are from each other, in the units of `error`, beside twice the budget."""
+    """Returns how far two backends are from each other, in the units of `error`, beside twice the budget.
+
+    Figures of rows are left out: medians and percentiles have no triangle inequality.
+    """
     # Both within their budget means, by the triangle inequality, within twice the budget of each other.
     return {
         name: Judgement(distance(left[name], right[name], want[name].value), 2 * want[name].budget) for name in want

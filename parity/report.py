@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 
 from parity.cases import DTYPE_LABELS, Case
 from parity.expected import Judgement
+from parity.tolerances import ROW_NAMES, RowErrors
 
-# Outputs that have a column; the rest share one, as the worst of them.
+# Outputs that have a column; the figures of rows share one, as the worst of them, and so does the rest.
+ROW_FIGURES = tuple(f"{name}_{figure}" for name in ROW_NAMES.values() for figure in RowErrors._fields)
 COLUMNS = ("loss", "log_prob", "entropy", "lse", "d_input", "d_weight", "d_bias")
+ROWS = "rows"
 REST = "others"
 
 
@@ -39,7 +42,10 @@ class Row(NamedTuple):
 def percent(name: str, row: Row) -> str:
     """Returns an output's share of its budget as text; empty if the row has no such output."""
     if name == REST:
-        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in COLUMNS]
+        named = (*COLUMNS, *ROW_FIGURES)
+        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in named]
+    elif name == ROWS:
+        shares = [row.outputs[figure].percent for figure in ROW_FIGURES if figure in row.outputs]
     else:
         shares = [row.outputs[name].percent] if name in row.outputs else []
     return f"{max(shares):.0f}%" if shares else ""
@@ -47,12 +53,12 @@ def percent(name: str, row: Row) -> str:
 
 def header() -> str:
     """Returns the line above the table's rows."""
-    return _line("backend", "dtype", "ran", (*COLUMNS, REST), "case")
+    return _line("backend", "dtype", "ran", (*COLUMNS, ROWS, REST), "case")
 
 
 def line(row: Row) -> str:
     """Returns a row as text."""
-    shares = [percent(name, row) for name in (*COLUMNS, REST)]
+    shares = [percent(name, row) for name in (*COLUMNS, ROWS, REST)]
     mark = "   <-- FAILS" if row.failures else ""
     return _line(row.backend, DTYPE_LABELS[row.case.dtype], row.implementation, shares, row.case.name) + mark
 
@@ -105,4 +111,35 @@ def write(path: Path, document: Mapping[str, Any], packages: Iterable[str]) -> N
     """Writes a JSON document, with the versions of those of the packages that are installed."""
     present = {found.name for found in distributions()}.intersection(packages)
     versions = {name: version(name) for name in sorted(present)}
-    path.write_text(json.dumps({"versions": versions, **document}, indent=1) + "\n")
+    path.write_text(to_json({"versions": versions, **document}))
+
+
+def to_json(document: Mapping[str, Any], *, allow_nan: bool = True) -> str:
+    """Returns a document as JSON text with one line for each row of each of its lists of objects.
+
+    Two versions of a file of results then differ in the lines of the rows that were measured again. Entries that are
+    not lists of objects take one line each.
+
+    Args:
+        document: the entries by name.
+        allow_nan: write NaN and infinities, which plain JSON does not have, instead of raising ValueError.
+
+    Example:
+        >>> print(to_json({"device": "cpu", "rows": [{"ms": 1.5}, {"ms": 2.0}]}), end="")
+        {
+         "device": "cpu",
+         "rows": [
+          {"ms": 1.5},
+          {"ms": 2.0}
+         ]
+        }
+    """
+
+    def text(value: Any) -> str:
+        if isinstance(value, list) and value and all(isinstance(row, Mapping) for row in value):
+            lines = ",\n".join(f"  {json.dumps(row, allow_nan=allow_nan)}" for row in value)
+            return f"[\n{lines}\n ]"
+        return json.dumps(value, allow_nan=allow_nan)
+
+    entries = ",\n".join(f" {json.dumps(name)}: {text(value)}" for name, value in document.items())
+    return f"{{\n{entries}\n}}\n"

@@ -5,9 +5,13 @@
 The unfused computation keeps float32 logits and rounds d_logits and the gradients to their dtype (`reference.unfused`).
 Its error says what the dtype costs on these very arrays, so no budget is looser than the case demands. Roundings are
 independent, so their errors add as squares: hence the root.
+
+The largest rows of a gradient, those of the targets, dominate its error. Cases with targets of one class therefore also
+have budgets for the errors of single rows (`row_errors`), by the same formula.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +36,16 @@ ZERO_NORM = 1e-12
 
 GRADIENTS = ("d_input", "d_weight", "d_bias")
 
+# What the errors of a gradient's rows are called: a row of d_weight is a class, a row of d_input is a token.
+ROW_NAMES = {"d_input": "d_input_row", "d_weight": "d_weight_class"}
+
+
+class RowErrors(NamedTuple):
+    """The median and the 95th percentile of the errors of a gradient's rows."""
+
+    median: float
+    p95: float
+
 
 def budget(
     quantity: str, dtype: str, unfused_error: float, extra_roundings: float = 0, condition: float = 1.0
@@ -39,7 +53,7 @@ def budget(
     """Returns the largest admitted error.
 
     Args:
-        quantity: name of the output, "loss", "d_input", ...
+        quantity: name of the output, "loss", "d_input", ...; the output's for errors of its rows.
         dtype: the input's dtype, which d_logits are rounded to.
         unfused_error: `error` of the unfused computation of that output.
         extra_roundings: beyond those of the unfused computation (`Case.extra_roundings`).
@@ -66,6 +80,42 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
         ValueError: the shapes differ.
     """
     return distance(got, want, want)
+
+
+def row_errors(got: np.ndarray, want: np.ndarray) -> RowErrors:
+    r"""Returns the median and the 95th percentile of the relative errors of a gradient's rows.
+
+    The error of row i is the norm of what the row is off by, over the norm of the exact float64 row:
+
+    .. math:: e_i = \|g_i - \hat g_i\|_2 / \|g_i\|_2, \qquad \|g_i\|_2 > 0.
+
+    Rows whose exact gradient is zero are left out: padding of the vocabulary, ignored tokens. A row of d_weight is a
+    class: e is the per-class error. A row of d_input is a token: e is the per-row error. Each row counts once, whatever
+    its size, so the few rows with the targets' part do not hide the others.
+
+    Args:
+        got: (..., D), the gradient, :math:`\hat g`.
+        want: (..., D), the exact gradient, :math:`g`.
+
+    Returns:
+        The two figures; zeros where every exact row is zero, and NaN or inf where a row that counts has NaN or inf.
+
+    Raises:
+        ValueError: the shapes differ.
+
+    Example:
+        >>> row_errors(np.array([[3.0, 4.5], [1.0, 0.0]]), np.array([[3.0, 4.0], [0.0, 0.0]]))
+        RowErrors(median=0.1, p95=0.1)
+    """
+    if got.shape != want.shape:
+        raise ValueError(f"array must have shape {want.shape}, got {got.shape}")
+    got, want = (np.asarray(side, np.float64).reshape(-1, side.shape[-1]) for side in (got, want))
+    norms = np.linalg.norm(want, axis=1)
+    counted = norms > 0
+    if not counted.any():
+        return RowErrors(0.0, 0.0)
+    errors = np.linalg.norm(got[counted] - want[counted], axis=1) / norms[counted]
+    return RowErrors(float(np.median(errors)), float(np.percentile(errors, 95)))
 
 
 def distance(left: np.ndarray, right: np.ndarray, truth: np.ndarray) -> float:

@@ -33,6 +33,10 @@ OF_JAX = (
 )
 
 
+# Of the cases of sharp logits: gradients made in the forward pass and in the backward pass, one for each deviation.
+QUICK_SHARP = frozenset({"sharp8-mean-bf16-n123", "sharp3.5-none-bf16-padded-bias-axis1-tight-nostats-n123"})
+
+
 def quick_parameters(names: frozenset[str]) -> list[Any]:
     """Returns every case as a parameter of a test, with the mark `slow` unless its name is among `names`."""
     return [pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow) for case in cases()]
@@ -40,9 +44,9 @@ def quick_parameters(names: frozenset[str]) -> list[Any]:
 
 @cache
 def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> frozenset[str]:
-    """Returns the names of `pairwise_names` and of one case of each edge, in the dtype that suits a backend."""
+    """Returns the names of `pairwise_names`, QUICK_SHARP, one case of each edge in the dtype that suits a backend."""
     dtype_of = {"jax-chunked": shared_dtype, "torch-triton": interpreted_dtype}[implementation]
-    names = set(pairwise_names("all" if implementation == "torch-triton" else "strata"))
+    names = {*pairwise_names("all" if implementation == "torch-triton" else "strata"), *QUICK_SHARP}
     for edge, variants in edges().items():
         if not is_left_out(implementation, edge):
             dtypes = {case.dtype: case.name for case in variants}

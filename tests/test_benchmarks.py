@@ -1,20 +1,23 @@
 """The benchmark harness on a CPU: what it reports, never how fast anything is."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import data, linear_ce, plot, results
-from benchmarks.methods import GRADIENT_BOUND, Method, check_errors
+from benchmarks import data, linear_ce, plot, results, tables
+from benchmarks.methods import ERRORS, GRADIENT_BOUND, ROW_ERRORS, Method, check_errors, row_figures
 from benchmarks.shapes import MODES, PLAN, SHAPES, plan
 from benchmarks.timing import MAX_PAIRS, MIN_PAIRS, Pairs, Sensor, pair_count
+from parity.report import to_json
+from parity.tolerances import FACTOR, GRADIENT_FLOOR, row_errors
 
 KEYS = {
     *("shape", "n", "d", "v", "dtype", "targets", "mode", "method", "ms", "ms_p20", "ms_p80", "floor_ms", "ratio"),
-    *("peak_bytes", "workspace_bytes", "kind", "err_loss", "err_d_input", "err_d_weight", "commit", "date"),
+    *("peak_bytes", "workspace_bytes", "kind", *ERRORS, *ROW_ERRORS, "commit", "date"),
 }
 
 
@@ -49,6 +52,9 @@ def test_every_mode_runs_end_to_end(
         assert row["err_loss"] < 2e-3
         for name, wanted in (("err_d_input", mode.d_input), ("err_d_weight", mode.d_weight)):
             assert (row[name] is not None) == wanted
+            figures = [row[key] for key in ROW_ERRORS if key.startswith(name)]
+            assert len(figures) == 2
+            assert all((figure is not None) == wanted for figure in figures)
             assert not wanted or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
     measured = {(row["mode"], row["method"]) for row in rows}
     assert ("lean", "chunked") in measured
@@ -65,6 +71,48 @@ def test_random_targets_and_float32(framework: str, tmp_path: Path) -> None:
     assert status == 0
     assert chunked["err_d_weight"] < 1e-5
     assert chunked["mean_loss"] == pytest.approx(data.expected_loss(0, 64, 1000), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("framework", "exact", "rounded"),
+    # On a CPU XLA keeps the float32 logits that "bf16-logits" rounds.
+    [("torch", "eager-float32-logits", ["eager"]), ("jax", "float32-logits-rounded-gradient", [])],
+)
+def test_sharp_logits_show_what_rounded_logits_cost(
+    framework: str, exact: str, rounded: list[str], tmp_path: Path
+) -> None:
+    kinds, methods = list(data.DEVIATIONS), ("chunked", exact, *rounded)
+    status, rows = run(framework, tmp_path, "--targets", *kinds, "--methods", *methods)
+    assert status == 0
+    of = {(row["targets"], row["method"]): row for row in rows}
+    assert set(of) == set(product(kinds, methods))
+    for targets, key in product(kinds, ROW_ERRORS):
+        least = of[targets, exact][key]
+        assert of[targets, "chunked"][key] <= FACTOR * least + GRADIENT_FLOOR["bfloat16"]
+        if key.startswith("err_d_weight"):
+            assert all(of[targets, method][key] > 2 * least for method in rounded)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_errors_of_rows_are_those_of_parity(framework: str) -> None:
+    import jax.numpy as jnp
+    import torch
+
+    from benchmarks import jax_bench, torch_bench
+
+    rng = np.random.default_rng(0)
+    want = rng.standard_normal((50, 8)).astype(np.float32) * np.exp(rng.standard_normal((50, 1))).astype(np.float32)
+    want[7] = 0
+    got = want + 1e-2 * rng.standard_normal(want.shape).astype(np.float32)
+    if framework == "torch":
+        errors = torch_bench._row_errors(torch.tensor(got), torch.tensor(want))
+    else:
+        of_rows, norms = map(np.asarray, jax_bench._row_errors(jnp.array(got), jnp.array(want)))
+        errors = of_rows[norms > 0]
+    found = row_figures("d_weight", errors)
+    assert tuple(found) == ("err_d_weight_class_median", "err_d_weight_class_p95")
+    assert tuple(found.values()) == pytest.approx(tuple(row_errors(got, want)), rel=1e-5)
+    assert row_figures("d_input", errors[:0]) == {"err_d_input_row_median": 0, "err_d_input_row_p95": 0}
 
 
 def test_what_cannot_run_is_reported_with_its_reason(
@@ -146,6 +194,13 @@ def test_leans_give_a_trained_models_loss() -> None:
         with pytest.raises(ValueError, match=r"peaked.*got 12\.10"):
             data.check_loss(12.1, 1024, shape.d, shape.v, "peaked")
     assert data.lean_max(64, 1000, "random") == 0
+    rng = np.random.default_rng(0)
+    for targets, deviation in data.DEVIATIONS.items():
+        assert data.lean_max(64, 1000, targets) == 0
+        lse = np.log(np.exp(deviation * rng.standard_normal((2000, 1000))).sum(1))
+        assert data.expected_loss(0, 64, 1000, targets) == pytest.approx(lse.mean(), abs=0.3)
+        with pytest.raises(ValueError, match=targets):
+            data.check_loss(lse.mean() + 2, 1024, 64, 1000, targets)
     cdf = data.zipf_cdf(1000)
     assert cdf[-1] == pytest.approx(1)
     assert np.diff(cdf, prepend=0).argmax() == 0
@@ -187,10 +242,45 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     assert add("three", {**row, "status": "skipped", "ms": None}) == rows  # an absent peer takes no time away
     assert add("four", {**row, "status": "failed", "ms": None})[-1]["status"] == "failed"
     assert json.loads(path.read_text()).keys() == {"device", "versions", "commit", "date", "rows"}
+    lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
+    assert [json.loads(line) for line in lines if "method" in line] == json.loads(path.read_text())["rows"]
     assert len(add("five", row, versions="2.12")) == 1
     assert "started afresh" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"must name a file of A100, got .*torch\.json of H200"):
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
+
+
+@pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.json")), ids=lambda path: path.name)
+def test_recorded_results_have_a_line_for_each_row(path: Path) -> None:
+    text = path.read_text()
+    assert text == to_json(json.loads(text))
+
+
+def test_tables_name_packages_and_show_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = {
+        "shape": "seed",
+        "n": 1,
+        "d": 2,
+        "v": 3,
+        "dtype": "bfloat16",
+        "targets": "peaked",
+        "mode": "train",
+        "ms": 2.5,
+    }
+    rows = [{**old, "method": name, "status": "ok"} for name in ("triton", "mosaic", "pallas_triton", "eager")]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
+    tables.main(["--json", str(path)])
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert table[0] == ["| method", "ms |"]
+    assert [line[0] for line in table[1:]] == ["| core_triton", "| jax_pallas", "| jax_pallas (Triton)", "| eager"]
+    rows[0] |= {"targets": "sharp8", **dict.fromkeys(ROW_ERRORS, 2e-3)}
+    path.write_text(json.dumps({"device": "H200", "versions": {"torch": "1"}, "rows": rows}))
+    tables.main(["--json", str(path)])
+    printed = capsys.readouterr().out
+    assert "seed: N 1, D 2, V 3, bfloat16, sharp8 targets, train" in printed
+    assert "per-class error of d_weight, 95th percentile" in printed
+    assert printed.count("2.0e-03") == 4
 
 
 def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def test_two_folders_are_checked_and_timed_alternately(tmp_path: Path, capsys: p
     assert train["old"].startswith("code-")
     assert train["old"] != train["new"]
     assert train["errors"]["sharp"]["new"]["err_d_weight"] < 5e-3
+    assert train["errors"]["sharp"]["new"]["err_d_weight_class_median"] < 5e-3
     assert scoring["status"] == "failed"
     assert "new, sharp: not timed: err_loss is 0.5" in scoring["note"]
     printed = capsys.readouterr().out

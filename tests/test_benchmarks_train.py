@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from compiling import quick_compilation
 
 from benchmarks import attention, train, train_jax, train_plot, train_process
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
+from benchmarks.plot import RESULTS
 from benchmarks.results import ResultFile
 from benchmarks.train_process import Request, answer, ask
 from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
@@ -80,8 +82,8 @@ def test_rows_are_chosen_by_group_and_by_name() -> None:
         select(["fast"])
     with pytest.raises(SystemExit, match="--rows must be of full"):
         train.main(["--rows", "fast"])
-    with pytest.raises(SystemExit, match="--jobs must be at least 1, got 0"):
-        train.main(["--jobs", "0"])
+    with pytest.raises(SystemExit, match="--first must be at least 1, got 0"):
+        train.main(["--first", "0"])
 
 
 def test_packed_and_padded_batches() -> None:
@@ -304,6 +306,41 @@ def test_a_row_without_room_is_tried_again_with_the_whole_device(
     assert asked == [False, True]
     of_one = [train_process._environment(Request(dataclasses.asdict(row), 2, whole_device=whole)) for whole in asked]
     assert [variables["XLA_PYTHON_CLIENT_PREALLOCATE"] for variables in of_one] == ["false", "true"]
+
+
+@pytest.mark.parametrize("given", [None, "/compiled"])
+def test_processes_share_a_compilation_cache(
+    tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    common, folders = train.ask, []
+
+    def ask(request: Request, limit: float) -> dict[str, Any]:
+        if request.row is not None:
+            folders.append(train_process._environment(request)[train.CACHE])
+        return common(request, limit)
+
+    monkeypatch.setattr(train, "ask", ask)
+    monkeypatch.delenv(train.CACHE, raising=False)
+    if given:
+        monkeypatch.setenv(train.CACHE, given)
+    run(tmp_path / "train.json", "--rows", "smoke/fused/full/64x2", "smoke/hf/full/64x2")
+    assert len(folders) == 3
+    assert len(set(folders)) == 1
+    assert folders[0] == given or Path(folders[0]).is_absolute()
+    assert os.environ.get(train.CACHE) == given
+
+
+def test_recorded_rows_are_still_known() -> None:
+    recorded = json.loads((RESULTS / "train.json").read_text())["rows"]
+    fields = {field.name for field in dataclasses.fields(Row)}
+    known = {row.name: row for row in select()}
+    for row in recorded:
+        if row["name"] in known:
+            for field in fields & row.keys() - {"batch"}:  # a search for the largest batch records what it found
+                assert row[field] == getattr(known[row["name"]], field)
+    assert {"full", "converge"} <= {
+        group for group, rows in GROUPS.items() if {row.name for row in rows} <= {row["name"] for row in recorded}
+    }
 
 
 def test_a_row_that_ran_elsewhere_is_refused(tmp_path: Path, answers: dict[str, dict[str, Any]]) -> None:

@@ -1,14 +1,26 @@
 """The table of cases: what it covers, and that its arrays are what they say."""
 
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
+from quick_cases import QUICK_SHARP
 
 from linear_ce.rounding import round_to
 from linear_ce.spec import FLOAT_DTYPES
 from parity.arrays import make_arrays
-from parity.cases import POISONS, STRATA, Case, cases, exhaustive_cases, select, stratum_table
+from parity.cases import (
+    POISONS,
+    SHAPES,
+    STRATA,
+    Case,
+    cases,
+    exhaustive_cases,
+    select,
+    sharp_cases,
+    stratum_table,
+)
 from parity.expected import expected, outputs_of
 from parity.pairwise import pairs, pairwise
 
@@ -36,6 +48,19 @@ def test_every_pair_of_options_occurs(stratum: int) -> None:
         if a < b
     }
     assert covered == set(pairs(factors))
+
+
+def test_sharp_cases_have_every_pair_of_options_and_few_likely_classes() -> None:
+    rows = [(case, make_arrays(case)) for case in sharp_cases()]
+    assert {case.name for case, _ in rows} >= QUICK_SHARP
+    for dtype, std, shape in product(("bfloat16", "float32"), (3.5, 8.0), SHAPES):
+        assert any((case.dtype, case.logit_std, case.lead) == (dtype, std, shape[0]) for case, _ in rows)
+    for case, arrays in rows:
+        assert len(np.unique(arrays["target"])) == 1
+        logits = arrays["input"].reshape(case.n, -1) @ arrays["linear_weight"].T
+        assert np.std(logits) == pytest.approx(case.logit_std, rel=0.1)
+        assert case.judges_rows
+    assert not any(case.judges_rows for case in cases() if not case.name.startswith("sharp"))
 
 
 def test_pairwise_repeats_and_is_shorter_than_the_product() -> None:
@@ -79,7 +104,7 @@ def test_arrays_and_truth_of_a_case(case: Case) -> None:
     want = expected(case, arrays)
     assert tuple(want) == outputs_of(case)
     # An infinite budget would mean that the unfused computation overflows or has NaN elsewhere: a case without teeth.
-    assert all(0 < budget < 0.02 for _, budget in want.values()), {n: b for n, (_, b) in want.items()}
+    assert all(0 < budget < 0.02 for one in want.values() for budget in (one.budget, *(one.row_budgets or ()))), want
 
 
 def test_poison_is_in_place() -> None:

@@ -5,21 +5,26 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from quick_cases import edges, pairwise_names, quick_parameters
+import torch
+from quick_cases import QUICK_SHARP, edges, pairwise_names, quick_parameters
+from torch import Tensor
 
+from core_triton import chunked
 from linear_ce.spec import LossSpec
 from parity import __main__ as command
 from parity import tolerances
 from parity.arrays import make_arrays
 from parity.backends import BACKENDS, expected_default, run_case
-from parity.cases import Case, cases, select
+from parity.cases import Case, cases, select, sharp_cases
 from parity.expected import evaluate_unfused, expected, judge, judge_pair
+from parity.report import ROW_FIGURES
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,6 +65,19 @@ def test_error_refuses_other_shapes() -> None:
         tolerances.error(np.zeros((2, 1)), np.zeros(2))
 
 
+def test_rows_count_each_by_its_own_norm() -> None:
+    want = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 1e-3], [6.0, 8.0]])
+    got = want + np.array([[0.0, 0.5], [0.0, 7.0], [1e-3, 0.0], [0.0, 0.0]])
+    errors = [0.1, 1.0, 0.0]
+    assert tolerances.row_errors(got, want) == pytest.approx((np.median(errors), np.percentile(errors, 95)))
+    whole = tolerances.row_errors(got.reshape(2, 2, 2), want.reshape(2, 2, 2))
+    assert whole == tolerances.row_errors(got, want)
+    assert tolerances.row_errors(got, np.zeros((4, 2))) == (0, 0)
+    assert np.isnan(tolerances.row_errors(np.full((4, 2), np.nan), want)).all()
+    with pytest.raises(ValueError, match=r"array must have shape \(4, 2\), got \(2, 4\)"):
+        tolerances.row_errors(got.reshape(2, 4), want)
+
+
 # Judgement.
 
 
@@ -67,7 +85,7 @@ def test_error_refuses_other_shapes() -> None:
 EDGES = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
 
 
-@pytest.mark.parametrize("case", quick_parameters(pairwise_names() | EDGES))
+@pytest.mark.parametrize("case", quick_parameters(pairwise_names() | QUICK_SHARP | EDGES))
 def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     arrays = make_arrays(case)
     rng = np.random.default_rng(0)
@@ -143,6 +161,50 @@ def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
         assert max(judgement.percent for judgement in judgements.values()) > 200, f"{case.name}: {used(judgements)}"
         seen += 1
     assert seen > (15 if every else 4)
+
+
+def two_bits(exponentials: Tensor) -> Tensor:
+    """Returns numbers rounded to two bits of mantissa besides the leading one."""
+    mantissa, exponent = torch.frexp(exponentials)
+    return torch.ldexp(torch.round(8 * mantissa) / 8, exponent)
+
+
+def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes "chunked" round the exponentials of d_logits to two bits; lse stays exact, as it does in the kernels."""
+    right = chunked.tile_d_logits
+
+    def d_logits(*arguments: Any) -> Tensor:
+        with monkeypatch.context() as scope:
+            scope.setattr(Tensor, "exp_", lambda tensor: tensor.copy_(two_bits(tensor.exp())))
+            return right(*arguments)
+
+    monkeypatch.setattr(chunked, "tile_d_logits", d_logits)
+
+
+def round_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes "chunked" round logits to bfloat16, as a loss on materialised bfloat16 logits does."""
+    right = chunked.logits_tile
+    monkeypatch.setattr(chunked, "logits_tile", lambda *arguments: right(*arguments).bfloat16().float())
+
+
+SHARP = [case for case in sharp_cases() if case.dtype == "bfloat16"]
+
+
+@pytest.mark.parametrize("case", SHARP, ids=lambda case: case.name)
+@pytest.mark.parametrize("broken", [None, round_exponentials, round_logits])
+def test_sharp_logits_show_errors_of_the_softmax_part(
+    case: Case, broken: Callable[[pytest.MonkeyPatch], None] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken is not None:
+        broken(monkeypatch)
+    arrays = make_arrays(case)
+    judgements = judge(case, expected(case, arrays), run_case("torch-chunked", case, arrays).outputs)
+    rows = {name: judgements[name].percent for name in ROW_FIGURES}
+    if broken is None:
+        assert max(rows.values()) <= 100, used(judgements)
+    else:
+        assert rows["d_weight_class_median"] > 150, used(judgements)
+        assert rows["d_weight_class_p95"] > 150, used(judgements)
 
 
 def test_missing_and_unasked_outputs_are_refused() -> None:
@@ -257,6 +319,21 @@ def test_the_command_compares_both_frameworks(tmp_path: Path) -> None:
     for row in written["backends"]:
         assert not row["failures"]
         assert all(0 <= output["error"] <= output["budget"] for output in row["outputs"].values())
+
+
+def test_json_has_a_line_for_each_row() -> None:
+    document = {
+        "versions": {"numpy": "2.3"},
+        "devices": ["cpu"],
+        "rows": [{"case": "a", "outputs": {"loss": {"error": None}}}, {"case": "b", "losses": [1.0, 2.0]}],
+        "pairs": [],
+    }
+    text = command.report.to_json(document)
+    assert json.loads(text) == document
+    assert len(text.splitlines()) == 9
+    assert [json.loads(line.strip().rstrip(",")) for line in text.splitlines()[4:6]] == document["rows"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        command.report.to_json({"rows": [{"ms": float("nan")}]}, allow_nan=False)
 
 
 BROKEN = """
