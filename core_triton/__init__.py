@@ -1,5 +1,10 @@
 """Fused linear + cross-entropy for PyTorch: `loss(x @ W.T + b, target)` and its gradients without the N x V logits."""
 
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ImportError('core_triton needs PyTorch: pip install "linear-ce[torch]"')
+
 from core_triton import operators as operators  # registers them
 from core_triton.linear_ce import (
     Implementation,

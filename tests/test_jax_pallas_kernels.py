@@ -391,6 +391,7 @@ def test_kernels_with_options_compile_and_fit() -> None:
 
 
 @SLOW
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", ["h200", "a100"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None:

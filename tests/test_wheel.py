@@ -1,0 +1,82 @@
+"""The wheel: what is in it, and that each of its packages is imported without the other framework."""
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("core_triton", "jax_pallas", "flax_models", "linear_ce")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the packages: a build writes beside its sources."""
+    place = tmp_path_factory.mktemp("wheel")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, place / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (place / "source" / "parity").mkdir()  # a folder beside the packages that must stay out
+    (place / "source" / "parity" / "__init__.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, place / "source" / name)
+    build = f"from setuptools.build_meta import build_wheel; print(build_wheel({str(place)!r}))"
+    made = subprocess.run(
+        [sys.executable, "-c", build], cwd=place / "source", capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    return place / made.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_four_packages_and_all_their_files(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert {name.split("/")[0] for name in names} == set(PACKAGES)
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
+    expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    assert names == expected
+
+
+# What is imported, and the framework that is not to be had then.
+IMPORTED = {
+    "linear_ce": ("linear_ce.spec, linear_ce.reference, linear_ce.chunking", ("torch", "triton", "jax", "flax")),
+    "core_triton": ("core_triton", ("jax", "flax", "flax_models", "jax_pallas")),
+    "jax_pallas": ("jax_pallas", ("torch", "triton", "core_triton", "flax")),
+    "flax_models": ("flax_models.train.main, flax_models.generate, flax_models.export", ("torch", "triton")),
+}
+
+
+@pytest.mark.parametrize("package", ["linear_ce", *(pytest.param(p, marks=pytest.mark.slow) for p in PACKAGES[:3])])
+def test_a_package_is_imported_from_the_wheel_without_the_other_framework(
+    wheel: Path, package: str, tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    modules, absent = IMPORTED[package]
+    program = f"""
+import json, sys
+sys.path = [{str(tmp_path)!r}] + [path for path in sys.path if path not in ("", {str(ROOT)!r})]
+sys.modules |= dict.fromkeys({absent!r})  # an import of them raises ImportError
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in getattr(finder, "__module__", str(finder))]
+import {modules}
+print(json.dumps(sys.modules[{package!r}].__file__))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert Path(json.loads(ran.stdout)).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize(("package", "framework"), [("core_triton", "torch"), ("jax_pallas", "jax")])
+def test_a_missing_framework_is_one_line_that_names_the_extra(package: str, framework: str) -> None:
+    program = (
+        f"import sys; sys.path = [{str(ROOT)!r}, *(p for p in sys.path if 'site-packages' not in p)]; import {package}"
+    )
+    ran = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False)
+    assert ran.stderr.splitlines()[-1].startswith(f"ImportError: {package} needs ")
+    assert f'pip install "linear-ce[{framework}]"' in ran.stderr
+
+
+def test_the_contract_names_the_packages_that_have_the_loss() -> None:
+    with pytest.raises(ImportError, match=r"from core_triton import linear_cross_entropy.*from jax_pallas import"):
+        from linear_ce import linear_cross_entropy  # noqa: F401  # pyright: ignore[reportAttributeAccessIssue]
