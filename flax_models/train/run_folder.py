@@ -172,5 +172,7 @@ def read_record(folder: Path) -> RunRecord:
         values = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop("corpus_sha256")
         return RunRecord(from_json(values), sha256)
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{folder} holds no run: it has no config.json") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"cannot read {path}: {type(error).__name__}: {error}") from None
