@@ -342,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a person can mend is one line on stderr.
     """
-    _hush_storage()
+    _hush_libraries()
     console = Console()
     before, written = _stop_on_terminate(), Written()
     try:
@@ -363,9 +363,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _hush_storage() -> None:
-    """Keeps orbax and the library under it from printing pages about what comes as an error of one line anyway."""
-    for name in ("absl", "asyncio"):  # orbax's, and that of its tasks whose exceptions nobody asks for
+def _hush_libraries() -> None:
+    """Keeps orbax and the library under it from printing pages about what comes as an error of one line anyway.
+
+    Matplotlib would warn of a cache folder that it cannot write, which costs the run nothing.
+    """
+    # absl is orbax's, asyncio that of its tasks whose exceptions nobody asks for.
+    for name in ("absl", "asyncio", "matplotlib"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if getattr(sys.unraisablehook, "__name__", "") == "without_closed_loops":
         return
