@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -138,6 +139,17 @@ def test_a_wrong_option_is_named(place, capsys):
         err = capsys.readouterr().err
         assert err.startswith(f"error: {message}"), err
         assert err.count("\n") == 1
+
+
+def test_an_infinite_clip_norm_clips_nothing():
+    gradient = jnp.array([3e4, -4e4])
+    rate, clip_norm = 0.5, TrainConfig(clip_norm=math.inf).clip_norm
+    infinite, wide = (
+        make_optimizer(TrainConfig(clip_norm=norm, learning_rate=rate, beta1=0.0)) for norm in (clip_norm, 1e9)
+    )
+    updates = [one.update(gradient, one.init(gradient), gradient)[0] for one in (infinite, wide)]
+    assert np.isfinite(np.asarray(updates[0])).all()
+    np.testing.assert_array_equal(np.asarray(updates[0]), np.asarray(updates[1]))
 
 
 def test_help_lists_every_option_with_its_meaning(capsys):
