@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model = nnx.merge(graph, params)
     sampling = Sampling(temperature=0.8, top_k=40)
-    (drawn,) = continue_texts(Source(model, vocabulary), [chosen.prompt], length=100, seed=0, sampling=sampling)
+    (drawn,) = continue_texts(Source(model, vocabulary), [chosen.prompt], length=None, seed=0, sampling=sampling)
     print(f"\nsample:\n{chosen.prompt}{drawn}\n")
     if chosen.out is not None:
         save_with_tokenizer(model, vocabulary, chosen.out)

@@ -12,9 +12,10 @@ class Stopped(Exception):
 
     Args:
         by: the signal.
-        text: what was saved, for people.
+        saved: what was saved, for people; None where the signal came outside the training loop.
     """
 
-    def __init__(self, by: signal.Signals, text: str) -> None:
-        super().__init__(f"stopped by {by.name}: {text}")
+    def __init__(self, by: signal.Signals, saved: str | None = None) -> None:
+        super().__init__(f"stopped by {by.name}")
+        self.saved = saved
         self.status = 128 + by  # what a shell reports of a process that the signal ended

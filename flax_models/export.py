@@ -7,12 +7,12 @@ The adapters of a run with --lora-rank are merged into the weights. With --adapt
 library loads them beside the folder that the run started from.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flax_models.command_line import OneLineParser
 from flax_models.data.tokenizer import END, END_ID, write
 from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
@@ -21,13 +21,20 @@ from flax_models.hub.weights import save
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import merge
 from flax_models.train.config import RunConfig
-from flax_models.train.trained import read_run
+from flax_models.train.trained import add_checkpoint_options, read_run
 
 PROGRAM = "python -m flax_models.export"
 
 
 def export(
-    run: Path, out: Path, *, dtype: str | None = None, max_shard_bytes: int = 5 * 10**9, adapter: bool = False
+    run: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    adapter: bool = False,
+    step: int | None = None,
+    allow_older: bool = False,
 ) -> int:
     """Writes a run's latest checkpoint as a Hugging Face folder.
 
@@ -37,15 +44,17 @@ def export(
         dtype: of the tensors written; None: that of the run's parameters.
         max_shard_bytes: most bytes of tensors in a file.
         adapter: write the run's adapters alone; otherwise they are merged into the weights.
+        step: write exactly this checkpoint; None: the latest.
+        allow_older: write an older checkpoint, with a warning on stderr, where the latest cannot be read.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        RunError: the run has no checkpoint, `out` holds something or cannot be written, or the run's adapters alone
-            are not what it learned.
+        RunError: the run has no such checkpoint, or it cannot be read, `out` holds something or cannot be written, or
+            the run's adapters alone are not what it learned.
     """
-    trained = read_run(run)
+    trained = read_run(run, step=step, allow_older=allow_older)
     if adapter:
         _check_adapter(run, trained.config)
         save_adapter(trained.model, out, base=trained.config.weights, dtype=dtype)
@@ -102,17 +111,25 @@ def save_with_tokenizer(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 0, or 1 for what a person can mend."""
-    options = argparse.ArgumentParser(prog=PROGRAM, description="Write a trained run as a Hugging Face folder.")
+    options = OneLineParser(prog=PROGRAM, description="Write a trained run as a Hugging Face folder.")
     options.add_argument("--run", type=Path, required=True, help="folder of a run of flax_models.train")
     options.add_argument("--out", type=Path, required=True, help="folder to make")
     options.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the tensors (the run's own)"
     )
     options.add_argument("--adapter", action="store_true", help="write the adapters of --lora-rank alone, for peft")
+    add_checkpoint_options(options)
     chosen = options.parse_args(arguments)
     try:
-        step = export(chosen.run, chosen.out, dtype=chosen.dtype, adapter=chosen.adapter)
-    except RunError as error:
+        step = export(
+            chosen.run,
+            chosen.out,
+            dtype=chosen.dtype,
+            adapter=chosen.adapter,
+            step=chosen.step,
+            allow_older=chosen.allow_older,
+        )
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{chosen.out} holds step {step:,} of {chosen.run}")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 
+from flax_models.command_line import OneLineParser
 from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_vocabulary
 from flax_models.errors import RunError
 from flax_models.hub.config import config_note, read_config
@@ -22,9 +23,10 @@ from flax_models.hub.weights import load
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import merge
 from flax_models.model.sampling import Sampling, continue_prompts
-from flax_models.train.trained import read_run
+from flax_models.train.trained import add_checkpoint_options, read_run
 
 PROGRAM = "python -m flax_models.generate"
+LENGTH = 128  # of --length
 
 
 class Source(NamedTuple):
@@ -51,20 +53,21 @@ def read_weights(folder: Path, dtype: str, ignored: Sequence[str] = ()) -> Sourc
 
 
 def continue_texts(
-    source: Source, texts: Sequence[str], *, length: int, seed: int, sampling: Sampling, chat: bool = False
+    source: Source, texts: Sequence[str], *, length: int | None, seed: int, sampling: Sampling, chat: bool = False
 ) -> list[str]:
     """Returns every text's continuation, without the text.
 
     Args:
         source: the model and its tokenizer.
         texts: at least one.
-        length: most tokens for each; fewer where the model's max_seq_len ends.
+        length: most tokens for each; None: LENGTH, or what the model's max_seq_len leaves, which is told on stderr.
         seed: of what is drawn.
         sampling: how.
         chat: each text is a user's turn, and its continuation the answer: in the chat template, as examples are.
 
     Raises:
-        RunError: a text leaves no room for a token, has no token at all, or is refused by the chat template.
+        RunError: a text and `length` tokens are more than the model's max_seq_len, a text has no token at all, or is
+            refused by the chat template.
     """
     vocabulary = source.vocabulary
     prompts = [vocabulary.chat_prompt(text) if chat else vocabulary.prompt(text) for text in texts]
@@ -73,10 +76,16 @@ def continue_texts(
         raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
     if width >= longest:
         raise RunError(f"--prompt must have fewer tokens than the model's max_seq_len {longest}, got {width}")
+    room = longest - width
+    if (length or LENGTH) > room:
+        why = f"the longest prompt has {width} tokens and the model takes {longest} (max_seq_len)"
+        if length is not None:
+            raise RunError(f"--length must be at most {room} here, got {length}: {why}")
+        print(f"note: at most {room} tokens are drawn instead of {LENGTH} (--length): {why}", file=sys.stderr)
     drawn = continue_prompts(
         source.model,
         prompts,
-        length=min(length, longest - width),
+        length=min(length or LENGTH, room),
         key=jax.random.key(seed),
         sampling=sampling,
         ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
@@ -86,7 +95,7 @@ def continue_texts(
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line's options."""
-    options = argparse.ArgumentParser(prog=PROGRAM, description="Continue texts with a trained model.")
+    options = OneLineParser(prog=PROGRAM, description="Continue texts with a trained model.")
     where = options.add_mutually_exclusive_group(required=True)
     where.add_argument("--weights", type=Path, help="Hugging Face folder: safetensors, config.json, tokenizer.json")
     where.add_argument("--run", type=Path, help="folder of a run of flax_models.train")
@@ -94,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--chat", action="store_true", help="prompts are a user's turns, put through the chat template; print answers"
     )
-    options.add_argument("--length", type=int, default=128, help="most tokens to draw for each prompt (128)")
+    options.add_argument(
+        "--length", type=int, help=f"most tokens to draw for each prompt ({LENGTH}, or what the model has room for)"
+    )
     options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
     options.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest tokens, 0: all (40)")
     options.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (1)")
@@ -110,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="fields in the config.json of --weights to ignore, which must not change what the model computes",
     )
+    add_checkpoint_options(options)
     return options
 
 
@@ -121,11 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_tokens)
         except ValueError as error:
             raise RunError(f"--{str(error).replace('_', '-')}") from None
-        if options.length < 1:
+        if options.length is not None and options.length < 1:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
-            run = read_run(options.run)
+            run = read_run(options.run, step=options.step, allow_older=options.allow_older)
             source = Source(merge(run.model), run.vocabulary)
+        elif options.step is not None or options.allow_older:
+            raise RunError(f"--{'allow-older' if options.allow_older else 'step'} goes with --run, got --weights")
         else:
             if note := config_note(options.weights, options.ignore_config_fields):
                 print(f"note: {note}", file=sys.stderr)
@@ -138,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sampling=sampling,
             chat=options.chat,
         )
-    except RunError as error:
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     for prompt, text in zip(options.prompt, texts, strict=True):

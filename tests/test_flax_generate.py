@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_a_bad_prompt_or_length_is_named(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -0.1}, "temperature must not be negative, got -0.1"),
+        ({"temperature": -0.1}, "temperature must be finite and not negative, got -0.1"),
         ({"top_k": -1}, "top_k must not be negative, got -1"),
         ({"min_tokens": -1}, "min_tokens must not be negative, got -1"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
@@ -190,7 +191,7 @@ def place(tmp_path_factory) -> Path:
     write_run(place / "run", RunConfig(model=config, train=options))
     write(tokenizer, place / "run" / "tokenizer.json")
     checkpoints = Checkpoints(place / "run" / "checkpoints")
-    checkpoints.save(1, Trainer(random_decoder(config, seed=7), options).initial, {})
+    checkpoints.save(1, Trainer(random_decoder(config, seed=7), options).initial._replace(step=jnp.asarray(1)), {})
     checkpoints.close()
     return place
 
@@ -242,18 +243,88 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
     write_run(tmp_path / "new", CONFIGS["micro"])
     (tmp_path / "new" / "tokenizer.json").write_bytes((place / "run" / "tokenizer.json").read_bytes())
     for options, message in [
-        ([*weights, *prompt, "--temperature=-1"], "--temperature must not be negative, got -1.0"),
+        ([*weights, *prompt, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
+        ([*weights, *prompt, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
         ([*weights, *prompt, "--top-p", "2"], "--top-p must lie in (0, 1], got 2.0"),
         ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
         ([*weights, "--prompt", ""], "--prompt must have at least one token with this tokenizer, got an empty one"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
-        (["--run", str(tmp_path / "bare"), *prompt], "cannot read"),
+        (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} holds no run: it has no config.json"),
+        (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} holds no run: it has no config.json"),
+        ([*weights, *prompt, "--step", "1"], "--step goes with --run, got --weights"),
+        ([*run, *prompt, "--step", "5"], f"--step must be one of the checkpoints in {place / 'run'}"),
         (["--run", str(tmp_path / "new"), *prompt], f"{tmp_path / 'new'} has no checkpoint yet"),
     ]:
         assert program.main(options) == 1, options
         err = capsys.readouterr().err
         assert err.startswith(f"error: {message}"), err
         assert err.count("\n") == 1
-    with pytest.raises(SystemExit):
-        program.main(prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "a"], "one of the arguments --weights --run is required"),
+        (["--run", "a"], "the following arguments are required: --prompt"),
+        (["--run", "a", "--prompt"], "argument --prompt: expected one argument"),
+        (["--run", "a", "--prompt", "b", "--length", "many"], "argument --length: invalid int value: 'many'"),
+        (["--run", "a", "--prompt", "b", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--run", "a", "--prompt", "b", "--lenth", "3"], "unrecognized arguments: --lenth 3"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        program.main(options)
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {message}"), err
+    assert err.count("\n") == 1
+
+
+def test_a_length_beyond_the_models_positions_is_refused_and_the_default_cut_with_a_note(place, capsys):
+    options = ["--run", str(place / "run"), "--prompt", "the fox"]
+    width = len(program.read_run(place / "run").vocabulary.prompt("the fox"))
+    why = f"the longest prompt has {width} tokens and the model takes 24 (max_seq_len)"
+    assert program.main([*options, "--length", "25"]) == 1
+    assert capsys.readouterr().err == f"error: --length must be at most {24 - width} here, got 25: {why}\n"
+    assert program.main(options) == 0
+    assert capsys.readouterr().err == f"note: at most {24 - width} tokens are drawn instead of 128 (--length): {why}\n"
+
+
+def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_path, capsys):
+    from flax_models.export import main as export_main
+    from flax_models.train.checkpoint import Checkpoints
+
+    run = shutil.copytree(place / "run", tmp_path / "run")
+    state = Trainer(random_decoder(program.read_run(run).model.config, seed=8), TrainConfig()).initial
+    checkpoints = Checkpoints(run / "checkpoints")
+    checkpoints.save(2, state._replace(step=jnp.asarray(2, jnp.int32)), {})
+    checkpoints.close()
+    largest = max((run / "checkpoints" / "2").rglob("*"), key=lambda path: path.is_file() and path.stat().st_size)
+    largest.write_bytes(b"")
+
+    options = ["--run", str(run), "--out", str(tmp_path / "out")]
+    for command, given in [(export_main, options), (program.main, ["--run", str(run), "--prompt", "ink"])]:
+        assert command(given) == 1
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: cannot read the checkpoint {run}/checkpoints/2: ")
+        assert err.endswith(
+            "; --allow-older takes the newest checkpoint that can be read, --step N exactly that of step N (1, 2)\n"
+        )
+        assert err.count("\n") == 1
+    for step, message in [
+        ("2", f"cannot read the checkpoint {run}/checkpoints/2: "),
+        ("3", f"--step must be one of the checkpoints in {run}/checkpoints (1, 2), got 3\n"),
+    ]:
+        assert export_main([*options, "--step", step]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert not (tmp_path / "out").exists()
+    assert export_main([*options, "--step", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(tmp_path / "out")
+    assert export_main([*options, "--allow-older"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"warning: cannot read the checkpoint {run}/checkpoints/2: ")
+    assert err.endswith("; the checkpoint of step 1 is used\n")
+    assert err.count("\n") == 1

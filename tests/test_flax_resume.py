@@ -39,6 +39,8 @@ from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.train.checkpoint import MANIFEST, Checkpoints
 from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import MetricsLog, read_rows
+from flax_models.train.optimizers import learning_rate_schedule
+from flax_models.train.run_folder import RunLock, move_failed, read_record
 from flax_models.train.step import Trainer, TrainState
 
 
@@ -75,6 +77,10 @@ def interrupt(state: TrainState) -> None:
     raise KeyboardInterrupt
 
 
+def diverge(state: TrainState) -> TrainState:
+    return state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
+
+
 # Stopping
 
 
@@ -82,7 +88,7 @@ def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(whole, place
     with monkeypatch.context() as patch:
         before_step(patch, 6, interrupt)  # not as a signal, which would save first
         assert start(place, "broken") == 130
-    assert "--resume continues" in capsys.readouterr().err
+    assert capsys.readouterr().err == "stopped: --resume continues from the checkpoint of step 3\n"
     assert train(place, "--name", "broken", "--resume") == 0
     assert "from step 3" in capsys.readouterr().out
 
@@ -136,7 +142,8 @@ def test_sigterm_while_a_run_is_readied_ends_it_in_one_line(place, monkeypatch, 
     monkeypatch.setattr(program, "read_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert start(place, "a") == 143
-    assert one_line(capsys.readouterr().err).startswith("stopped by SIGTERM")
+    advice = "nothing of the run was written yet, the same command starts it again"
+    assert one_line(capsys.readouterr().err) == f"stopped by SIGTERM: {advice}\n"
     assert not (place / "runs" / "a").exists()
     assert signal.getsignal(signal.SIGTERM) == before
 
@@ -148,6 +155,66 @@ def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_te
     assert train(copied, "--resume", "--name", "whole", "--data", str(copied / "moved")) == 0
     assert read_rows(copied / "runs" / "whole") == before
     assert (copied / "runs" / "whole" / "result.json").exists()
+
+
+def test_a_finished_run_goes_on_to_more_steps_and_its_record_says_so(copied, capsys):
+    folder = copied / "runs" / "whole"
+    before = read_rows(folder)
+    again = ["--name", "whole", "--resume"]
+    assert train(copied, *again, "--steps", "7") == 1
+    assert one_line(capsys.readouterr().err) == f"error: --steps must be at least 8, which {folder} has taken, got 7\n"
+    assert train(copied, *again, "--steps", "10", "--batch-size", "4") == 1
+    assert "--batch-size is 2 in" in one_line(capsys.readouterr().err)
+    assert read_record(folder).config.train.steps == 8
+
+    assert train(copied, *again, "--steps", "10") == 0
+    config = read_record(folder).config.train
+    rate = float(learning_rate_schedule(config)(8))
+    out = capsys.readouterr().out
+    assert re.search(r"note +10 steps instead of the 8 that the run was started with\n", out)
+    assert f"the learning rate follows the schedule of 10 steps: {rate:.3g} at step 9\n" in out
+    rows = read_rows(folder)
+    assert (config.steps, config.warmup_steps, rows[: len(before)]) == (10, 2, before)
+    added = [row for row in rows if "loss" in row][8:]
+    assert [row["step"] for row in added] == [9, 10]
+    assert added[0]["learning_rate"] == pytest.approx(rate)
+    assert rate > 0.1 * config.learning_rate
+    assert kept(folder) == [9, 10]
+
+    assert train(copied, *again) == 0
+    out = capsys.readouterr().out
+    assert "from step 10" in out
+    assert "note" not in out
+
+
+# Before the first checkpoint
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_gives_up_its_name(place, monkeypatch, capsys):
+    runs = place / "runs"
+    for poison, message in [
+        (interrupt, "stopped: no checkpoint was made yet, --resume starts the run from its beginning\n"),
+        (diverge, "error: the loss is nan at step 1; no checkpoint was made yet. "),
+    ]:
+        with monkeypatch.context() as patch:
+            before_step(patch, 1, poison)
+            start(place, "a")
+        captured = capsys.readouterr()
+        assert captured.err.startswith(message), captured.err
+    moved = rf"moved +the earlier {runs}/a, which has no checkpoint, is {runs}/a.failed now\n"
+    assert re.search(moved, captured.out), captured.out
+    assert {path.name for path in runs.iterdir()} == {"a", "a.failed"}
+    assert read_rows(runs / "a")[-1]["loss"] == "nan"
+    assert read_rows(runs / "a.failed") == []
+
+    with RunLock(runs / "a"):
+        assert start(place, "a") == 1
+    assert f"{runs}/a exists already" in one_line(capsys.readouterr().err)
+    assert move_failed(runs / "a") == runs / "a.failed-2"
+    (runs / "mine").mkdir()
+    assert start(place, "mine") == 1
+    assert f"{runs}/mine exists already and holds no run" in one_line(capsys.readouterr().err)
+    assert {path.name for path in runs.iterdir()} == {"a.failed", "a.failed-2", "mine"}
 
 
 # Divergence

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -114,18 +115,41 @@ def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, cap
 
 def test_a_wrong_option_is_named(place, capsys):
     for options, message in [
-        (["--learning-rte", "1"], "--learning-rte"),
-        (["--config", "huge"], "huge"),
+        (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; perhaps --learning-rate was meant"),
+        (["--config", "huge"], "argument --config: invalid choice: 'huge'"),
+        (["--steps", "many"], "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+        (["--steps"], "Missing value for argument '--steps'. Expected 1 values"),
+        (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'. Expected one of ('adamw', 'muon', "),
+        (["stray"], "Unrecognized options: stray"),
+        (["--learning-rate", "inf"], "--learning-rate must be positive and finite, got inf"),
+        (["--learning-rate", "nan"], "--learning-rate must be positive and finite, got nan"),
+        (["--clip-norm", "nan"], "--clip-norm must be positive, got nan"),
+        (["--weight-decay", "inf"], "--weight-decay must be finite and not negative, got inf"),
+        (["--z-loss-weight", "nan"], "--z-loss-weight must be finite and not negative, got nan"),
+        (["--lora-rank", "2", "--lora-alpha", "inf"], "--lora-alpha must be positive and finite, got inf"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--accumulate", "3", "--batch-size", "4"], "--accumulate must divide --batch-size 4, got 3"),
         (["--label-smoothing", "2"], "--label-smoothing must lie in [0, 1], got 2"),
         (["--beta2", "1"], r"--beta2 must lie in [0, 1), got 1"),
-        (["--num-heads", "5", "--num-kv-heads", "2"], "num_heads must be a multiple of num_kv_heads 2, got 5"),
+        (["--num-heads", "5", "--num-kv-heads", "2"], "--num-heads must be a multiple of num_kv_heads 2, got 5"),
     ]:
         with pytest.raises(SystemExit) as stopped:
             train(place, *options)
         assert stopped.value.code == 2
-        assert message in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {message}"), err
+        assert err.count("\n") == 1
+
+
+def test_an_infinite_clip_norm_clips_nothing():
+    gradient = jnp.array([3e4, -4e4])
+    rate, clip_norm = 0.5, TrainConfig(clip_norm=math.inf).clip_norm
+    infinite, wide = (
+        make_optimizer(TrainConfig(clip_norm=norm, learning_rate=rate, beta1=0.0)) for norm in (clip_norm, 1e9)
+    )
+    updates = [one.update(gradient, one.init(gradient), gradient)[0] for one in (infinite, wide)]
+    assert np.isfinite(np.asarray(updates[0])).all()
+    np.testing.assert_array_equal(np.asarray(updates[0]), np.asarray(updates[1]))
 
 
 def test_help_lists_every_option_with_its_meaning(capsys):

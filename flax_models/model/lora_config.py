@@ -1,6 +1,7 @@
 """The options of adapters, as the command line of training offers them."""
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +37,10 @@ class LoraConfig:
             for item in dataclasses.fields(self):
                 if (value := getattr(self, item.name)) != item.default:
                     raise ValueError(f"--{item.name.replace('_', '-')} goes with --lora-rank, which is 0: got {value}")
-        if self.lora_alpha is not None and not self.lora_alpha > 0:
-            raise ValueError(f"--lora-alpha must be positive, got {self.lora_alpha}")
-        if not self.lora_plus_ratio > 0:
-            raise ValueError(f"--lora-plus-ratio must be positive, got {self.lora_plus_ratio}")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"--lora-alpha must be positive and finite, got {self.lora_alpha}")
+        if not 0 < self.lora_plus_ratio < math.inf:
+            raise ValueError(f"--lora-plus-ratio must be positive and finite, got {self.lora_plus_ratio}")
         if not self.lora_targets or len(set(self.lora_targets)) < len(self.lora_targets):
             raise ValueError(f"--lora-targets must name projections, each once, got {' '.join(self.lora_targets)!r}")
 

@@ -5,16 +5,17 @@ folder, `--adapter` that of adapters, and `--resume` takes all of them from the 
 looked for first.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from flax_models.command_line import OneLineParser, one_line_errors
 from flax_models.errors import RunError
 from flax_models.hub.adapter_folder import read_adapter_config
 from flax_models.hub.config import differing, read_config
 from flax_models.model.config import ModelConfig
 from flax_models.model.lora_config import LoraConfig
+from flax_models.train.checkpoint import steps_in
 from flax_models.train.config import CONFIGS, UNUSED, RunConfig, TrainConfig, check_same, fine_tuning
 from flax_models.train.run_folder import default_name, folder_to_resume, read_record
 
@@ -35,7 +36,7 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
             the folder of --weights or --adapter cannot be read or holds other than the options ask for.
         SystemExit: an option is wrong, or --help.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
+    first = OneLineParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
     first.add_argument("--config", choices=tuple(CONFIGS))
     first.add_argument("--weights", type=Path)
     first.add_argument("--adapter", type=Path)
@@ -48,7 +49,11 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         folder = folder_to_resume(known.runs, known.name, default_name(known.config, known.weights))
         stored = read_record(folder).config
         config = _read_all(arguments, dataclasses.replace(stored, name=folder.name))
-        check_same(config, stored, folder / "config.json")
+        steps, taken = config.train.steps, max(steps_in(folder / "checkpoints"), default=0)
+        as_before = dataclasses.replace(config.train, steps=stored.train.steps)
+        check_same(dataclasses.replace(config, train=as_before), stored, folder / "config.json")
+        if steps < taken:
+            raise RunError(f"--steps must be at least {taken}, which {folder} has taken, got {steps}")
         return config, folder
     if known.weights is None:
         return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
@@ -73,13 +78,14 @@ def _check_adapter(asked: LoraConfig, found: LoraConfig) -> None:
 def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
     import tyro
 
-    config = tyro.cli(
-        RunConfig,
-        prog=PROGRAM,
-        args=list(arguments),
-        default=defaults,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
-    )
+    with one_line_errors():
+        config = tyro.cli(
+            RunConfig,
+            prog=PROGRAM,
+            args=list(arguments),
+            default=defaults,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+        )
     _check_used(config.train, defaults.train)
     return config
 

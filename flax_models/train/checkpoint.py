@@ -93,23 +93,33 @@ class Checkpoints:
                 f"{'no checkpoint was made before it' if kept is None else f'the checkpoint of step {kept} is kept'}"
             ) from None
 
-    def restore(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    def restore(
+        self, like: TrainState, *, step: int | None = None, allow_older: bool = True
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state and the sampler's place of the latest checkpoint that is whole.
 
         Broken ones later than it are told in `passed_over`.
 
         Args:
             like: a state of the same shapes and dtypes, or those alone (`jax.ShapeDtypeStruct`).
+            step: take the checkpoint of exactly this step instead.
+            allow_older: whether an older checkpoint may take the place of a broken one.
 
         Returns:
             (state, sampler).
 
         Raises:
-            RunError: there is none, none can be read, or the latest whole one holds arrays of other shapes.
+            RunError: there is none, none can be read, the latest is broken and no older one is allowed, or the latest
+                whole one holds arrays of other shapes.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
             raise RunError(f"--resume: nothing to continue, {self._folder} holds no checkpoint")
+        known = ", ".join(map(str, reversed(steps)))
+        if step is not None:
+            if step not in steps:
+                raise RunError(f"--step must be one of the checkpoints in {self._folder} ({known}), got {step}")
+            steps = [step]
         faults: list[str] = []
         for step in steps:
             folder = self._folder / str(step)
@@ -126,6 +136,11 @@ class Checkpoints:
                     self.passed_over = faults
                     return restored
             faults.append(f"cannot read the checkpoint {folder}: {fault}")
+            if not allow_older and len(steps) > 1:
+                raise RunError(
+                    f"{faults[0]}; --allow-older takes the newest checkpoint that can be read, "
+                    f"--step N exactly that of step N ({known})"
+                )
         raise RunError("; ".join(faults))
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:

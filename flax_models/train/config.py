@@ -5,6 +5,7 @@ Only what the command line offers stands here; `flax_models.train` turns it into
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -35,7 +36,8 @@ class TrainConfig:
     """How the model is trained."""
 
     steps: int = 2000
-    """Optimiser steps of the whole run."""
+    """Optimiser steps of the whole run. With --resume it continues a run, also a finished one, to this many steps: the
+    schedule is laid over the new number, so the learning rate goes on with the value that it has there at that step."""
     batch_size: int = 2
     """Rows a step; each is --max-seq-len tokens long."""
     batch_tokens: int | None = None
@@ -60,7 +62,7 @@ class TrainConfig:
     beta2: float = 0.997
     """AdamW's average of squared gradients; steps of few tokens want a long one. Not for adafactor."""
     clip_norm: float = 1.0
-    """Longest gradient; longer ones are scaled down to it."""
+    """Longest gradient; longer ones are scaled down to it. inf: none is."""
     z_loss_weight: float = 0.0
     """Adds so much times the square of the logits' log-sum-exp to each token's training loss; PaLM takes 1e-4."""
     label_smoothing: float = 0.0
@@ -85,12 +87,16 @@ class TrainConfig:
         for name in ("steps", "batch_size", "accumulate", "held_out_windows", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_every", "warmup_steps", "weight_decay", "z_loss_weight"):
+        for name in ("eval_every", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
-        for name in ("learning_rate", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{_flag(name)} must be positive, got {getattr(self, name)}")
+        for name in ("weight_decay", "z_loss_weight"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{_flag(name)} must be finite and not negative, got {getattr(self, name)}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"--learning-rate must be positive and finite, got {self.learning_rate}")
+        if not self.clip_norm > 0:
+            raise ValueError(f"--clip-norm must be positive, got {self.clip_norm}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -42,13 +43,24 @@ from flax_models.train.accounting import (
 )
 from flax_models.train.arguments import check_shape, parse
 from flax_models.train.baselines import Baselines
-from flax_models.train.checkpoint import Checkpoints, steps_in
+from flax_models.train.checkpoint import Checkpoints
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.loop import Cost, RunParts, train
 from flax_models.train.metrics import MetricsLog, read_rows
+from flax_models.train.optimizers import learning_rate_schedule
 from flax_models.train.plot import plot_losses
 from flax_models.train.profile import SKIPPED, Clock, Tracer, device_table, operation_parts, operations
-from flax_models.train.run_folder import RunLock, RunRecord, make_folder, new_folder
+from flax_models.train.run_folder import (
+    RunLock,
+    RunRecord,
+    extend,
+    has_checkpoint,
+    how_to_go_on,
+    make_folder,
+    move_failed,
+    new_folder,
+    read_record,
+)
 from flax_models.train.step import Trainer, TrainState
 from flax_models.train.task_data import Data, Text, make_data, read_text
 from jax_pallas.linear_ce import explain
@@ -57,13 +69,21 @@ DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no choice 
 LESS_MEMORY = "--accumulate in more micro-batches, --remat full, or a smaller --batch-size or --max-seq-len take less"
 
 
-def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
+@dataclass
+class Written:
+    """What a run that is stopped leaves behind."""
+
+    folder: Path | None = None  # None until it is made
+
+
+def run(config: RunConfig, resumed: Path | None, display: Display, written: Written) -> None:
     """Trains, measures and samples one run.
 
     Args:
         config: its options.
         resumed: folder of the run to continue, None for a new one.
         display: where to say what happens.
+        written: told the run's folder once there is one.
 
     Raises:
         RunError: anything the person who started it can mend.
@@ -71,6 +91,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
     began = time.monotonic()
     _attention(config.model, packed=False)  # told before anything is read
     folder = resumed or new_folder(config)
+    written.folder = resumed
     with ExitStack() as stack:
         if resumed:
             _hold(stack, RunLock(folder), display)
@@ -89,7 +110,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         for label, words in data.facts:
             display.fact(label, words)
 
-        from_checkpoint = resumed is not None and _has_checkpoint(folder, train_config)
+        from_checkpoint = resumed is not None and has_checkpoint(folder, train_config)
         model = adapted_shapes(model_config, config.lora) if from_checkpoint else _first_model(config, model_config)
         trainer = Trainer(model, train_config, config.lora)
         del model  # or it would take the device's memory beside the state for as long as the run lasts
@@ -103,7 +124,10 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
 
         if not resumed:
             record, with_weights = RunRecord(config, text.corpus.sha256), config.weights is not None
+            if moved := move_failed(folder):
+                display.fact("moved", f"the earlier {folder}, which has no checkpoint, is {moved} now")
             lock = make_folder(folder, record, lambda part: text.vocabulary.write(part, weights=with_weights))
+            written.folder = folder
             _hold(stack, lock, display)
         checkpoints = Checkpoints(folder / "checkpoints", writes=True)
         stack.callback(checkpoints.close)
@@ -113,6 +137,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display) -> None:
         state = jax.device_put(state, jax.devices()[0])  # as a restored one is: both take the same compiled step
         del trainer.initial  # as the model above
         start = int(state.step)
+        if resumed:
+            _extend(folder, config.train, start, display)
         parts = RunParts(
             trainer=trainer,
             sampler=data.sampler,
@@ -246,11 +272,6 @@ def _compile(trainer: Trainer, shape: tuple[int, int, int | None], display: Disp
         )
 
 
-def _has_checkpoint(folder: Path, config: TrainConfig) -> bool:
-    """Returns whether a run has a checkpoint to go on from, or should have one: losing it must not start it anew."""
-    return bool(steps_in(folder / "checkpoints")) or _last_step(folder) > config.checkpoint_every
-
-
 def _continued(trainer: Trainer, sampler: Sampler, checkpoints: Checkpoints, display: Display) -> TrainState:
     """Returns the state of the latest checkpoint, with the sampler put where it belongs."""
     state, place = checkpoints.restore(trainer.initial)
@@ -261,8 +282,18 @@ def _continued(trainer: Trainer, sampler: Sampler, checkpoints: Checkpoints, dis
     return state
 
 
-def _last_step(folder: Path) -> int:
-    return max((row["step"] for row in read_rows(folder)), default=0)
+def _extend(folder: Path, config: TrainConfig, start: int, display: Display) -> None:
+    """Takes another number of steps into a run's record, and says what the learning rate does."""
+    before = read_record(folder).config.train.steps
+    if config.steps == before:
+        return
+    extend(folder, config.steps)
+    display.fact("note", f"{config.steps:,} steps instead of the {before:,} that the run was started with")
+    if start < config.steps:
+        rate = float(learning_rate_schedule(config)(start))
+        kept = config.optimizer == "schedule_free_adamw"
+        how = "stays at its peak" if kept else f"follows the schedule of {config.steps:,} steps"
+        display.fact("", f"the learning rate {how}: {rate:.3g} at step {start + 1:,}")
 
 
 def _plot(folder: Path, judged: Baselines, display: Display) -> None:
@@ -319,23 +350,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a person can mend is one line on stderr.
     """
-    _hush_storage()
+    _hush_libraries()
     console = Console()
-    before = _stop_on_terminate()
+    before, written = _stop_on_terminate(), Written()
     try:
         config, resumed = parse(sys.argv[1:] if arguments is None else arguments)
-        run(config, resumed, Display(console))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
+        run(config, resumed, Display(console), written)
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        print(f"{stopped}: {stopped.saved or how_to_go_on(written.folder)}", file=sys.stderr)
         return stopped.status
     except KeyboardInterrupt:
-        print("stopped; --resume continues from the last checkpoint", file=sys.stderr)
+        print(f"stopped: {how_to_go_on(written.folder)}", file=sys.stderr)
         return 130
     finally:
         if before is not None:
@@ -343,9 +371,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _hush_storage() -> None:
-    """Keeps orbax and the library under it from printing pages about what comes as an error of one line anyway."""
-    for name in ("absl", "asyncio"):  # orbax's, and that of its tasks whose exceptions nobody asks for
+def _hush_libraries() -> None:
+    """Keeps orbax and the library under it from printing pages about what comes as an error of one line anyway.
+
+    Matplotlib would warn of a cache folder that it cannot write, which costs the run nothing.
+    """
+    # absl is orbax's, asyncio that of its tasks whose exceptions nobody asks for.
+    for name in ("absl", "asyncio", "matplotlib"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if getattr(sys.unraisablehook, "__name__", "") == "without_closed_loops":
         return
@@ -365,6 +397,6 @@ def _stop_on_terminate() -> Any:
         return None
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise Stopped(signal.Signals(number), "--resume continues from the last checkpoint")
+        raise Stopped(signal.Signals(number))
 
     return signal.signal(signal.SIGTERM, stop)

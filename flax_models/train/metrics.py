@@ -82,7 +82,10 @@ class MetricsLog:
         self._events.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def _cannot_write(self, error: OSError) -> RunError:
-        return RunError(f"cannot write {self._path}: {error.strerror}; --resume continues from the last checkpoint")
+        return RunError(
+            f"cannot write {self._path}: {error.strerror}; --resume continues from the last checkpoint, "
+            f"without one from the beginning"
+        )
 
     def write(self, step: int, **values: float) -> None:
         """Appends one row; raises RunError if the disk takes no more."""

@@ -11,8 +11,13 @@ runs/NAME/profile/         the trace of --profile (flax_models.train.profile)
 
 All down to the lock are written in a folder of another name, which is then renamed: a run that is killed at any moment
 has either no folder, and its name is free, or one that --resume can read.
+
+A run that ended before its first checkpoint (it diverged at once, the disk was full) does not keep its name. --resume
+starts it from its beginning. A new run of that name moves its folder to runs/NAME.failed, or NAME.failed-2 and so on,
+so that its metrics can still be read. Nothing is deleted.
 """
 
+import dataclasses
 import fcntl
 import glob
 import json
@@ -26,7 +31,11 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from flax_models.errors import RunError
-from flax_models.train.config import RunConfig, from_json, to_json
+from flax_models.train.checkpoint import steps_in
+from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
+from flax_models.train.metrics import read_rows
+
+FAILED = ".failed"  # what is added to the name of a run that ended before its first checkpoint
 
 
 class RunLock:
@@ -75,6 +84,25 @@ class RunLock:
         self._file.close()
 
 
+def has_checkpoint(folder: Path, config: TrainConfig) -> bool:
+    """Returns whether a run has a checkpoint to go on from, or should have one: losing it must not start it anew."""
+    last_row = max((row["step"] for row in read_rows(folder)), default=0)
+    return bool(steps_in(folder / "checkpoints")) or last_row > config.checkpoint_every
+
+
+def how_to_go_on(folder: Path | None) -> str:
+    """Returns in words how a stopped run is started again.
+
+    Args:
+        folder: of the run, None if it was not made yet.
+    """
+    if folder is None:
+        return "nothing of the run was written yet, the same command starts it again"
+    if steps := steps_in(folder / "checkpoints"):
+        return f"--resume continues from the checkpoint of step {steps[-1]:,}"
+    return "no checkpoint was made yet, --resume starts the run from its beginning"
+
+
 class RunRecord(NamedTuple):
     """What config.json holds."""
 
@@ -90,19 +118,55 @@ def default_name(config: str | None, weights: Path | None) -> str:
 
 
 def new_folder(config: RunConfig) -> Path:
-    """Returns the folder for a new run, not yet made; raises RunError if the name asked for is taken."""
+    """Returns the folder for a new run, not yet made; raises RunError if the name asked for is taken.
+
+    If a run is there that ended before its first checkpoint, `move_failed` makes room.
+    """
     if config.name is not None:
         _check_name(config.name)
         folder = config.runs / config.name
-        if folder.exists():
+        if folder.exists() and not _ended_early(folder):
+            if not (folder / "config.json").is_file():
+                raise RunError(f"{folder} exists already and holds no run: another --name starts a new run")
             raise RunError(f"{folder} exists already: --resume continues it, another --name starts a new run")
         return folder
     name, number = default_name(config.config, config.weights), 1
     folder = config.runs / name
-    while folder.exists():
+    while folder.exists() and not _ended_early(folder):
         number += 1
         folder = config.runs / f"{name}-{number}"
     return folder
+
+
+def _ended_early(folder: Path) -> bool:
+    """Returns whether a folder holds a run without a checkpoint that no process writes any more."""
+    try:
+        if has_checkpoint(folder, read_record(folder).config.train):
+            return False
+        with RunLock(folder) as lock:
+            return lock.fault is None
+    except RunError:  # it cannot be read, or is being written
+        return False
+
+
+def move_failed(folder: Path) -> Path | None:
+    """Makes room for a new run where one ended before its first checkpoint; returns where that is now, if there is one.
+
+    Raises:
+        RunError: a process has begun to write there, or the folder cannot be moved.
+    """
+    if not _ended_early(folder):
+        return None
+    with RunLock(folder):
+        aside, number = folder.with_name(f"{folder.name}{FAILED}"), 1
+        while aside.exists():
+            number += 1
+            aside = folder.with_name(f"{folder.name}{FAILED}-{number}")
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise RunError(f"cannot move {folder} to {aside}: {error.strerror}") from None
+    return aside
 
 
 def folder_to_resume(runs: Path, name: str | None, default: str) -> Path:
@@ -146,12 +210,11 @@ def make_folder(folder: Path, record: RunRecord, fill: Callable[[Path], None]) -
     Raises:
         RunError: it cannot be made, or is there by now.
     """
-    text = json.dumps({**to_json(record.config), "corpus_sha256": record.corpus_sha256}, indent=2)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         with ExitStack() as unless_made:
             part.mkdir(parents=True, exist_ok=True)
-            (part / "config.json").write_text(text + "\n", encoding="utf-8")
+            _write_record(part / "config.json", record)
             fill(part)
             lock = unless_made.enter_context(RunLock(part))
             if folder.exists():  # an empty one would be replaced
@@ -165,6 +228,24 @@ def make_folder(folder: Path, record: RunRecord, fill: Callable[[Path], None]) -
         shutil.rmtree(part, ignore_errors=True)
 
 
+def extend(folder: Path, steps: int) -> None:
+    """Makes config.json say that a run takes so many steps; raises RunError if it cannot be written."""
+    record = read_record(folder)
+    config = dataclasses.replace(record.config, train=dataclasses.replace(record.config.train, steps=steps))
+    path = folder / "config.json"
+    part = path.with_suffix(".part")
+    try:
+        _write_record(part, record._replace(config=config))
+        part.replace(path)
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _write_record(path: Path, record: RunRecord) -> None:
+    text = json.dumps({**to_json(record.config), "corpus_sha256": record.corpus_sha256}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def read_record(folder: Path) -> RunRecord:
     """Returns what config.json holds; raises RunError if it cannot be read."""
     path = folder / "config.json"
@@ -172,5 +253,7 @@ def read_record(folder: Path) -> RunRecord:
         values = json.loads(path.read_text(encoding="utf-8"))
         sha256 = values.pop("corpus_sha256")
         return RunRecord(from_json(values), sha256)
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{folder} holds no run: it has no config.json") from None
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise RunError(f"cannot read {path}: {type(error).__name__}: {error}") from None

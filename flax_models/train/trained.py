@@ -1,6 +1,8 @@
 """What a finished or stopped run of `flax_models.train` holds: its model and its vocabulary."""
 
+import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +26,29 @@ class TrainedRun(NamedTuple):
     config: RunConfig
 
 
-def read_run(folder: Path) -> TrainedRun:
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --step and --allow-older, which say what `read_run` takes, to a command line."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="take exactly this checkpoint of --run (the newest)")
+    which.add_argument(
+        "--allow-older",
+        action="store_true",
+        help="take an older checkpoint of --run, with a warning, where the newest cannot be read",
+    )
+
+
+def read_run(folder: Path, *, step: int | None = None, allow_older: bool = False) -> TrainedRun:
     """Returns what a run has learned.
 
     A model that started from a folder's weights takes sequences as long as before, however long those of the run were.
 
     Args:
         folder: of the run, as `runs/tiny`.
+        step: take exactly this checkpoint; None: the newest.
+        allow_older: take an older checkpoint where the newest cannot be read, and print a warning on stderr.
 
     Raises:
-        RunError: it is no run, or has no checkpoint that can be read.
+        RunError: it is no run, or has no checkpoint that can be read, or not the one that is asked for.
     """
     config = read_record(folder).config
     vocabulary = read_run_vocabulary(folder)
@@ -49,7 +64,9 @@ def read_run(folder: Path) -> TrainedRun:
     try:
         if checkpoints.latest_step() is None:
             raise RunError(f"{folder} has no checkpoint yet")
-        state, _ = checkpoints.restore(trainer.initial)
+        state, _ = checkpoints.restore(trainer.initial, step=step, allow_older=allow_older)
     finally:
         checkpoints.close()
+    for fault in checkpoints.passed_over:
+        print(f"warning: {fault}; the checkpoint of step {int(state.step)} is used", file=sys.stderr)
     return TrainedRun(trainer.model(trainer.evaluated(state)), vocabulary, int(state.step), config)
