@@ -1,16 +1,17 @@
 """The loss with PyTorch's own products: the path for every device without a kernel, and the baseline that the kernels
 are held against.
 
-Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
+The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
+tile of the logits exists at a time:
 
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where they are computed again for the second
     plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
     plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
 
-A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
-vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code.
+A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They process
+the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
+merged by the same code.
 
 Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
@@ -40,11 +41,12 @@ FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
-def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
-    """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
+def logits_tile(problem: Problem, x: Tensor, w: Tensor, vocab_chunk: slice) -> Tensor:
+    """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
+    (2)."""
     logits = product_of(x, w.T)
     if problem.linear_bias is not None:
-        logits += problem.linear_bias[slab]
+        logits += problem.linear_bias[vocab_chunk]
     if problem.spec.logit_scale != 1.0:
         logits *= problem.spec.logit_scale
     if problem.spec.softcap is not None:
@@ -52,15 +54,15 @@ def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
     return logits
 
 
-def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, *, entropy: bool) -> Partial:
+def tile_partial(problem: Problem, logits: Tensor, target: Tensor, vocab_chunk: slice, *, entropy: bool) -> Partial:
     """Returns the statistics of one tile of logits: MATH.md (25)."""
     top = logits.amax(1)
     shift = torch.where(top == -torch.inf, 0.0, top)  # all -inf: sums of 0, not NaN
-    local, inside = _local_target(problem, target, slab)
+    local, inside = _local_target(problem, target, vocab_chunk)
     target_logit = torch.where(inside, logits.gather(1, local[:, None])[:, 0], 0.0)
     weighted_sum = None
     if problem.spec.label_smoothing:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         weighted_sum = logits.sum(1) if class_weight is None else logits @ class_weight
     shifted = logits - shift[:, None]
     if not entropy:
@@ -71,19 +73,32 @@ def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, 
 
 
 def _partial(
-    problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: list[Tensor] | None, *, entropy: bool
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    vocab_chunk: slice,
+    kept: list[Tensor] | None,
+    *,
+    entropy: bool,
 ) -> Partial:
-    logits = logits_tile(problem, x, w, slab)
+    logits = logits_tile(problem, x, w, vocab_chunk)
     if kept is not None:
         kept.append(logits)
-    return tile_partial(problem, logits, target, slab, entropy=entropy)
+    return tile_partial(problem, logits, target, vocab_chunk, entropy=entropy)
 
 
 def _d_logits(
-    problem: Problem, x: Tensor, w: Tensor, chunk: slice, slab: slice, row: "RowGradient", kept: list[Tensor] | None
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    chunk: slice,
+    vocab_chunk: slice,
+    row: "RowGradient",
+    kept: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    logits = logits_tile(problem, x, w, slab) if kept is None else kept.pop(0)
-    d_logits = tile_d_logits(problem, logits, problem.target[chunk], row, problem.contributes(chunk), slab)
+    logits = logits_tile(problem, x, w, vocab_chunk) if kept is None else kept.pop(0)
+    d_logits = tile_d_logits(problem, logits, problem.target[chunk], row, problem.contributes(chunk), vocab_chunk)
     del logits  # d_logits is the same memory: gone when that is
     summed = None
     if row.bias:
@@ -92,7 +107,7 @@ def _d_logits(
 
 
 class Tiles(NamedTuple):
-    """How a chunk's rows meet a slab of the head.
+    """How a chunk's rows meet a vocabulary chunk of the head.
 
     Args:
         partial: statistics of the tile, its logits going to the list `kept`, if there is one.
@@ -126,26 +141,26 @@ class RowGradient(NamedTuple):
 def chunk_statistics(
     problem: Problem,
     chunk: slice,
-    slab_size: int,
+    vocab_chunk_size: int,
     *,
     entropy: bool = False,
     kept: list[Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
-    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
+    """First pass over a chunk: statistics of its rows over this vocabulary chunk; its tiles go to `kept`."""
     # Rows that do not contribute may hold anything: rows do not meet here, and `rows.finish` selects them out.
     x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
-    for slab in problem.slabs(slab_size):
-        w = operand(problem.linear_weight[slab], problem.input.dtype)
-        partial = tiles.partial(problem, x, w, target, slab, kept, entropy=entropy)
+    for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
+        w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
+        partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, entropy=entropy)
         merged = partial if merged is None else rows.merge(merged, partial)
-        del w  # or it would live until the next slab's is there
+        del w  # else it stays alive until the next chunk's exists
     return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
 
 
 def tile_d_logits(
-    problem: Problem, logits: Tensor, target: Tensor, row: RowGradient, contributes: Tensor, slab: slice
+    problem: Problem, logits: Tensor, target: Tensor, row: RowGradient, contributes: Tensor, vocab_chunk: slice
 ) -> Tensor:
     """Overwrites a tile of logits with d_logits, the cap's slope included, the scale not: MATH.md (23), (15)."""
     lse, coefficients = row.lse, row.coefficients
@@ -159,12 +174,12 @@ def tile_d_logits(
         factor = log_prob.clamp_(min=NO_PROBABILITY).mul(coefficients.beta[:, None]).add_(coefficients.alpha[:, None])
         d_logits = log_prob.exp_().mul_(factor)
     if coefficients.sigma is not None:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         if class_weight is None:
             d_logits -= coefficients.sigma[:, None]
         else:
             d_logits.addr_(coefficients.sigma, class_weight, alpha=-1)
-    local, inside = _local_target(problem, target, slab)
+    local, inside = _local_target(problem, target, vocab_chunk)
     at_target = d_logits.gather(1, local[:, None]) - torch.where(inside, coefficients.tau, 0.0)[:, None]
     d_logits.scatter_(1, local[:, None], at_target)
     if slope is not None:
@@ -175,7 +190,7 @@ def tile_d_logits(
 def chunk_gradients(
     problem: Problem,
     chunk: slice,
-    slab_size: int,
+    vocab_chunk_size: int,
     lse: Tensor,
     coefficients: Coefficients,
     sums: GradientSums,
@@ -214,18 +229,18 @@ def chunk_gradients(
     row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
     x, x_head = operand(x, dtype), operand(x_head, dtype)
     d_input, first = None, chunk.start == 0
-    for slab in problem.slabs(slab_size):
-        w = operand(problem.linear_weight[slab], dtype)
-        d_logits, summed = tiles.d_logits(problem, x, w, chunk, slab, row, kept)
+    for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
+        w = operand(problem.linear_weight[vocab_chunk], dtype)
+        d_logits, summed = tiles.d_logits(problem, x, w, chunk, vocab_chunk, row, kept)
         if sums.d_bias is not None and summed is not None:
-            sums.d_bias.put(slab, summed, first=first)
+            sums.d_bias.put(vocab_chunk, summed, first=first)
         if sums.d_input is not None and d_input is None:
             d_input = product_of(d_logits, w)
         elif d_input is not None:
             add_product(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
-            sums.d_weight.put_product(slab, d_logits.T, x_head, head_scale, first=first)
-        del w, d_logits  # or they would live until the next slab's are there
+            sums.d_weight.put_product(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
+        del w, d_logits  # else they stay alive until the next chunk's exist
     if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
         sums.d_input[chunk] = 0
     elif sums.d_input is not None and d_input is not None:
@@ -245,7 +260,7 @@ def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: boo
     """Plan B: statistics of every row, no loss."""
     parts = [
         rows.finish(
-            chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles),
+            chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles),
             problem.target[chunk],
             problem.row_weight[chunk],
             problem.classes,
@@ -264,12 +279,12 @@ def loss_and_gradients(
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
-        partial = chunk_statistics(problem, chunk, config.first_slab, kept=kept, tiles=tiles)
+        partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, kept=kept, tiles=tiles)
         part = rows.finish(partial, target, row_weight, classes)
         losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
         coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
         chunk_gradients(
-            problem, chunk, config.slab, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
+            problem, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
         )
         parts.append(part)
     loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
@@ -283,7 +298,7 @@ def gradients(
     sums = _sums(problem, needs_grad, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
-        chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums, tiles=tiles)
+        chunk_gradients(problem, chunk, config.vocab_chunk, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
 
 
@@ -292,10 +307,11 @@ def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> Gradi
     return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
 
 
-def _local_target(problem: Problem, target: Tensor, slab: slice) -> tuple[Tensor, Tensor]:
-    """Returns each row's target as a column of the slab, within bounds, and whether it lies in the slab."""
-    local = target - (problem.vocab_offset + slab.start)
-    width = slab.stop - slab.start
+def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:
+    """Returns each row's target as a column of the vocabulary chunk, within bounds, and whether it lies in the
+    vocabulary chunk."""
+    local = target - (problem.vocab_offset + vocab_chunk.start)
+    width = vocab_chunk.stop - vocab_chunk.start
     return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 

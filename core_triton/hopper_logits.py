@@ -187,7 +187,7 @@ def exponentials(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     active: Active,
     *,
     target: At,
@@ -202,7 +202,7 @@ def exponentials(
     """Launches `exponentials_kernel`."""
     pointers = target, anchor, flag, sums, tops, target_logit, hit, *active
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem))
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
 class StatisticsIO(NamedTuple):
@@ -307,7 +307,7 @@ def statistics(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     class_weight: Tensor | None,
     target: Tensor,
@@ -320,7 +320,7 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
+    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 
 class DLogitsIO(NamedTuple):
@@ -421,7 +421,7 @@ def d_logits(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     result: Tensor,
     class_weight: Tensor | None,
@@ -436,7 +436,7 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))
+    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))
 
 
 def _blocks(problem: Problem) -> TileBlocks:

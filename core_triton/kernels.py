@@ -93,13 +93,14 @@ def launch_tiles(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     result: tuple[Tensor | None, ...],
     pointers: tuple[Any, ...],
     switches: dict[str, bool],
     blocks: TileBlocks,
 ) -> None:
-    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the slab w (v, D) of the head.
+    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the vocabulary chunk w (v, D) of
+    the head.
 
     Args:
         result: the matrix (n, v) that it writes, if it takes one.
@@ -109,7 +110,7 @@ def launch_tiles(
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
     assert tile is not None
-    n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
+    n, hidden, classes = x.shape[0], x.shape[1], vocab_chunk.stop - vocab_chunk.start
     w_blocks, by_class = head_blocks(w, *blocks.w, gluon=blocks.gluon)
     launch(
         kernel,
@@ -117,9 +118,9 @@ def launch_tiles(
         Blocks(x, blocks.x, gluon=blocks.gluon),
         w_blocks,
         *(None if matrix is None else Blocks(matrix, blocks.result, gluon=blocks.gluon) for matrix in result),
-        None if problem.linear_bias is None else At(problem.linear_bias, slab.start),
+        None if problem.linear_bias is None else At(problem.linear_bias, vocab_chunk.start),
         *pointers,
-        problem.vocab_offset + slab.start,
+        problem.vocab_offset + vocab_chunk.start,
         n,
         hidden,
         classes,
@@ -249,7 +250,7 @@ def exponentials(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     active: Active,
     *,
     target: At,
@@ -263,7 +264,7 @@ def exponentials(
     """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
     pointers = target, anchor, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem))
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
 @triton.jit
@@ -349,7 +350,7 @@ def repair(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     target: At,
     anchor: At,
@@ -366,7 +367,7 @@ def repair(
     """Launches `repair_kernel`."""
     pointers = target, anchor, top, flag, ticket, sums, tops, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(repair_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem, repair=True))
+    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -414,7 +415,7 @@ def statistics(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     class_weight: Tensor | None,
     target: Tensor,
@@ -427,7 +428,7 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
+    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -438,10 +439,12 @@ def d_logits_kernel(
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
+    """Writes d_logits of a vocabulary chunk from recomputed logits: (23), (15); zeros in rows of
+    row_weight 0.
 
-    Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64, of which column target - first_class is the
-    target's, lse and the coefficients (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
+    Reads x (rows, D), w (V, D) or (D, V) of the vocabulary chunk, target (rows,) int64, of which column target -
+    first_class is the target's, lse and the coefficients (rows,) float32, class_weight (V,); writes d_logits (rows, V),
+    rounded once.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -480,7 +483,7 @@ def d_logits(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     result: Tensor,
     class_weight: Tensor | None,
@@ -495,4 +498,4 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))
+    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))

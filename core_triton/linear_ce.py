@@ -100,8 +100,8 @@ def linear_cross_entropy(
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
-        linear_weight: (V, D) head, any strides; input's dtype, or float32 (then rounded to input's dtype slab by
-            slab, its gradient in float32).
+        linear_weight: (V, D) head, any strides; input's dtype, or float32 (then rounded to input's dtype one
+            vocabulary chunk at a time, its gradient in float32).
         target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
             row's loss and gradients NaN; `check_targets` finds such rows.
         linear_bias: (V,) input's dtype or float32.
@@ -137,7 +137,7 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-        slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
+        chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)

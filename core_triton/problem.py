@@ -50,13 +50,13 @@ class Problem:
         tokens = self.input.shape[0]
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
-    def slabs(self, size: int) -> list[slice]:
+    def vocab_chunks(self, size: int) -> list[slice]:
         return [slice(start, min(start + size, self.local_classes)) for start in range(0, self.local_classes, size)]
 
-    def slab_class_weight(self, slab: slice) -> Tensor | None:
+    def class_weight_of(self, vocab_chunk: slice) -> Tensor | None:
         if self.class_weight is None:
             return None
-        return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
+        return self.class_weight[self.vocab_offset + vocab_chunk.start : self.vocab_offset + vocab_chunk.stop]
 
     def contributes(self, chunk: slice) -> Tensor:
         return self.row_weight[chunk] != 0
@@ -139,17 +139,17 @@ class ClassSum:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
-    def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
+    def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
         if not first:
-            summand += self.sum[slab]
-        self.sum[slab] = summand
+            summand += self.sum[vocab_chunk]
+        self.sum[vocab_chunk] = summand
 
-    def put_product(self, slab: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
+    def put_product(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
         """Adds scale * a @ b."""
         if scale is None:
-            add_product(self.sum[slab], a, b, first=first)
+            add_product(self.sum[vocab_chunk], a, b, first=first)
         else:
-            self.put(slab, product_of(a, b).mul_(scale), first=first)
+            self.put(vocab_chunk, product_of(a, b).mul_(scale), first=first)
 
     def result(self, *, empty: bool) -> Tensor:
         if empty:

@@ -234,7 +234,7 @@ def _store_exponentials(
     assert plan.tile is not None
     number, first_block = start // config.rows, 0
     pieces: list[tuple[slice, dict[str, Any]]] = []
-    for slab in problem.slabs(config.head_rows):
+    for vocab_chunk in problem.vocab_chunks(config.head_rows):
         place = first_block * n
         options = {
             "target": At(rows.target, start),
@@ -243,26 +243,28 @@ def _store_exponentials(
             "sums": At(scratch, place),
             "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
             "target_logit": At(rows.target_logit, start),
-            "e": None if e is None else e[:, slab],
+            "e": None if e is None else e[:, vocab_chunk],
         }
-        pieces.append((slab, options))
-        first_block += cdiv(slab.stop - slab.start, plan.tile.block_v)
-    for slab, options in pieces:
-        # The slab of the head goes before the next one is there: it may be a copy.
+        pieces.append((vocab_chunk, options))
+        first_block += cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
+    for vocab_chunk, options in pieces:
+        # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
             half_tiles = _half_tiles(problem, config.rows)
             hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
-            hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, hit=hit)
+            hopper_logits.exponentials(
+                problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
+            )
         else:
-            kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)
-    # The new anchors are made of the largest logits of all slabs.
+            kernels.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
+    # The new anchors are made of the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
-        for slab, options in pieces:
+        for vocab_chunk, options in pieces:
             kernels.repair(
                 problem,
                 x,
-                _head_slab(problem, slab),
-                slab,
+                _weight_of(problem, vocab_chunk),
+                vocab_chunk,
                 **options,
                 top=At(rows.top, start),
                 ticket=At(rows.ticket, number),
@@ -271,13 +273,13 @@ def _store_exponentials(
             )
 
 
-def _head_slab(problem: Problem, slab: slice) -> Tensor:
-    """Returns the slab of the head in the input's dtype, with rows of a length that TMA can read."""
+def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
+    """Returns the vocabulary chunk of the head in the input's dtype, with rows of a length that TMA can read."""
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
-        return w if slab.stop - slab.start == len(w) else w[slab]
-    copy = x.new_zeros((slab.stop - slab.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
-    copy[:, : w.shape[1]] = w[slab]
+        return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
+    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
+    copy[:, : w.shape[1]] = w[vocab_chunk]
     return copy
 
 
@@ -319,10 +321,12 @@ def _store_d_input(
         piece = slice(start, min(start + config.product_rows, chunk.stop))
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
-        for slab in problem.slabs(config.head_rows):
-            # No name for the converted slab: it would live until the next one is there.
-            slab_e = operand(rows_of_e[:, slab], e.dtype)
-            add_product(product, slab_e, operand(problem.linear_weight[slab], e.dtype), first=slab.start == 0)
+        for vocab_chunk in problem.vocab_chunks(config.head_rows):
+            # No name for the cast chunk of the head: it would stay alive until the next one exists.
+            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
+            add_product(
+                product, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0
+            )
         row_kernels.finish_d_input(
             problem,
             product,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core_triton.launch import cdiv, column_block, launch
 
-STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
+SEGMENT = 2**13  # rows whose targets are compared each with each; of two segments only by bisection
 
 
 @triton.jit
@@ -30,13 +30,13 @@ def sort_kernel(
     sorted_row_ptr,
     sorted_theta_ptr,
     classes,
-    STRETCH: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
 ):
-    """Sorts each STRETCH of packed rows by target, equal ones in their order: a row's place is how many come before it.
+    """Sorts each SEGMENT of packed rows by target, equal ones in their order: a row's place is how many come before it.
 
-    Every pair of rows of a stretch is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is a few
+    Every pair of rows of a segment is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is a few
     instructions a pair, and one launch instead of the twenty of a radix sort and its runs. Reads target (N,) int64, row
     (N,) int64 and theta (N,) float32 of the first count () rows; writes them in order, the target as int32.
     """
@@ -46,8 +46,8 @@ def sort_kernel(
         row_ids = first + tl.arange(0, BLOCK_N)
         key = keys_of(target_ptr, row_ids, count, classes)
         less = tl.zeros((BLOCK_N, BLOCK_OTHER), tl.int32)
-        start = first // STRETCH * STRETCH
-        end = tl.minimum(start + STRETCH, count)
+        start = first // SEGMENT * SEGMENT
+        end = tl.minimum(start + SEGMENT, count)
         for begin in range(start, end, BLOCK_OTHER):
             others = begin + tl.arange(0, BLOCK_OTHER)
             other = tl.where(others < end, keys_of(target_ptr, others, count, classes), classes + 1)
@@ -63,7 +63,7 @@ def sort_kernel(
 
 
 @triton.jit
-def merge_stretches_kernel(
+def merge_segments_kernel(
     target_ptr,
     row_ptr,
     theta_ptr,
@@ -71,25 +71,25 @@ def merge_stretches_kernel(
     sorted_target_ptr,
     sorted_row_ptr,
     sorted_theta_ptr,
-    STRETCH: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BISECTIONS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
-    every other stretch, in BISECTIONS steps, 2**BISECTIONS > STRETCH. Reads and writes the arrays that that wrote."""
+    """Merges the segments that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
+    every other segment, in BISECTIONS steps, 2**BISECTIONS > SEGMENT. Reads and writes the arrays that that wrote."""
     count = tl.load(count_ptr)
     first = tl.program_id(0) * BLOCK_N
     if first < count:
         position = first + tl.arange(0, BLOCK_N)
         mask = position < count
-        own = first // STRETCH * STRETCH
+        own = first // SEGMENT * SEGMENT
         key = tl.load(target_ptr + position, mask=mask, other=0)
         place = position - own
-        for start in range(0, count, STRETCH):
-            # In an earlier stretch those up to and with the key come before, in a later one those below it.
+        for start in range(0, count, SEGMENT):
+            # In an earlier segment those up to and with the key come before, in a later one those below it.
             bound = key + (start < own).to(tl.int32)
             low, high = tl.zeros_like(position), tl.zeros_like(position)
-            high += tl.where(start == own, 0, tl.minimum(STRETCH, count - start))
+            high += tl.where(start == own, 0, tl.minimum(SEGMENT, count - start))
             for _ in range(BISECTIONS):
                 middle = (low + high) // 2
                 below = tl.load(target_ptr + start + middle, mask=low < high, other=0) < bound
@@ -112,12 +112,12 @@ def sort_by_target(
 
     tokens = len(order)
     found = arrays()
-    sizes = {"STRETCH": STRETCH, "BLOCK_N": 32, "BLOCK_OTHER": 256}
+    sizes = {"SEGMENT": SEGMENT, "BLOCK_N": 32, "BLOCK_OTHER": 256}
     launch(sort_kernel, (cdiv(tokens, 32),), target, order, theta, count, *found, classes, **sizes, num_warps=8)
-    if tokens > STRETCH:
+    if tokens > SEGMENT:
         merged = arrays()
-        sizes = {"STRETCH": STRETCH, "BISECTIONS": STRETCH.bit_length(), "BLOCK_N": 128}
-        launch(merge_stretches_kernel, (cdiv(tokens, 128),), *found, count, *merged, **sizes, num_warps=4)
+        sizes = {"SEGMENT": SEGMENT, "BISECTIONS": SEGMENT.bit_length(), "BLOCK_N": 128}
+        launch(merge_segments_kernel, (cdiv(tokens, 128),), *found, count, *merged, **sizes, num_warps=4)
         return merged
     return found
 

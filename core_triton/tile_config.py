@@ -5,7 +5,7 @@ result beyond rounding.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def choose_scaled_exp(
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
         d_input: d_input is wanted.
         holds: d_input's own memory holds the chunk's rows of the input.
-        converts: the head is converted slab by slab.
+        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: the largest logits are wanted.
         programs: of the kernel that makes d_input; 0 where the library does.
         copied: bytes of vectors that were not contiguous.
@@ -179,7 +179,7 @@ def choose_scaled_exp(
     head_rows = classes
     if converts:
         limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
-        head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
+        head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
@@ -197,8 +197,8 @@ def choose_scaled_exp(
     def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> ScaledExpConfig:
         product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
         product = product_elements(rows, tile_rows, cut) if d_input else 0
-        slabs, tail = divmod(classes, head_rows)
-        blocks = slabs * -(-head_rows // block_v) - (-tail // block_v)
+        vocab_chunks, tail = divmod(classes, head_rows)
+        blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, product)
         size = fixed + itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
@@ -219,9 +219,12 @@ def choose_scaled_exp(
                 return None
             chunks += 1 if chunks < densely else max(1, chunks // 4)
 
-    # A slab narrower than a tile takes less to convert and more for sums, one for each slab at least.
-    narrow = [min(classes, slab) for slab in (MIN_SLAB, block_v)] if converts else [classes]
-    smallest = min(((*TILE_ROWS[-1], slab) for slab in narrow), key=lambda choice: config(least_rows, *choice).bytes)
+    # A vocabulary chunk narrower than a tile takes less to convert and more for sums, one for each vocabulary chunk at
+    # least.
+    narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if converts else [classes]
+    smallest = min(
+        ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
+    )
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
     fitting = [found for choice in choices if (found := largest(*choice)) is not None]
     if not fitting:
@@ -246,8 +249,8 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-# Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
-D_LOGITS_SLAB = 12288
+# Each vocabulary chunk costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
+D_LOGITS_VOCAB_CHUNK = 12288
 
 
 def choose_recomputed(
@@ -266,7 +269,7 @@ def choose_recomputed(
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
+    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide vocabulary chunks.
 
     Args:
         tokens: N.
@@ -278,41 +281,53 @@ def choose_recomputed(
         float16: rows are scaled by powers of two for d_weight, and the products apart.
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
-        converts: the head is converted slab by slab.
+        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
         converts_rows: so is the input, chunk by chunk.
         copied: bytes of vectors that were not contiguous.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit; the message names the least that would.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32 * (second or converts)
+    per_class = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32 * (second or converts)
     copies = second + (second and float16 and d_weight) + converts_rows
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
-    per_tile = itemsize * second
+    per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 
-    def model(slab: int) -> WorkspaceModel:
-        blocks = -(-(slab if converts else classes) // block_v)
-        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, per_tile)
+    def model(vocab_chunk: int) -> WorkspaceModel:
+        blocks = -(-(vocab_chunk if converts else classes) // block_v)
+        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_class, per_logit)
 
-    widest = min(classes, D_LOGITS_SLAB)
-    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
-    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
-    least_rows, least_slab = min(tokens, MIN_ROWS), min(slabs[-1], MIN_SLAB) if second or converts else slabs[-1]
-    if least_slab < slabs[-1]:
-        slabs.append(least_slab)
-    least = model(least_slab).bytes(least_rows, least_slab)
+    widest = min(classes, D_LOGITS_VOCAB_CHUNK)
+    narrower = (D_LOGITS_VOCAB_CHUNK >> i for i in range(1, 20))
+    vocab_chunks = [
+        widest,
+        *(
+            vocab_chunk // MIN_VOCAB_CHUNK * MIN_VOCAB_CHUNK
+            for vocab_chunk in narrower
+            if MIN_VOCAB_CHUNK <= vocab_chunk < widest
+        ),
+    ]
+    least_rows, least_vocab_chunk = (
+        min(tokens, MIN_ROWS),
+        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or converts else vocab_chunks[-1],
+    )
+    if least_vocab_chunk < vocab_chunks[-1]:
+        vocab_chunks.append(least_vocab_chunk)
+    least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    narrowest = min(tokens, model(least_slab).rows_within(budget, least_slab))
+    narrowest = min(tokens, model(least_vocab_chunk).rows_within(budget, least_vocab_chunk))
     enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
-    slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
-    rows = min(tokens, model(slab).rows_within(budget, slab))
+    vocab_chunk = next(
+        vocab_chunk for vocab_chunk in vocab_chunks if model(vocab_chunk).rows_within(budget, vocab_chunk) >= enough
+    )
+    rows = min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk))
     if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // block_v)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
@@ -320,8 +335,8 @@ def choose_recomputed(
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
     return ChunkConfig(
         rows,
-        slab,
+        vocab_chunk,
         float32_sum=False,
-        statistics_slab=slab if converts else classes,
-        bytes=model(slab).bytes(rows, slab),
+        statistics_vocab_chunk=vocab_chunk if converts else classes,
+        bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

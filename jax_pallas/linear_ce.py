@@ -115,8 +115,8 @@ def linear_cross_entropy(
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
         linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype, or float32 (then rounded to input's
-            dtype slab by slab, its gradient in float32; the logits are computed twice, which a copy in input's dtype
-            spares).
+            dtype vocabulary chunk by vocabulary chunk, its gradient in float32; the logits are computed twice, which a
+            copy in input's dtype spares).
         target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
             row's loss and gradients NaN; `check_targets` finds such rows.
         linear_bias: (V,) input's dtype or float32.
@@ -156,8 +156,8 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-            slab: Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md (1)-(18).
+        chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
+        (1)-(18).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)

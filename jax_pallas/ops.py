@@ -13,7 +13,7 @@ reductions or denominators: `rows.row_weights` folds all of that into one vector
 Primitives stand on both sides of a custom_vjp function (`primitives.py`). Outside, for the sake of vmap: batching a
 custom_vjp would keep one d_weight for each batch element until they are summed; the batching rule flattens the batch
 into rows instead, and lets plan C take a cotangent for each. Inside, around the loops over chunks: partial evaluation
-(of `jax.checkpoint`, say) would hoist what it finds invariant out of them, such as every slab of the head.
+(of `jax.checkpoint`, say) would hoist what it finds invariant out of them, such as every vocabulary chunk of the head.
 """
 
 from collections.abc import Callable, Sequence

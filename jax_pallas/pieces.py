@@ -1,4 +1,4 @@
-"""Chunks of rows and slabs of classes.
+"""Chunks of rows and vocabulary chunks.
 
 Shapes are static, so a last piece that would stick out starts earlier instead, and what it sees a second time is
 masked (`Piece.fresh`).
@@ -23,7 +23,7 @@ def is_symbolic(size: Any) -> bool:
 
 
 class Piece(NamedTuple):
-    """A chunk of rows or a slab of classes."""
+    """A chunk of rows or a vocabulary chunk."""
 
     start: Array | int
     size: int

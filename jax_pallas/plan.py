@@ -62,7 +62,7 @@ class ExecutionPlan:
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" run.
         casts_head: the head is copied to the input's dtype, a piece at a time.
-        slabs_in_place: kernels read slabs of the head where they are; otherwise from a copy of each.
+        vocab_chunks_in_place: kernels read vocabulary chunks of the head where they are; otherwise from a copy of each.
         d_input_kernel: d_input comes from our kernel; otherwise from XLA's GEMM.
         d_weight_kernel: d_weight comes from our kernel; otherwise from XLA's GEMM.
         d_weight_starts: the kernel that adds to d_weight also starts it, which saves compiling another, 1.5 s.
@@ -77,7 +77,7 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     casts_head: bool
-    slabs_in_place: bool
+    vocab_chunks_in_place: bool
     d_input_kernel: bool
     d_weight_kernel: bool
     d_weight_starts: bool = False
@@ -139,7 +139,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            slabs_in_place=False, d_input_kernel=False, d_weight_kernel=False,
+            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
@@ -150,8 +150,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
-    # Slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples.
-    slabs_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
+    # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
+    vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     # As the launchers in kernels.py have it.
     crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
@@ -187,10 +187,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            slabs_in_place=slabs_in_place,
+            vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, d_weight_starts=d_weight_starts,
         )  # fmt: skip
-    d_weight_kernel = multiplies and slabs_in_place
+    d_weight_kernel = multiplies and vocab_chunks_in_place
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
@@ -206,5 +206,5 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
-        slabs_in_place=slabs_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+        vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
     )  # fmt: skip

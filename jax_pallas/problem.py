@@ -54,21 +54,22 @@ class Problem:
         """How many rows of linear_weight are classes; the rest is padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
 
-    def slab_class_weight(self, slab: Piece) -> Array | None:
+    def class_weight_of(self, vocab_chunk: Piece) -> Array | None:
         if self.class_weight is None:
             return None
-        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + slab.start, slab.size)
+        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + vocab_chunk.start, vocab_chunk.size)
 
-    def slab_weight(self, slab: Piece) -> Array:
-        """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
-        return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+    def weight_of(self, vocab_chunk: Piece) -> Array:
+        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype."""
+        return vocab_chunk.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
 
-    def target_column(self, target: Array, slab: Piece) -> tuple[Array, Array]:
-        """Returns each target's column within a slab, (n,), some column where it has none, and whether it has one."""
-        column = target - (self.vocab_offset + slab.start)
-        hit = (column >= 0) & (column < slab.size)
-        column = column.clip(0, slab.size - 1)
-        return column, hit if slab.fresh is None else hit & slab.fresh[column]
+    def target_column(self, target: Array, vocab_chunk: Piece) -> tuple[Array, Array]:
+        """Returns each target's column within a vocabulary chunk, (n,), some column where it has none, and whether it
+        has one."""
+        column = target - (self.vocab_offset + vocab_chunk.start)
+        hit = (column >= 0) & (column < vocab_chunk.size)
+        column = column.clip(0, vocab_chunk.size - 1)
+        return column, hit if vocab_chunk.fresh is None else hit & vocab_chunk.fresh[column]
 
     def chunk_row_weight(self, chunk: Piece) -> Array:
         """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
@@ -130,14 +131,15 @@ def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Piece, scale: Array | None, d_weight: Array
 ) -> Array:
-    """Returns d_weight with scale * d_logits^T x added to its slab, of d_logits (n, v) and x (n, D); None is 1."""
+    """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
+    is 1."""
     axis = problem.vocab_axis
     product = product_of(d_logits, x, (0, 0)) if axis == 0 else product_of(x, d_logits, (0, 0))
     if scale is not None:
         product = product * scale
-    return slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
+    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + product, axis)
 
 
 class HeadSums(NamedTuple):

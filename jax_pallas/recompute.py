@@ -1,9 +1,9 @@
 """The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
 
 Plan A takes them with float16, float32, label smoothing or a head of another dtype, and plan C always. Rows go in
-chunks and the vocabulary in slabs as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are
-written once in the second. The gradients are XLA's GEMMs of those, but d_weight comes from a kernel where an
-implementation has one.
+chunks and the vocabulary in vocabulary chunks as in `chunked`; no logit leaves a multiprocessor in the first pass, and
+d_logits are written once in the second. The gradients are XLA's GEMMs of those, but d_weight comes from a kernel where
+an implementation has one.
 """
 
 from types import ModuleType
@@ -19,10 +19,10 @@ from jax_pallas.rows import Partial
 from jax_pallas.scaled_exp import known
 
 
-def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
-    w, bias, class_weight, first, skip = _slab(problem, slab)
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, entropy: bool) -> tuple[Partial, None]:
+    w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     weighted = problem.spec.label_smoothing != 0
-    column, hit = problem.target_column(target, slab)
+    column, hit = problem.target_column(target, vocab_chunk)
     top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = _launcher(problem).statistics(
         x,
         w,
@@ -32,7 +32,7 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
         first,
         skip,
         target=jnp.where(hit, column, -1),
-        **known(problem, len(x), slab.size),
+        **known(problem, len(x), vocab_chunk.size),
         weighted=weighted,
         entropy=entropy,
     )
@@ -40,16 +40,16 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
 
 
 def _d_logits(
-    problem: Problem, x: Array, target: Array, slab: Piece, row: RowGradient, logits: None
+    problem: Problem, x: Array, target: Array, vocab_chunk: Piece, row: RowGradient, logits: None
 ) -> tuple[Array, Array | None]:
-    w, bias, class_weight, first, skip = _slab(problem, slab)
+    w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     coefficients = row.coefficients
     d_logits = _launcher(problem).d_logits(
         x,
         w,
         bias,
         class_weight if coefficients.sigma is not None else None,
-        target - (problem.vocab_offset + slab.start) + first,
+        target - (problem.vocab_offset + vocab_chunk.start) + first,
         row.lse,
         coefficients.alpha,
         coefficients.tau,
@@ -59,19 +59,19 @@ def _d_logits(
         0,
         first,
         skip,
-        **known(problem, len(x), slab.size),
+        **known(problem, len(x), vocab_chunk.size),
     )
     if not row.bias:
         return d_logits, None
     scale = 1.0 if row.bias_scale is None else row.bias_scale[:, None]
-    return d_logits, (d_logits[: len(x), : slab.size].astype(jnp.float32) * scale).sum(0)
+    return d_logits, (d_logits[: len(x), : vocab_chunk.size].astype(jnp.float32) * scale).sum(0)
 
 
 def _add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Piece, scale: Array | None, d_weight: Array
 ) -> Array:
     if not plan_of(problem).d_weight_kernel:
-        return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
+        return add_d_weight(problem, d_logits[: len(x), : vocab_chunk.size], x, vocab_chunk, scale, d_weight)
     from jax_pallas import hopper_gradients
 
     axis = problem.vocab_axis
@@ -80,10 +80,10 @@ def _add_d_weight(
         x,
         0,
         vocab=d_weight.shape[axis],
-        classes=slab.size,
+        classes=vocab_chunk.size,
         vocab_axis=axis,
         old=d_weight,
-        first_class=jnp.int32(slab.start),
+        first_class=jnp.int32(vocab_chunk.start),
     )
 
 
@@ -99,17 +99,19 @@ def _launcher(problem: Problem) -> ModuleType:
     return hopper_logits
 
 
-def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
-    """Returns a head that has the slab, its bias and class weights in float32, the slab's first class in them, and how
-    many of its classes an earlier slab has seen."""
-    skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
-    w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
+def _vocab_chunk(
+    problem: Problem, vocab_chunk: Piece
+) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
+    """Returns a head that has the vocabulary chunk, its bias and class weights in float32, the vocabulary chunk's first
+    class in them, and how many of its classes an earlier vocabulary chunk has seen."""
+    skip = 0 if vocab_chunk.fresh is None else vocab_chunk.size - vocab_chunk.fresh.sum()
+    w, bias, first = problem.linear_weight, problem.linear_bias, vocab_chunk.start
     plan = plan_of(problem)
-    copied = plan.casts_head or not (slab.fresh is None or plan.slabs_in_place)
+    copied = plan.casts_head or not (vocab_chunk.fresh is None or plan.vocab_chunks_in_place)
     if copied:
-        w, first = problem.slab_weight(slab), 0
-        bias = None if bias is None else slab.of(bias)
-    class_weight = problem.slab_class_weight(slab)
+        w, first = problem.weight_of(vocab_chunk), 0
+        bias = None if bias is None else vocab_chunk.of(bias)
+    class_weight = problem.class_weight_of(vocab_chunk)
     if problem.class_weight is not None and not copied:  # in the head's own numbering
         class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
         size = min(problem.local_classes, len(class_weight))

@@ -1,8 +1,8 @@
 """What happens to a row between the two passes over its logits: O(N) work, the same for every implementation.
 
-The first pass leaves `Partial` statistics of each row, one for each stretch of the vocabulary; `merge` joins
-stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
-second pass needs nothing of a loss but `Coefficients`: d_logits is
+The first pass computes `Partial` statistics of each row for each vocabulary chunk. `merge` combines the statistics of
+two vocabulary chunks, which may be chunks on one device or shards on several devices. `finish` turns the statistics of
+the whole vocabulary into `RowStatistics`. The second pass needs only the `Coefficients` of a row's loss:
 
     d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j  MATH.md (23)
 """
@@ -24,7 +24,7 @@ LEAST_SUMMAND = 2.0**-64
 
 
 class Partial(NamedTuple):
-    """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
+    """Statistics of n rows over a vocabulary chunk, (n,) float32, MATH.md (25); None where not asked for."""
 
     max: Array
     sum_exp: Array  # of exp(logits - max)
@@ -63,7 +63,7 @@ class Coefficients(NamedTuple):
 
 
 def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
-    """Returns the statistics of a stretch without classes (a shard of padding), `merge`'s neutral element."""
+    """Returns the statistics of a vocabulary chunk without classes (a shard of padding), `merge`'s neutral element."""
     zero = jnp.zeros(target.shape, jnp.float32)
     return Partial(
         max=jnp.full_like(zero, -jnp.inf),
@@ -76,11 +76,11 @@ def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the statistics of two stretches of the vocabulary: (26)."""
+    """Joins the statistics of two vocabulary chunks: (26)."""
     top = jnp.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Array, Array]:
-        masked = part.max == -jnp.inf  # a stretch of nothing but -inf logits: its sums are 0
+        masked = part.max == -jnp.inf  # a vocabulary chunk of nothing but -inf logits: its sums are 0
         shift = jnp.where(masked, 0.0, part.max - top)
         return jnp.where(masked, 0.0, jnp.exp(shift)), shift
 

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 
 from jax_pallas.triton_launch import arange, load, run, store
 
-STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
+SEGMENT = 2**13  # rows whose targets are compared each with each; of two segments only by bisection
 
 SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = 32, 256, 128  # of a program, that it compares at a time, of one that merges
 
@@ -25,7 +25,7 @@ class Sort(NamedTuple):
 
     count: int  # of rows
     classes: int
-    stretch: int
+    segment: int
 
 
 def keys_of(sort: Sort, target_ref: Any, row_weight_ref: Any, row: Array) -> Array:
@@ -39,17 +39,17 @@ def sort_kernel(
     sort: Sort, target_ref: Any, row_weight_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Sorts the rows of each stretch by target. Rows with equal targets keep their order.
+    """Sorts the rows of each segment by target. Rows with equal targets keep their order.
 
-    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a stretch,
+    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a segment,
     SORTED_ROWS x OTHER_ROWS at a time. That is a few instructions for each pair, and one launch instead of those of a
     general sort.
     """
     first = pl.program_id(0) * SORTED_ROWS
     row = arange(first, SORTED_ROWS)
     key = keys_of(sort, target_ref, row_weight_ref, row)
-    start = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
-    end = lax.min(start + sort.stretch, jnp.int32(sort.count))
+    start = lax.div(first, jnp.int32(sort.segment)) * sort.segment
+    end = lax.min(start + sort.segment, jnp.int32(sort.count))
 
     def step(index: Any, before: Array) -> Array:
         other = arange(start + index * OTHER_ROWS, OTHER_ROWS)
@@ -65,23 +65,23 @@ def sort_kernel(
         store(ref, place, values=value, mask=inside)
 
 
-def merge_stretches_kernel(
+def merge_segments_kernel(
     sort: Sort, target_ref: Any, row_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
-    every other stretch, by bisection."""
+    """Merges the segments that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
+    every other segment, by bisection."""
     first = pl.program_id(0) * MERGED_ROWS
     position = arange(first, MERGED_ROWS)
     inside = position < sort.count
-    own = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
+    own = lax.div(first, jnp.int32(sort.segment)) * sort.segment
     key = load(target_ref, position, mask=inside)
 
-    def stretch(index: Any, place: Array) -> Array:
-        start = index * sort.stretch
-        # In an earlier stretch those up to and with the key come before, in a later one those below it.
+    def segment(index: Any, place: Array) -> Array:
+        start = index * sort.segment
+        # In an earlier segment those up to and with the key come before, in a later one those below it.
         bound = key + (start < own).astype(jnp.int32)
-        length = jnp.where(start == own, 0, lax.min(jnp.int32(sort.stretch), sort.count - start))
+        length = jnp.where(start == own, 0, lax.min(jnp.int32(sort.segment), sort.count - start))
 
         def halve(_: Any, edges: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = edges
@@ -90,9 +90,9 @@ def merge_stretches_kernel(
             return jnp.where(open_ & below, middle + 1, low), jnp.where(open_ & ~below, middle, high)
 
         edges = jnp.zeros_like(position), jnp.zeros_like(position) + length
-        return place + lax.fori_loop(0, sort.stretch.bit_length(), halve, edges)[0]
+        return place + lax.fori_loop(0, sort.segment.bit_length(), halve, edges)[0]
 
-    place = lax.fori_loop(0, pl.cdiv(sort.count, sort.stretch), stretch, position - own)
+    place = lax.fori_loop(0, pl.cdiv(sort.count, sort.segment), segment, position - own)
     values = key, load(row_ref, position, mask=inside), load(theta_ref, position, mask=inside)
     for ref, value in zip((sorted_target_ref, sorted_row_ref, sorted_theta_ref), values, strict=True):
         store(ref, place, values=value, mask=inside)
@@ -103,13 +103,13 @@ def sort_by_target(
 ) -> tuple[Array, Array, Array]:
     """Returns the targets (N,) int32 of the first `count` rows in ascending order, the rows that they are of, (N,)
     int32, and their theta. Targets below 0 and those of rows of row_weight 0 come last, as `classes`."""
-    sort = Sort(count, classes, STRETCH)
+    sort = Sort(count, classes, SEGMENT)
     results = tuple(jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32))
     operands, grid = (target, row_weight, theta), (pl.cdiv(count, SORTED_ROWS),)
     found = run(sort_kernel, sort, operands, results, grid, warps=8, stages=1)
-    if count > STRETCH:
+    if count > SEGMENT:
         grid = (pl.cdiv(count, MERGED_ROWS),)
-        found = run(merge_stretches_kernel, sort, tuple(found), results, grid, warps=4, stages=1)
+        found = run(merge_segments_kernel, sort, tuple(found), results, grid, warps=4, stages=1)
     return tuple(found)
 
 

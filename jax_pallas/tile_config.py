@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def padded(classes: int) -> int:
     return -(-classes // 64) * 64
 
 
-D_LOGITS_SLAB = 12288  # classes of a slab at most
+D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
 LIBRARY_BYTES = 2**25  # that cuBLAS takes on a Hopper, beyond what is counted
 
@@ -281,7 +281,8 @@ def choose_recomputed(
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks and slabs of plans B and C, whose kernels compute logits again: the fewest passes over memory.
+    """Returns the chunks and vocabulary chunks of plans B and C, whose kernels compute logits again: the fewest passes
+    over memory.
 
     Args:
         tokens: N.
@@ -292,49 +293,51 @@ def choose_recomputed(
         float16: rows are scaled by powers of two for d_weight.
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
-        converts: the head is converted slab by slab.
+        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
         in_place: products are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
             counted in float32.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit; the message names the least that would.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    # The head's slab, and d_weight's product; rows of the input.
-    per_slab = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
+    # The head's vocabulary chunk, and d_weight's product; rows of the input.
+    per_class = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
     per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
-    def model(slab: int) -> WorkspaceModel:
-        blocks = -(-(slab if converts else classes) // CLASS_BLOCK)  # of the first pass
+    def model(vocab_chunk: int) -> WorkspaceModel:
+        blocks = -(-(vocab_chunk if converts else classes) // CLASS_BLOCK)  # of the first pass
         partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
-        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * slab * second  # d_input's, and d_logits
-        return WorkspaceModel(fixed, per_row + max(partial, sums), per_slab, 0)
+        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second  # d_input's, and d_logits
+        return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
 
-    def even(slab: int) -> int:
-        """Returns the smallest slab, of whole tiles, of which no more are needed: they overlap least."""
-        multiple = min(slab, CLASS_BLOCK)
-        return min(classes, -(-classes // (-(-classes // slab) * multiple)) * multiple)
+    def even(vocab_chunk: int) -> int:
+        """Returns the smallest vocabulary chunk, of whole tiles, of which no more are needed: they overlap least."""
+        multiple = min(vocab_chunk, CLASS_BLOCK)
+        return min(classes, -(-classes // (-(-classes // vocab_chunk) * multiple)) * multiple)
 
-    slabs = [*(even(D_LOGITS_SLAB >> i) for i in range(7)), even(MIN_SLAB)]
-    least_rows, least_slab = min(tokens, MIN_ROWS), slabs[-1]
-    least = model(least_slab).bytes(least_rows, least_slab)
+    vocab_chunks = [*(even(D_LOGITS_VOCAB_CHUNK >> i) for i in range(7)), even(MIN_VOCAB_CHUNK)]
+    least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), vocab_chunks[-1]
+    least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
     budget = max(least, budget - min(LIBRARY_BYTES, budget // PRODUCT_SHARE) * in_place)
-    fitting = {slab: min(tokens, model(slab).rows_within(budget, slab)) for slab in slabs}
-    # Each chunk passes over the head and d_weight, each slab over the chunks' float32 sums of d_input.
+    fitting = {
+        vocab_chunk: min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk)) for vocab_chunk in vocab_chunks
+    }
+    # Each chunk passes over the head and d_weight, each vocabulary chunk over the chunks' float32 sums of d_input.
     passes = {
-        slab: -(-tokens // rows) * classes + -(-classes // slab) * tokens
-        for slab, rows in fitting.items()
+        vocab_chunk: -(-tokens // rows) * classes + -(-classes // vocab_chunk) * tokens
+        for vocab_chunk, rows in fitting.items()
         if rows >= least_rows
     }
-    slab = min(passes, key=lambda slab: passes[slab])
-    rows = fitting[slab]
+    vocab_chunk = min(passes, key=lambda vocab_chunk: passes[vocab_chunk])
+    rows = fitting[vocab_chunk]
     if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // CLASS_BLOCK)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
@@ -342,8 +345,8 @@ def choose_recomputed(
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
     return ChunkConfig(
         rows,
-        slab,
+        vocab_chunk,
         float32_sum=False,
-        statistics_slab=slab if converts else classes,
-        bytes=model(slab).bytes(rows, slab),
+        statistics_vocab_chunk=vocab_chunk if converts else classes,
+        bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

@@ -305,7 +305,7 @@ SIZES = (300, 100, 107)
 
 
 def run_shards(dtype: str) -> None:
-    """Statistics and gradients of three stretches of the vocabulary, merged."""
+    """Statistics and gradients of three vocabulary chunks, merged."""
     for case in SHARDED:
         case = replace(case, lead=(70,), dtype=dtype, spec=replace(case.spec, reduction="sum"))
         arrays = make_arrays(case)
@@ -341,7 +341,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     loss = rows.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
     coefficients = rows.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
-    config = ChunkConfig(rows=64, slab=128, float32_sum=True)
+    config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
         chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
     ]
@@ -388,13 +388,14 @@ def run_layouts(dtype: str) -> None:
         same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         say(name=f"{reduction}, gradients {differentiates}", used={"difference": 0.0 if same else 200.0})
     if dtype != "float32":
-        run_head_slabs(getattr(torch, dtype), generator)
+        run_head_chunks(getattr(torch, dtype), generator)
     if dtype == "bfloat16":
-        run_stretches(generator)
+        run_segments(generator)
 
 
-def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A float32 head that is converted in slabs, the last of fewer class blocks than others, gives the same loss."""
+def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """A float32 head that is converted in vocabulary chunks, the last of fewer class blocks than others, gives the same
+    loss."""
     x, w = (torch.randn(*shape, generator=generator) for shape in ((16, 24), (700, 24)))
     target = torch.randint(0, 700, (16,), generator=generator)
     for differentiates in (False, True):
@@ -405,22 +406,22 @@ def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
                 core_triton.linear_cross_entropy(*arrays, target, memory_budget=budget, implementation="triton")
             )
         difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
-        say(name=f"slabs of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
+        say(name=f"vocabulary chunks of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
 
 
-def run_stretches(generator: torch.Generator) -> None:
-    """Targets sorted in three stretches, which are merged, give the same bits as those sorted in one."""
+def run_segments(generator: torch.Generator) -> None:
+    """Targets sorted in three segments, which are merged, give the same bits as those sorted in one."""
     x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((700, 8), (40, 8)))
     target = torch.randint(0, 50, (700,), generator=generator)
     target[target >= 40] = -100
     gradients = []
-    for stretch in (target_kernels.STRETCH, 256):
+    for segment in (target_kernels.SEGMENT, 256):
         head = w.clone().requires_grad_()
-        with mock.patch.object(target_kernels, "STRETCH", stretch):
+        with mock.patch.object(target_kernels, "SEGMENT", segment):
             core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
         gradients.append(head.grad)
     same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())
-    say(name="stretches of targets", used={"difference": 0.0 if same else 200.0})
+    say(name="segments of targets", used={"difference": 0.0 if same else 200.0})
 
 
 # Chunks.

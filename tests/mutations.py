@@ -132,14 +132,14 @@ TORCH_ROWS = (
         "core_triton/rows.py", "upstream * (spec.label_smoothing / classes)", "upstream * spec.label_smoothing", TORCH
     ),
     Mutation("core_triton/rows.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH),
-    Mutation("core_triton/chunked.py", "slab, summed, first=first", "slab, summed, first=True", TORCH),
+    Mutation("core_triton/chunked.py", "vocab_chunk, summed, first=first", "vocab_chunk, summed, first=True", TORCH),
     Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
 )
 CONTRACT = (
     Mutation(
         "linear_ce/chunking.py",
-        "(budget - self.fixed - slab",
-        "(budget - slab",
+        "(budget - self.fixed - vocab_chunk",
+        "(budget - vocab_chunk",
         tests("chunking", "rows_within"),
     ),
     Mutation(
@@ -188,7 +188,7 @@ JAX_ROWS = (
     ),
     Mutation(
         "jax_pallas/chunked.py",
-        "slab.of(d_bias) + summed",
+        "vocab_chunk.of(d_bias) + summed",
         "summed",
         tests("jax_pallas_transforms", "test_jit and 65536-mean"),
     ),

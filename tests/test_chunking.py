@@ -39,8 +39,8 @@ class Drawn(NamedTuple):
 
     @property
     def least(self) -> int:
-        rows, slab = min(max(self.tokens, 1), chunking.MIN_ROWS), min(self.classes, chunking.MIN_SLAB)
-        return self.recomputing.bytes(rows, slab)
+        rows, vocab_chunk = min(max(self.tokens, 1), chunking.MIN_ROWS), min(self.classes, chunking.MIN_VOCAB_CHUNK)
+        return self.recomputing.bytes(rows, vocab_chunk)
 
 
 @st.composite
@@ -69,8 +69,8 @@ def test_choice_covers_and_fits(p: Drawn) -> None:
     assert not chosen.keeps_logits
     for config, model in ((chosen, p.recomputing), (plan_a, p.keeping if plan_a.keeps_logits else p.recomputing)):
         assert min(max(p.tokens, 1), chunking.MIN_ROWS) <= config.rows <= max(p.tokens, 1)
-        assert 1 <= config.slab <= p.classes
-        assert model.bytes(config.rows, config.slab) + config.float32_sum * model.float32_sum <= p.budget
+        assert 1 <= config.vocab_chunk <= p.classes
+        assert model.bytes(config.rows, config.vocab_chunk) + config.float32_sum * model.float32_sum <= p.budget
         assert not config.float32_sum or 0 < model.float32_sum <= p.budget // 2
 
 
@@ -87,21 +87,21 @@ def test_less_than_the_least_is_refused(p: Drawn) -> None:
 
 @given(drawn(), st.integers(1, 2**30))
 def test_more_budget_holds_no_fewer_rows(p: Drawn, more: int) -> None:
-    slab = min(p.classes, chunking.MIN_SLAB)
-    assert p.recomputing.rows_within(p.budget + more, slab) >= p.recomputing.rows_within(p.budget, slab)
+    vocab_chunk = min(p.classes, chunking.MIN_VOCAB_CHUNK)
+    assert p.recomputing.rows_within(p.budget + more, vocab_chunk) >= p.recomputing.rows_within(p.budget, vocab_chunk)
 
 
 @given(drawn())
-def test_a_wider_slab_leaves_no_more_rows(p: Drawn) -> None:
-    rows = [p.recomputing.rows_within(p.budget, slab) for slab in range(1, min(p.classes, 50))]
+def test_a_wider_vocab_chunk_leaves_no_more_rows(p: Drawn) -> None:
+    rows = [p.recomputing.rows_within(p.budget, vocab_chunk) for vocab_chunk in range(1, min(p.classes, 50))]
     assert rows == sorted(rows, reverse=True)
 
 
 @given(drawn())
 def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
-    slab = min(p.classes, chunking.MIN_SLAB)
-    rows = p.recomputing.rows_within(p.budget, slab)
-    assert p.recomputing.bytes(rows, slab) <= p.budget < p.recomputing.bytes(rows + 1, slab)
+    vocab_chunk = min(p.classes, chunking.MIN_VOCAB_CHUNK)
+    rows = p.recomputing.rows_within(p.budget, vocab_chunk)
+    assert p.recomputing.bytes(rows, vocab_chunk) <= p.budget < p.recomputing.bytes(rows + 1, vocab_chunk)
 
 
 @given(drawn())
@@ -138,10 +138,10 @@ def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, in
             chunking.choose_plan_a(keeping, recomputing, *sizes),
         ):
             model = keeping if config.keeps_logits else recomputing
-            assert model.bytes(config.rows, config.slab) <= DEFAULT_MEMORY_BUDGET
+            assert model.bytes(config.rows, config.vocab_chunk) <= DEFAULT_MEMORY_BUDGET
             # Products of fewer rows or classes would leave a GPU idle.
             assert config.rows >= min(tokens, 256)
-            assert config.slab >= 512
+            assert config.vocab_chunk >= 512
 
 
 # The choices of the Triton kernels.
@@ -223,13 +223,15 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     config = core_triton.tile_config.choose_recomputed(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
-    assert 1 <= config.slab <= classes
-    assert config.slab <= config.first_slab <= classes
+    assert 1 <= config.vocab_chunk <= classes
+    assert config.vocab_chunk <= config.first_vocab_chunk <= classes
     assert not config.float32_sum
-    partials = 4 * options["statistics"] * -(-config.first_slab // options["block_v"]) * config.rows
-    d_logits = options["itemsize"] * config.rows * config.slab if options["d_input"] or options["d_weight"] else 0
+    partials = 4 * options["statistics"] * -(-config.first_vocab_chunk // options["block_v"]) * config.rows
+    d_logits = (
+        options["itemsize"] * config.rows * config.vocab_chunk if options["d_input"] or options["d_weight"] else 0
+    )
     d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
-    converted = options["itemsize"] * options["hidden"] * config.slab if options["converts"] else 0
+    converted = options["itemsize"] * options["hidden"] * config.vocab_chunk if options["converts"] else 0
     assert partials + d_logits + d_input + converted <= budget
 
 
@@ -254,7 +256,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     if name == "choose_scaled_exp":
         options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
     else:
-        options |= dict.fromkeys(flags(choose), False)  # wide slabs too
+        options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks too
     budget = refusal(choose, options) + times * more
     tokens = max(options["tokens"], 1)
     chunks = [-(-tokens // choose(**options, budget=size).rows) for size in (budget, budget + yet_more)]
@@ -300,4 +302,4 @@ def test_models_fit_the_budgets_of_the_kernels(
             options |= {"d_input": gradients, "d_weight": gradients}
             plan_c = core_triton.tile_config.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
-            assert plan_c.slab >= 1024
+            assert plan_c.vocab_chunk >= 1024

@@ -19,7 +19,8 @@ from core_triton import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
 
-# Products of matrices of a whole call with one chunk and one slab: logits, d_input, d_weight, once more the logits.
+# Products of matrices of a whole call with one chunk and one vocabulary chunk: logits, d_input, d_weight, once more the
+# logits.
 PRODUCTS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},

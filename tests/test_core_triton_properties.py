@@ -103,7 +103,7 @@ SHARDS = {
     "sizes": st.lists(st.integers(1, 40), min_size=3, max_size=3),
     "padding": st.integers(0, 45),
     "chunk": st.integers(1, 20),
-    "slab": st.integers(1, 40),
+    "vocab_chunk": st.integers(1, 40),
     "options": st.sampled_from(
         ({}, {"softcap": 4.0, "z_loss_weight": 0.01}, {"label_smoothing": 0.2, "logit_scale": 0.5})
     ),
@@ -117,7 +117,14 @@ def test_shards_of_the_vocabulary_make_the_whole(examples: int) -> None:
 
 
 def check_shards(
-    n: int, d: int, sizes: list[int], padding: int, chunk: int, slab: int, options: dict[str, Any], weighted: bool
+    n: int,
+    d: int,
+    sizes: list[int],
+    padding: int,
+    chunk: int,
+    vocab_chunk: int,
+    options: dict[str, Any],
+    weighted: bool,
 ) -> None:
     vocab = sum(sizes)
     classes = max(vocab - padding, 1)  # the last shards can be nothing but padding
@@ -134,7 +141,7 @@ def check_shards(
     t = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     class_weight = t["weight"][:classes] if weighted else None
     row_weight = torch.ones(n)
-    config = ChunkConfig(min(chunk, n), slab, float32_sum=False)
+    config = ChunkConfig(min(chunk, n), vocab_chunk, float32_sum=False)
     shards, offset = [], 0
     for size in sizes:
         shard = slice(offset, offset + size)
@@ -146,9 +153,9 @@ def check_shards(
 
     want = reference_loss(**arrays, spec=case.spec)  # pyright: ignore[reportArgumentType]
     everything = slice(0, n)
-    merged = chunked.chunk_statistics(shards[0], everything, slab)
+    merged = chunked.chunk_statistics(shards[0], everything, vocab_chunk)
     for shard in shards[1:]:
-        merged = rows.merge(merged, chunked.chunk_statistics(shard, everything, slab))
+        merged = rows.merge(merged, chunked.chunk_statistics(shard, everything, vocab_chunk))
     statistics = rows.finish(merged, t["target"], row_weight, classes)
     assert error(statistics.lse.numpy(), want.lse) < 2e-6
     assert error(statistics.target_logit.numpy(), want.target_logit) < 2e-6

@@ -127,15 +127,15 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
     assert (found[sizes.classes :] == 0).all()
 
 
-# The stretch's last tile has classes past its end, and past the head's.
+# The vocabulary chunk's last tile has classes past its end, and past the head's.
 @pytest.mark.parametrize(
     ("first", "vocab_axis"), [(37, 0), (128, 1), *(pytest.param(*more, marks=SLOW) for more in [(0, 0), (171, 0)])]
 )
-def test_d_weight_of_a_stretch(first: int, vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 2)
     sizes = Sizes(100, 100, 0, 192, 205, 384, vocab_axis)
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
-    seen = 11  # by the stretch before
+    seen = 11  # by the vocabulary chunk before
     e = e.at[:, :seen].set(0)
     more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
     found = add_d_weight(

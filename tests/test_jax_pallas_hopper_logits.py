@@ -35,7 +35,7 @@ class Call:
     Args:
         tokens, hidden, vocab: N, D, V.
         rows, start: the rows of it.
-        classes, first_class, skip: its stretch of classes.
+        classes, first_class, skip: its vocabulary chunk.
     """
 
     tokens: int = 130
@@ -81,7 +81,7 @@ class Call:
         return drawn
 
     def logits(self, drawn: dict[str, Array]) -> np.ndarray:
-        """Returns (rows, classes) float64 logits of the stretch."""
+        """Returns (rows, classes) float64 logits of the vocabulary chunk."""
         x = float64(drawn["x"])[self.start : self.start + self.rows]
         w = float64(drawn["w"].T if self.vocab_axis else drawn["w"])
         raw = x @ w.T
@@ -108,9 +108,11 @@ CALLS = {
 }
 # Longer than a ring: stages are used again.
 CALLS["deep"] = Call(hidden=328, classes=300, bias=True)
-STRETCHES = {
-    "stretch": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
-    "transposed stretch": Call(300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True, dtype=jnp.float16),
+VOCAB_CHUNKS = {
+    "vocab_chunk": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
+    "transposed vocab_chunk": Call(
+        300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True, dtype=jnp.float16
+    ),
 }
 
 
@@ -223,9 +225,9 @@ def run_statistics(
     )
 
 
-@pytest.mark.parametrize("name", cases([*CALLS, *STRETCHES], ("options", "stretch")))
+@pytest.mark.parametrize("name", cases([*CALLS, *VOCAB_CHUNKS], ("options", "vocab_chunk")))
 def test_statistics(name: str) -> None:
-    call = {**CALLS, **STRETCHES}[name]
+    call = {**CALLS, **VOCAB_CHUNKS}[name]
     drawn = call.drawn()
     target = None if call.first_class else jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
     found = run_statistics(call, drawn, weighted=True, entropy=True, target=target)
@@ -303,10 +305,10 @@ def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bo
     assert not found[:, call.classes :].any()
 
 
-EVERY_DAY = {("options", True), ("stretch", True), ("transposed stretch", False)}
+EVERY_DAY = {("options", True), ("vocab_chunk", True), ("transposed vocab_chunk", False)}
 D_LOGITS = [
     pytest.param(name, full, marks=() if (name, full) in EVERY_DAY else pytest.mark.slow)
-    for name in [*CALLS, *STRETCHES]
+    for name in [*CALLS, *VOCAB_CHUNKS]
     for full in (False, True)
 ]
 
@@ -314,7 +316,7 @@ D_LOGITS = [
 @NAN
 @pytest.mark.parametrize(("name", "full"), D_LOGITS)
 def test_d_logits(name: str, full: bool) -> None:
-    call = {**CALLS, **STRETCHES}[name]
+    call = {**CALLS, **VOCAB_CHUNKS}[name]
     check_d_logits(call, call.drawn(), beta=full, sigma=full)
 
 

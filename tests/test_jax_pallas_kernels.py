@@ -188,9 +188,9 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         assert (e == 7).all(), "the chunk's first flag is that of all"
 
 
-@pytest.mark.parametrize("stretch", [target_kernels.STRETCH, 256])
-def test_sort_by_target(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_kernels, "STRETCH", stretch)
+@pytest.mark.parametrize("segment", [target_kernels.SEGMENT, 256])
+def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_kernels, "SEGMENT", segment)
     rng, count, classes = np.random.default_rng(0), 1000, 40
     target = rng.integers(-1, classes, count + 24).astype(np.int32)
     target[300:700] = 3
@@ -239,14 +239,14 @@ def test_statistics(case: Case, class_weights: bool) -> None:
 
     for first, skip in ((0, 0), (37, 11), (case.classes - width, width)):
         found = run(jnp.int32(START), jnp.int32(first), jnp.int32(skip))
-        stretch = slice(first + skip, first + width)
-        logits = problem.logits[:, stretch]
+        vocab_chunk = slice(first + skip, first + width)
+        logits = problem.logits[:, vocab_chunk]
         if skip == width:
             assert np.isneginf(np.asarray(found[0])).all()
             assert not np.stack(found[1:4]).any(), "nothing seen: sums of 0"
             continue
         top = logits.max(1, keepdims=True)
-        weights = wide(problem.class_weight)[stretch] if class_weights else np.ones(logits.shape[1])
+        weights = wide(problem.class_weight)[vocab_chunk] if class_weights else np.ones(logits.shape[1])
         terms = np.exp(logits - top)
         judge("max", found[0], top[:, 0], FLOAT32)
         judge("sum_exp", found[1], terms.sum(1), FLOAT32)
@@ -291,10 +291,10 @@ def test_d_logits(case: Case, form: str) -> None:
     for first, skip in ((0, 0), (37, 11)):
         found = run(x, jnp.int32(START), jnp.int32(first), jnp.int32(skip))
         assert found.dtype == DTYPES[case.dtype]
-        stretch = np.zeros((ROWS, 320))
-        stretch[:, skip:width] = expected[:, first + skip : first + width]
-        assert not wide(found)[stretch == 0].any(), "what is skipped, masked or padding is 0"
-        judge("d_logits", found, stretch, EPSILON[case.dtype] + FLOAT32)
+        vocab_chunk = np.zeros((ROWS, 320))
+        vocab_chunk[:, skip:width] = expected[:, first + skip : first + width]
+        assert not wide(found)[vocab_chunk == 0].any(), "what is skipped, masked or padding is 0"
+        judge("d_logits", found, vocab_chunk, EPSILON[case.dtype] + FLOAT32)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
@@ -422,7 +422,7 @@ def compile_one(
     scalar, index, row = array(dtype=jnp.int32), array(n, dtype=jnp.int32), array(n)
     classes, maybe = (array(v), row) if options else (None, None)
     known = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
-    stretch = {**known, "classes": min(v, 8192)}
+    vocab_chunk = {**known, "classes": min(v, 8192)}
     stores = {**known, "classes": v, "stores": function != "sums", "largest": options}
     e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
     of_call, targets = array(size), array(size, dtype=jnp.int32)
@@ -466,10 +466,10 @@ def compile_one(
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
-        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **stretch)
+        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **vocab_chunk)
 
     def d_logits(*arrays: Any) -> Any:
-        return kernels.d_logits(*arrays, **stretch)
+        return kernels.d_logits(*arrays, **vocab_chunk)
 
     def add_target_rows(*arrays: Any) -> Any:
         return target_kernels.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)

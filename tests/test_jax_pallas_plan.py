@@ -130,11 +130,11 @@ def test_the_plan_has_the_tile_of_the_kernels(
     assert {tile.block_v} == set(tiles) == {block_v}
 
 
-def test_slabs_of_a_transposed_head_begin_where_tma_can_read() -> None:
-    assert plan(stage="gradients", vocab_axis=1).slabs_in_place
-    assert not plan(stage="gradients", vocab_axis=1, classes=151930).slabs_in_place
-    assert plan(stage="gradients", classes=151930).slabs_in_place
-    assert not plan(stage="gradients", head="float32").slabs_in_place
+def test_vocab_chunks_of_a_transposed_head_begin_where_tma_can_read() -> None:
+    assert plan(stage="gradients", vocab_axis=1).vocab_chunks_in_place
+    assert not plan(stage="gradients", vocab_axis=1, classes=151930).vocab_chunks_in_place
+    assert plan(stage="gradients", classes=151930).vocab_chunks_in_place
+    assert not plan(stage="gradients", head="float32").vocab_chunks_in_place
 
 
 def test_every_plan_keeps_within_its_budget() -> None:

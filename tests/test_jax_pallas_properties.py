@@ -40,7 +40,7 @@ SMOOTHED: dict[str, Any] = {"label_smoothing": 0.2, "logit_scale": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("n", "sizes", "padding", "chunk", "slab", "options", "weighted", "vocab_axis"),
+    ("n", "sizes", "padding", "chunk", "vocab_chunk", "options", "weighted", "vocab_axis"),
     [
         (20, (5, 17, 40), 3, 6, 8, CAPPED, False, 0),
         (7, (30, 1, 12), 0, 7, 40, SMOOTHED, True, 1),
@@ -53,7 +53,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
     sizes: tuple[int, ...],
     padding: int,
     chunk: int,
-    slab: int,
+    vocab_chunk: int,
     options: dict[str, Any],
     weighted: bool,
     vocab_axis: int,
@@ -74,8 +74,8 @@ def test_shards_of_the_vocabulary_make_the_whole(
             w = w if vocab_axis == 0 else w.T
             shards.append(Problem(x, w, b, y, row_weight, class_weight, spec, classes, offset, vocab_axis))
             offset += size
-        slabs = [max(min(slab, shard.local_classes), 1) for shard in shards]
-        pairs = list(zip(shards, slabs, strict=True))
+        vocab_chunks = [max(min(vocab_chunk, shard.local_classes), 1) for shard in shards]
+        pairs = list(zip(shards, vocab_chunks, strict=True))
         partials = [chunked.chunk_statistics(shard, Piece(0, n, None), size)[0] for shard, size in pairs]
         statistics = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), y, row_weight, classes)
         loss = rows.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()

@@ -89,7 +89,7 @@ def test_a_budget_too_small_for_exponentials_names_the_least() -> None:
         grown(16, least - 1)
 
 
-def test_slabs_of_recomputed_logits_fit() -> None:
+def test_vocab_chunks_of_recomputed_logits_fit() -> None:
     numbers: dict[str, Any] = {
         "hidden": 4096,
         "classes": 128256,
@@ -102,15 +102,15 @@ def test_slabs_of_recomputed_logits_fit() -> None:
         numbers |= {"tokens": tokens, "d_input": True, "d_weight": True, "in_place": in_place}
         config = choose_recomputed(**numbers, budget=2**29)
         assert 0 < config.rows <= tokens
-        assert config.slab % 192 == 0
-        assert -(-128256 // config.slab) * config.slab - 128256 < 2048  # what is computed twice
-        assert config.first_slab == 128256
-        sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.slab
-        operands = 2 * (config.rows + config.slab)
-        assert 2 * config.rows * config.slab + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
+        assert config.vocab_chunk % 192 == 0
+        assert -(-128256 // config.vocab_chunk) * config.vocab_chunk - 128256 < 2048  # what is computed twice
+        assert config.first_vocab_chunk == 128256
+        sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.vocab_chunk
+        operands = 2 * (config.rows + config.vocab_chunk)
+        assert 2 * config.rows * config.vocab_chunk + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
         if in_place:
             assert config.rows == min(tokens, 8192)
-            assert config.slab == 11712  # 11 of them
+            assert config.vocab_chunk == 11712  # 11 of them
 
 
 def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
@@ -121,7 +121,7 @@ def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
     found = re.search(r"at least (\d+) bytes", str(refused.value))
     assert found is not None
     config = choose_recomputed(**numbers, **flags, budget=int(found[1]))
-    assert (config.rows, config.slab) == (16, 64)
+    assert (config.rows, config.vocab_chunk) == (16, 64)
 
 
 def test_kernels_are_asked_for_by_name() -> None:
@@ -131,7 +131,7 @@ def test_kernels_are_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize(("classes", "copied"), [(320, False), (300, True)])
-def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> None:
+def test_vocab_chunks_that_tma_cannot_read_are_copied(classes: int, copied: bool) -> None:
     bias = jnp.arange(320.0) % 128  # numbers that bfloat16 has
     w = jnp.tile(bias, (8, 1)).astype(jnp.bfloat16)
     problem = Problem(
@@ -146,12 +146,12 @@ def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> Non
         vocab_axis=1,
     )
     problem = planned(problem, "gradients", "pallas_triton")
-    slab = Piece(classes - 256, 256, jnp.ones(256, bool))
-    head, slab_bias, class_weight, first, _ = recompute._slab(problem, slab)
+    vocab_chunk = Piece(classes - 256, 256, jnp.ones(256, bool))
+    head, chunk_bias, class_weight, first, _ = recompute._vocab_chunk(problem, vocab_chunk)
     start = 0 if copied else classes - 256
     assert first == start
     assert head.shape == ((8, 256) if copied else (8, 320))
-    for found in (head[0], slab_bias, class_weight):
+    for found in (head[0], chunk_bias, class_weight):
         assert found is not None
         assert (found[start : start + 256] == bias[classes - 256 : classes]).all()
 

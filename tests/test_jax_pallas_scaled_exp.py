@@ -2,7 +2,7 @@
 on the CPU.
 
 Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
-stand, their chunks and slabs in a Python loop.
+stand, their chunks and vocabulary chunks in a Python loop.
 """
 
 from collections.abc import Callable
@@ -163,21 +163,22 @@ def over_pieces(body: Any, carry: Any, length: int, size: int) -> Any:
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-# The same numbers, and classes of a slab: rows that 8 does not divide, slabs and chunks that overlap.
+# The same numbers, and classes of a vocabulary chunk: rows that 8 does not divide, vocabulary chunks and chunks that
+# overlap.
 RECOMPUTED = [
     pytest.param(*case, id=str(case[:7]))
     for case in (
         (141, 64, 330, 310, 0, 64, 192, OPTIONS),
         (77, 192, 520, 520, 0, 77, 256, {}),
         (50, 64, 640, 640, 1, 50, 256, {"label_smoothing": 0.1}),
-        (50, 64, 640, 610, 1, 50, 256, {}),  # slabs that begin at no multiple of 64
+        (50, 64, 640, 610, 1, 50, 256, {}),  # vocabulary chunks that begin at no multiple of 64
         (21, 128, 200, 200, 0, 13, 200, {}),
     )
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "slab", "options"), RECOMPUTED)
+@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "vocab_chunk", "options"), RECOMPUTED)
 def test_recomputed(
     n: int,
     d: int,
@@ -185,7 +186,7 @@ def test_recomputed(
     classes: int,
     vocab_axis: int,
     rows: int,
-    slab: int,
+    vocab_chunk: int,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,7 +201,7 @@ def test_recomputed(
     interpret(monkeypatch)
     monkeypatch.setattr(chunked, "over_pieces", over_pieces)
     ours = planned(ours, "gradients", "mosaic", EVERYTHING)
-    config = ChunkConfig(rows, slab, float32_sum=False)
+    config = ChunkConfig(rows, vocab_chunk, float32_sum=False)
     loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
     judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits

@@ -51,16 +51,18 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
         # Summed in float32, to which no kernel of d_weight adds.
         shards.append(replace(shard, plan=replace(shard.plan, d_weight_kernel=False)))
         offset += size
-    slabs = [min(shard.local_classes, 128) for shard in shards]
-    pairs = list(zip(shards, slabs, strict=True))
-    partials = [chunked.chunk_statistics(shard, whole, slab, tiles=KERNEL_TILES)[0] for shard, slab in pairs]
+    vocab_chunks = [min(shard.local_classes, 128) for shard in shards]
+    pairs = list(zip(shards, vocab_chunks, strict=True))
+    partials = [
+        chunked.chunk_statistics(shard, whole, vocab_chunk, tiles=KERNEL_TILES)[0] for shard, vocab_chunk in pairs
+    ]
     found = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), target, row_weight, classes)
     loss = rows.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
     coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts: list[Any] = []
-    for shard, slab in pairs:
-        config = ChunkConfig(rows=case.n, slab=slab, float32_sum=True)
+    for shard, vocab_chunk in pairs:
+        config = ChunkConfig(rows=case.n, vocab_chunk=vocab_chunk, float32_sum=True)
         parts.append(chunked.gradients(KERNEL_TILES, shard, config, found.lse, coefficients, wanted))
     return {
         "loss": loss,

@@ -123,7 +123,7 @@ def test_confident_tokens_are_as_accurate_as_from_float32_logits(implementation:
         judge(linear_cross_entropy(x, w, y, reduction="none", **known), logits, y)
 
 
-def test_slabs_of_the_vocabulary() -> None:
+def test_vocab_chunks() -> None:
     x, w, y = exact(160, 3000)
     budget = 2**21
     found = linear_cross_entropy(x, w, y, reduction="none", memory_budget=budget, implementation="chunked")

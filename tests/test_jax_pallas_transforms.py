@@ -16,7 +16,8 @@ from jax_pallas.ops import RESIDUAL
 
 SUBSETS = [names for k in (1, 2, 3) for names in itertools.combinations(ARGUMENTS, k)]
 
-# Products of a whole call with one chunk and one slab, by whether input and linear_weight are differentiated.
+# Products of a whole call with one chunk and one vocabulary chunk, by whether input and linear_weight are
+# differentiated.
 PRODUCTS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},

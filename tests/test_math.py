@@ -42,7 +42,7 @@ def merge(a: list[np.ndarray], b: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("cuts", [[], [4], [1, 5, 6], [0, 3, 3, 11]])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_partials_of_stretches_merge_into_the_whole(cuts: list[int], reverse: bool) -> None:
+def test_partials_of_vocab_chunks_merge_into_the_whole(cuts: list[int], reverse: bool) -> None:
     arrays, c = problem(10), np.random.default_rng(10).uniform(0.5, 2, V)
     z, target = logits_of(arrays, SPEC), arrays["target"]
     edges = [0, *cuts, V]
@@ -63,7 +63,7 @@ def test_partials_of_stretches_merge_into_the_whole(cuts: list[int], reverse: bo
     assert np.sum(row_loss) == pytest.approx(float(loss.loss), rel=1e-12)
 
 
-def test_stretches_of_masked_classes_merge() -> None:
+def test_vocab_chunks_of_masked_classes_merge() -> None:
     arrays = problem(11, target=np.array([0, 1, 2, 0, 1, 2, 0]))
     arrays["linear_bias"][3:9] = -np.inf
     spec = LossSpec("sum")
@@ -76,7 +76,7 @@ def test_stretches_of_masked_classes_merge() -> None:
     np.testing.assert_allclose(np.log(whole[1]) - whole[4] / whole[1], want.entropy, rtol=1e-12)
 
 
-def test_four_coefficients_a_row_and_slabs_give_the_gradients() -> None:
+def test_four_coefficients_a_row_and_vocab_chunks_give_the_gradients() -> None:
     arrays, c = problem(12), np.random.default_rng(12).uniform(0.5, 2, V)
     d_log_prob, d_entropy, d_lse = np.random.default_rng(13).standard_normal((3, N))
     z, y, zero = logits_of(arrays, SPEC), arrays["target"], np.zeros(N)
