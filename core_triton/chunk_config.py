@@ -34,7 +34,7 @@ def workspace_model(
         entropy: the entropy is computed, or differentiated.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
-        upcasts: products run on float32 copies (16-bit input on a device without float32-output products).
+        upcasts: matmuls run on float32 copies (16-bit input on a device without float32-output matmuls).
     """
     half = itemsize == 2
     copy = 4 * upcasts  # float32 copy of an operand
@@ -43,7 +43,7 @@ def workspace_model(
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's product
+        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * (4 + itemsize + copy)  # those rows
     per_class = hidden * (cast + copy + (4 if d_weight else 0)) + 32

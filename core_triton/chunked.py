@@ -1,13 +1,13 @@
-"""The loss with PyTorch's own products: the path for every device without a kernel, and the baseline that the kernels
+"""The loss with PyTorch's own matmuls: the path for every device without a kernel, and the baseline that the kernels
 are held against.
 
 The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
 tile of the logits exists at a time:
 
-    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where they are computed again for the second
-    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
+    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 matmuls
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They process
 the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
@@ -29,9 +29,9 @@ from core_triton.problem import (
     GradientSums,
     NeedsGrad,
     Problem,
-    add_product,
+    add_matmul,
+    float32_matmul,
     operand,
-    product_of,
 )
 from core_triton.rows import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
@@ -44,7 +44,7 @@ NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so 
 def logits_tile(problem: Problem, x: Tensor, w: Tensor, vocab_chunk: slice) -> Tensor:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
-    logits = product_of(x, w.T)
+    logits = float32_matmul(x, w.T)
     if problem.linear_bias is not None:
         logits += problem.linear_bias[vocab_chunk]
     if problem.spec.logit_scale != 1.0:
@@ -111,7 +111,7 @@ class Tiles(NamedTuple):
 
     Args:
         partial: statistics of the tile, its logits going to the list `kept`, if there is one.
-        d_logits: the tile's d_logits, (n, v), an operand of products, and their sum over rows for d_bias, (v,), if
+        d_logits: the tile's d_logits, (n, v), an operand of matmuls, and their sum over rows for d_bias, (v,), if
             needs_grad. Takes logits from the list `kept`, if there is one, else computes them.
     """
 
@@ -210,7 +210,7 @@ def chunk_gradients(
     dtype, x, contributes = problem.input.dtype, problem.rows(chunk), problem.contributes(chunk)
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
     if dtype == torch.float16:
         coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
@@ -235,11 +235,11 @@ def chunk_gradients(
         if sums.d_bias is not None and summed is not None:
             sums.d_bias.put(vocab_chunk, summed, first=first)
         if sums.d_input is not None and d_input is None:
-            d_input = product_of(d_logits, w)
+            d_input = float32_matmul(d_logits, w)
         elif d_input is not None:
-            add_product(d_input, d_logits, w, first=False)
+            add_matmul(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
-            sums.d_weight.put_product(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
+            sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
         del w, d_logits  # else they stay alive until the next chunk's exist
     if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
         sums.d_input[chunk] = 0

@@ -122,7 +122,7 @@ def multiply(ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constex
         if tiling.w_by_class:
             w = w.permute((1, 0))
         acc = warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # this product stays in flight; the one before is done with its stage
+        acc = warpgroup_mma_wait(1, deps=[acc])  # this matmul stays in flight; the one before is done with its stage
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
         stage, phase = next_stage(stage, phase, STAGES)
@@ -139,7 +139,7 @@ def halves(t):
 
 @gluon.jit
 def quarters(tile, layout: gl.constexpr):
-    """Returns the four quarters of a tile's columns, in the layout of a product as wide: the registers stay as they
+    """Returns the four quarters of a tile's columns, in the layout of a matmul as wide: the registers stay as they
     are. What an epilogue does to one at a time leaves it registers that the whole tile would not."""
     left, right = halves(tile)
     first, second = halves(left)

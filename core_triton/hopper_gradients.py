@@ -180,7 +180,7 @@ def d_weight_kernel(
     writes d_weight (V, D), each tile from one program. Rows up to the next multiple of a step must be numbers, and
     those of x zero.
 
-    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the products,
+    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the matmuls,
     and the finished one waits there, packed, to be stored under those of the next.
     """
     active = active_rows(count_ptr, start, least, rows)
@@ -457,7 +457,7 @@ def store_d_input(
 ) -> None:
     """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are cut, for the packed rows of a chunk."""
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
-    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.product_rows, plan_of(problem).programs
+    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.d_input_rows, plan_of(problem).programs
     w_blocks, by_class = head_blocks(w[:classes], step, tile_config.D_BLOCK // 2, gluon=True)
     tiles = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK)
     shares = tile_config.choose_shares(tiles, cdiv(classes, step), programs, cut=config.cut)

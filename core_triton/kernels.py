@@ -4,7 +4,7 @@
 `target_kernels.py`.
 
 These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
-(`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside
+(`tile_of`), reads its operands through tensor descriptors (TMA where the GPU has it), which return zeros outside
 their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit for bit. Equations:
 linear_ce/MATH.md.
 """
@@ -32,7 +32,7 @@ NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gai
 # Of a chunk; its address is a multiple of 4.
 PLACES = ["target_ptr", "anchor_ptr", "top_ptr", "flag_ptr", "ticket_ptr", "sum_ptr", "max_ptr", "target_logit_ptr"]
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, matmuls of bfloat16 come out wrong: upcast them
 
 
 class Active(NamedTuple):

@@ -105,16 +105,16 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
-def product_of(a: Tensor, b: Tensor) -> Tensor:
+def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b in float32 with float32 accumulation, for two operands that `operand` made."""
     return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Adds a @ b to `total`, or overwrites it if `first`, with float32 accumulation and one rounding."""
     if not a.is_cuda:
-        product = product_of(a, b)
-        total.copy_(product if first else product.add_(total))
+        result = float32_matmul(a, b)
+        total.copy_(result if first else result.add_(total))
     elif total.dtype != a.dtype:  # float32 under 16-bit operands
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -127,7 +127,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
+    """Returns `tensor` as an operand of matmuls in `dtype`: rounded to it, in float32 where the device needs it."""
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.float()
 
@@ -144,12 +144,12 @@ class ClassSum:
             summand += self.sum[vocab_chunk]
         self.sum[vocab_chunk] = summand
 
-    def put_product(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
+    def put_matmul(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
         """Adds scale * a @ b."""
         if scale is None:
-            add_product(self.sum[vocab_chunk], a, b, first=first)
+            add_matmul(self.sum[vocab_chunk], a, b, first=first)
         else:
-            self.put(vocab_chunk, product_of(a, b).mul_(scale), first=first)
+            self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 
     def result(self, *, empty: bool) -> Tensor:
         if empty:

@@ -1,4 +1,4 @@
-"""Triton kernels that multiply no matrices: what happens to rows and classes between the products.
+"""Triton kernels that multiply no matrices: what happens to rows and classes between the matmuls.
 
 They read and write each number once or a few times, and sum in one fixed order. Equations: linear_ce/MATH.md.
 """
@@ -471,7 +471,7 @@ def finish_rows(
 
 @triton.jit
 def d_input_kernel(
-    product_ptr,
+    e_w_ptr,
     rho_ptr,
     theta_ptr,
     target_ptr,
@@ -485,20 +485,20 @@ def d_input_kernel(
     weight_stride_d,
     BLOCK_D: tl.constexpr,
 ):
-    """Writes d_input = rho * product + theta * weight[target], rounded once, where row_weight is not 0: (32).
+    """Writes d_input = rho * e_w + theta * weight[target], rounded once, where row_weight is not 0: (32).
 
-    One program owns BLOCK_D columns of a row. Reads product (rows, D) float32, rho and theta (rows,), weight (V, D),
-    and row (rows,) int64: which row of d_input (N, D) a row is.
+    One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
+    (V, D), and row (rows,) int64: which row of d_input (N, D) a row is.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     inside = columns < hidden
     rho, theta, target = tl.load(rho_ptr + row), tl.load(theta_ptr + row), tl.load(target_ptr + row)
-    product = tl.load(product_ptr + row * hidden + columns, mask=inside, other=0.0)
+    e_w = tl.load(e_w_ptr + row * hidden + columns, mask=inside, other=0.0)
     is_class = (target >= 0) & (target < classes)
     w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
     w = w.to(d_input_ptr.dtype.element_ty).to(tl.float32)
-    result = tl.where(is_class, rho * product + theta * w, rho)  # not a class: rho is NaN
+    result = tl.where(is_class, rho * e_w + theta * w, rho)  # not a class: rho is NaN
     if tl.load(row_weight_ptr + row) != 0:
         out = tl.load(row_ptr + row)
         tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
@@ -506,7 +506,7 @@ def d_input_kernel(
 
 def finish_d_input(
     problem: Problem,
-    product: Tensor,
+    e_w: Tensor,
     *,
     rho: At,
     theta: At,
@@ -515,13 +515,13 @@ def finish_d_input(
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches `d_input_kernel` on product (n, D), of packed rows."""
-    w, (n, hidden) = problem.linear_weight, product.shape
+    """Launches `d_input_kernel` on e_w (n, D), of packed rows."""
+    w, (n, hidden) = problem.linear_weight, e_w.shape
     block = column_block(hidden)
     launch(
         d_input_kernel,
         (n, cdiv(hidden, block)),
-        product,
+        e_w,
         rho,
         theta,
         target,

@@ -216,7 +216,7 @@ def split_exponents(coefficients: Coefficients, class_weight: Tensor | None) -> 
     """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32: (34).
 
     float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
-    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
+    two taken out of d_logits and put back after the matmuls, it holds both, and no rounding is added. Rows of zeros
     get the least exponent.
     """
     magnitudes = [coefficients.alpha.abs(), coefficients.tau.abs()]

@@ -22,7 +22,7 @@ from torch import Tensor
 from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_kernels, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand, plan_of
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
 from core_triton.rows import RowStatistics
 from core_triton.tile_config import ScaledExpConfig
 
@@ -289,7 +289,7 @@ def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weig
         hopper_gradients.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return
     rows_of_x = operand(x[:, : problem.input.shape[1]], x.dtype)
-    d_weight.put_product(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
+    d_weight.put_matmul(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
 
 
 def _store_d_input(
@@ -317,19 +317,17 @@ def _store_d_input(
         )
         return
     hidden = d_input.shape[1]
-    for start in range(chunk.start, chunk.stop, config.product_rows):
-        piece = slice(start, min(start + config.product_rows, chunk.stop))
+    for start in range(chunk.start, chunk.stop, config.d_input_rows):
+        piece = slice(start, min(start + config.d_input_rows, chunk.stop))
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
-        product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
+        e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for vocab_chunk in problem.vocab_chunks(config.head_rows):
             # No name for the cast chunk of the head: it would stay alive until the next one exists.
             e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
-            add_product(
-                product, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0
-            )
+            add_matmul(e_w, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0)
         row_kernels.finish_d_input(
             problem,
-            product,
+            e_w,
             rho=At(rows.rho, start),
             theta=At(rows.theta, start),
             target=At(rows.target, start),

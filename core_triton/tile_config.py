@@ -1,4 +1,4 @@
-"""How a call is cut for the kernels: pure functions of shapes, dtypes, card and memory budget. Nothing here changes a
+"""How a call is cut for the kernels: pure functions of shapes, dtypes, GPU and memory budget. Nothing here changes a
 result beyond rounding.
 """
 
@@ -10,12 +10,12 @@ from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, Workspace
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile of logits on one card, and how a program computes it.
+    """A tile of logits on one GPU, and how a program computes it.
 
     Args:
         block_n: rows.
         block_v: classes.
-        block_d: of the hidden size, a step of the product.
+        block_d: hidden units that the matmul takes at a time.
         num_warps: of a program.
         num_stages: steps in flight.
         group: row blocks that share a class block before the next one.
@@ -30,7 +30,7 @@ class TileConfig:
 
 
 def choose_tile(itemsize: int, capability: int) -> TileConfig:
-    """Returns the tile of logits for operands of `itemsize` bytes on a card of compute capability 80, 90, 100, ...
+    """Returns the tile of logits for operands of `itemsize` bytes on a GPU of compute capability 80, 90, 100, ...
 
     16-bit on Hopper: two warpgroups of 64 x 256, whose accumulators fill the registers and whose three stages and
     staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions. Elsewhere the
@@ -46,7 +46,7 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
 
 
 class Shares(NamedTuple):
-    """How a card's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
+    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
 
     Args:
         rounds: whole tiles that each program takes first.
@@ -88,8 +88,8 @@ def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares
     return Shares(rounds, rest, cuts, head, steps, spare)
 
 
-# Of the Hopper kernels: steps of the inner products and stages of the ring that they are loaded into, 192 KiB beside
-# the epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
+# Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
+# epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
 LOGITS_STEP, LOGITS_STAGES = 32, 8
 
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
@@ -107,17 +107,17 @@ class ScaledExpConfig:
 
     Args:
         rows: of a chunk.
-        product_rows: of d_input that are made at a time: by the library's product a piece of the chunk, by the
-            kernel's a tile.
+        d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
+            kernel.
         cut: d_input's tiles may be cut along the classes.
-        head_rows: of the head that a product takes at a time: all, unless they must be converted.
+        head_rows: of the head that a matmul takes at a time: all, unless they must be converted.
         blocks: of classes, each with its own partial sums.
-        scratch: float32 elements for partial sums and products, which live one after the other.
+        scratch: float32 elements for partial sums and matmuls, which live one after the other.
         bytes: of workspace.
     """
 
     rows: int
-    product_rows: int
+    d_input_rows: int
     cut: bool
     head_rows: int
     blocks: int
@@ -127,7 +127,7 @@ class ScaledExpConfig:
 
 ROW_BLOCK = 128
 
-PRODUCT_ROWS = 512  # products of so many rows are as fast as larger ones: the library splits them along the vocabulary
+D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS splits them along the vocabulary
 
 # Rows of the kernel's tile of d_input, and whether tiles may be cut: the wider tile is faster, the narrower takes half
 # the memory where tiles are cut, and whole tiles take none, but idle programs.
@@ -135,7 +135,7 @@ TILE_ROWS = ((256, True), (128, True), (128, False))
 
 CONVERTED_BYTES = 2**25
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no matmul waits for them
 
 
 def choose_scaled_exp(
@@ -185,9 +185,9 @@ def choose_scaled_exp(
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
-    def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
+    def d_input_elements(rows: int, tile_rows: int, cut: bool) -> int:
         if not programs:
-            return hidden * (rows if converts else min(rows, PRODUCT_ROWS))
+            return hidden * (rows if converts else min(rows, D_INPUT_ROWS))
         steps, slots = -(-classes // D_INPUT_STEP), 0
         for size in {rows, tokens % rows or rows}:
             d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
@@ -195,14 +195,14 @@ def choose_scaled_exp(
         return slots * tile_rows * D_BLOCK
 
     def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> ScaledExpConfig:
-        product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
-        product = product_elements(rows, tile_rows, cut) if d_input else 0
+        d_input_rows = tile_rows if programs else rows if converts else min(rows, D_INPUT_ROWS)
+        d_input_scratch = d_input_elements(rows, tile_rows, cut) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, product)
+        scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
         size = fixed + itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
-        return ScaledExpConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
+        return ScaledExpConfig(rows, d_input_rows, cut, head_rows, blocks, scratch, size)
 
     def largest(*choice: Any) -> ScaledExpConfig | None:
         """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
@@ -278,7 +278,7 @@ def choose_recomputed(
         itemsize: of the input's dtype.
         block_v: classes of a tile.
         statistics: numbers that the first pass writes for each row and class block.
-        float16: rows are scaled by powers of two for d_weight, and the products apart.
+        float16: rows are scaled by powers of two for d_weight, and the matmuls apart.
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
         converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
@@ -328,7 +328,7 @@ def choose_recomputed(
         vocab_chunk for vocab_chunk in vocab_chunks if model(vocab_chunk).rows_within(budget, vocab_chunk) >= enough
     )
     rows = min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk))
-    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    if not second:  # no matmul waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // block_v)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)

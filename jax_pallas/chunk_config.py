@@ -39,7 +39,7 @@ def workspace_model(
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's product
+        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * itemsize  # those rows
     # The head's vocabulary chunk; its matmul and their sum.

@@ -1,16 +1,17 @@
-"""The loss with XLA's own products: the path for every device without a kernel, and the baseline of the kernels.
+"""The loss with XLA's own matmuls: the path for every device without a kernel, and the baseline of the kernels.
 
 The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
 tile of the logits exists at a time:
 
-    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where they are computed again for the second
-    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
+    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 matmuls
 
 A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They process
 the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
-merged by the same code. How rows meet a vocabulary chunk of the head is `Tiles`: XLA's here, kernels' in `recompute.py`.
+merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
+in `recompute.py`.
 
 Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
 value in bfloat16, which is several times the error of everything else at the logits of a trained model.
@@ -24,7 +25,7 @@ from jax import Array, lax
 
 from jax_pallas import rows
 from jax_pallas.pieces import Piece, over_pieces
-from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
+from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
 from jax_pallas.rows import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
@@ -35,7 +36,7 @@ NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so 
 def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Piece) -> Array:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
-    logits = product_of(x, w, (1, 1 - problem.vocab_axis))
+    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis))
     if problem.linear_bias is not None:
         logits = logits + vocab_chunk.of(problem.linear_bias).astype(jnp.float32)
     if problem.spec.logit_scale != 1.0:
@@ -201,7 +202,7 @@ def chunk_gradients(
     contributes = problem.chunk_row_weight(chunk) != 0
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
     if dtype == jnp.float16:
         coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
@@ -225,7 +226,7 @@ def chunk_gradients(
             d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)
         if d_rows is not None:
             own = d_logits[: chunk.size, : vocab_chunk.size]
-            d_rows = d_rows + product_of(own, problem.weight_of(vocab_chunk), (1, problem.vocab_axis))
+            d_rows = d_rows + float32_matmul(own, problem.weight_of(vocab_chunk), (1, problem.vocab_axis))
         if d_weight is not None:
             d_weight = tiles.add_d_weight(problem, d_logits, x_head, vocab_chunk, head_scale, d_weight)
         return (d_rows, HeadSums(d_weight, d_bias)), None

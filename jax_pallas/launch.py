@@ -101,7 +101,7 @@ def choose(
 ) -> tuple[str, str]:
     """Returns the implementation that a call takes without a name, and why it is that.
 
-    Training on an H200, in multiples of XLA's three products: "mosaic" 1.00 to 1.03, "chunked" 1.8 to 2.7.
+    Training on an H200, in multiples of XLA's three GEMMs: "mosaic" 1.00 to 1.03, "chunked" 1.8 to 2.7.
 
     Args:
         platform: that a program is lowered for, "cuda" for an NVIDIA GPU.
@@ -113,7 +113,7 @@ def choose(
     if capability is None:
         return "chunked", "the GPU's compute capability is not known where this is lowered: name an implementation"
     if jnp.dtype(dtype) == jnp.float32:
-        return "chunked", "XLA's products of float32 are faster than the kernels'"  # 2 to 3.4 times, on an H200
+        return "chunked", "XLA's float32 GEMMs are faster than the kernels'"  # 2 to 3.4 times, on an H200
     reason = f"its kernels serve compute capability {_version(capability)}"
     for name in NAMES:
         obstacle = device_limits(name, platform, capability) or limits(name, dtype, hidden, vocab, vocab_axis)

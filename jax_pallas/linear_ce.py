@@ -4,8 +4,8 @@ A public function checks its call and reduces it to arrays (`_prepare`), runs on
 (`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
 denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
 
-    scalar reduction     `loss_and_gradients`   plan A, 3 products; undifferentiated plan B, 1 product
-    reduction="none"     `row_losses`           plan C, 4 products, 2 with a frozen head; undifferentiated plan B
+    scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
+    reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
 
 The files of a call, in order: this one, `ops.py`, then `scaled_exp.py` (or `recompute.py` with `chunked.py`), then the

@@ -115,10 +115,10 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
-def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Returns the product of a and b over one axis of each, in float32 with float32 accumulation.
+def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 
-    float32 operands mean float32 products, not TF32, unless `jax.default_matmul_precision` asks for less.
+    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` asks for less.
     """
     exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
     return lax.dot_general(
@@ -136,10 +136,10 @@ def add_d_weight(
     """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
     is 1."""
     axis = problem.vocab_axis
-    product = product_of(d_logits, x, (0, 0)) if axis == 0 else product_of(x, d_logits, (0, 0))
+    update = float32_matmul(d_logits, x, (0, 0)) if axis == 0 else float32_matmul(x, d_logits, (0, 0))
     if scale is not None:
-        product = product * scale
-    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + product, axis)
+        update = update * scale
+    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + update, axis)
 
 
 class HeadSums(NamedTuple):

@@ -131,7 +131,7 @@ def nll_and_lse(
     Args:
         sum_exp: sums of exponentials of logits, less each row's `reference`.
         target_exp: the target's summand, as it was added; not above `LEAST_SUMMAND`, or NaN, where the target is none.
-        target_logit: the target's logit, of the same products as its summand.
+        target_logit: the target's logit, of the same matmuls as its summand.
         reference, log_sum: of logits; the logarithm of sum_exp. Both results are made of them, and never of a ratio,
             where target_exp is too small to divide by.
     """
@@ -258,7 +258,7 @@ def split_exponents(coefficients: Coefficients, class_weight: Array | None) -> t
     """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32: (34).
 
     float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
-    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
+    two taken out of d_logits and put back after the matmuls, it holds both, and no rounding is added. Rows of zeros
     get the least exponent.
     """
     magnitude = jnp.maximum(jnp.abs(coefficients.alpha), jnp.abs(coefficients.tau))

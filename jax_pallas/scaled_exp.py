@@ -24,7 +24,7 @@ from jax import Array, lax
 
 from jax_pallas import kernels, row_kernels, target_kernels, tile_config
 from jax_pallas.pieces import Piece, over_chunks
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, plan_of, product_of
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
 from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
 from jax_pallas.rows import RowStatistics
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
@@ -229,8 +229,8 @@ def _add_d_weight(
         )
     scaled = Piece(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
-    product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
-    return product if first else d_weight + product
+    update = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
+    return update if first else d_weight + update
 
 
 def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:
@@ -243,11 +243,13 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, hel
 
         held = _put_target_rows(problem, rows, chunk, held)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
-        most = plan.scaled_exp_config.product_bytes
+        most = plan.scaled_exp_config.d_input_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
     w_target = target_rows(problem, chunk.of(rows.target).clip(0))
-    product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
-    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
+    d_input = rho[:, None] * float32_matmul(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(
+        jnp.float32
+    )
+    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0))
 
 
 def _put_target_rows(problem: Problem, rows: CallRows, chunk: Piece, held: Array) -> Array:

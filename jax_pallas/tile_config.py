@@ -164,13 +164,13 @@ class ScaledExpConfig:
     Args:
         rows: of a chunk.
         last_rows: that the kernels of the last chunk compute, which may have fewer.
-        product_bytes: that d_input's partial sums may take.
+        d_input_bytes: that d_input's partial sums may take.
         bytes: of workspace.
     """
 
     rows: int
     last_rows: int
-    product_bytes: int
+    d_input_bytes: int
     bytes: int
 
     def kernel_rows(self, size: int) -> int:
@@ -180,11 +180,13 @@ class ScaledExpConfig:
 
 # The last chunk takes as many rows as the others where that costs less than such a share of the call: then the kernels
 # of the others serve it too, and are compiled once.
-COMPILED_SHARE = 50  # of two products: d_weight's takes no more steps than the chunk has rows for
+COMPILED_FRACTION = 50  # of two matmuls: d_weight's takes no more steps than the chunk has rows for
 
-PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
+D_INPUT_FRACTION = (
+    16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
+)
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no matmul waits for them
 
 
 def choose_scaled_exp(
@@ -215,7 +217,7 @@ def choose_scaled_exp(
         statistics: the largest logits are wanted.
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
-        scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
+        scratch: (rows, most) -> bytes that the gradients' matmuls of a chunk take beside the exponentials.
         budget: bytes.
 
     Raises:
@@ -236,9 +238,9 @@ def choose_scaled_exp(
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
-        most = max(0, min(budget // PRODUCT_SHARE, budget - size))
+        most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
-        last_rows = rows if hopper and (rows - last) * COMPILED_SHARE <= tokens else last
+        last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
     chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
@@ -294,7 +296,7 @@ def choose_recomputed(
         d_input: d_input is wanted.
         d_weight: d_weight is wanted.
         converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        in_place: products are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
+        in_place: matmuls are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
             counted in float32.
         budget: bytes.
 
@@ -303,7 +305,7 @@ def choose_recomputed(
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    # The head's vocabulary chunk, and d_weight's product; rows of the input.
+    # The head's vocabulary chunk, and d_weight's matmul; rows of the input.
     per_class = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
     per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
     fixed = 64 * tokens + 8 * classes + 4096
@@ -326,7 +328,7 @@ def choose_recomputed(
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    budget = max(least, budget - min(LIBRARY_BYTES, budget // PRODUCT_SHARE) * in_place)
+    budget = max(least, budget - min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * in_place)
     fitting = {
         vocab_chunk: min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk)) for vocab_chunk in vocab_chunks
     }
@@ -338,7 +340,7 @@ def choose_recomputed(
     }
     vocab_chunk = min(passes, key=lambda vocab_chunk: passes[vocab_chunk])
     rows = fitting[vocab_chunk]
-    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    if not second:  # no matmul waits for its rows: PARTIAL_BYTES of statistics are enough at a time
         blocks = -(-classes // CLASS_BLOCK)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)

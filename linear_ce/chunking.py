@@ -1,14 +1,14 @@
 """How a call is cut into pieces: pure functions of shapes, dtypes and the memory budget. Nothing here changes a
 result beyond rounding.
 
-The chunked implementation processes the rows in chunks and, within a chunk of rows, the vocabulary in vocabulary chunks.
-`WorkspaceModel` counts the peak bytes of one chunk of `rows` rows and one vocabulary chunk of `vocab_chunk` classes.
-`choose_chunks` returns the largest chunk that fits the budget.
+The chunked implementation processes the rows in chunks and, within a chunk of rows, the vocabulary in vocabulary
+chunks. `WorkspaceModel` counts the peak bytes of one chunk of `rows` rows and one vocabulary chunk of `vocab_chunk`
+classes. `choose_chunks` returns the largest chunk that fits the budget.
 """
 
 from dataclasses import dataclass, field, replace
 
-MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
+MIN_ROWS = 16  # fewer rows a matmul waste the matrix units; a budget that cannot hold them is refused
 
 MIN_VOCAB_CHUNK = 64
 
@@ -98,7 +98,7 @@ def choose_plan_a(
 ) -> ChunkConfig:
     """Returns the chunks of plan A, which keeps the logits from the first pass to the second if all rows fit so.
 
-    Kept logits spare a product, but at a large vocabulary the budget holds them for few rows at a time, and products of
+    Kept logits spare a matmul, but at a large vocabulary the budget holds them for few rows at a time, and matmuls of
     few rows waste more than that (benchmarks/NOTES.md). Then they are computed twice, in chunks that V does not limit.
 
     Raises:

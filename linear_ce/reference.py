@@ -17,7 +17,7 @@ class Arithmetic(NamedTuple):
     """The dtypes of a computation: `real` for all arithmetic, the others for what is stored."""
 
     real: type[np.floating]
-    input_dtype: str  # of d_logits ahead of the products, and of d_input
+    input_dtype: str  # of d_logits ahead of the matmuls, and of d_input
     head_dtype: str  # of d_weight and d_bias
 
 
@@ -148,7 +148,9 @@ def reference_loss(
         d_logits[np.arange(y.size), column] -= a * (1 - smoothing) * c_target
         d_logits[~in_range] = np.nan
         d_logits[~contributes] = 0
-        d_input, d_weight, d_bias = _products(d_logits, contributes, p, rows, linear_bias is not None, spec, arithmetic)
+        d_input, d_weight, d_bias = _gradients(
+            d_logits, contributes, p, rows, linear_bias is not None, spec, arithmetic
+        )
 
         def reduce(per_row: np.ndarray) -> np.ndarray:
             weighted = np.where(contributes, t * per_row, real(0))
@@ -225,7 +227,7 @@ def reference_log_probs(
         d_logits[np.arange(y.size), np.where(p.in_range, y, 0)] += d_lp
         d_logits[~p.in_range] = np.nan
         d_logits[~valid] = 0
-        d_input, d_weight, d_bias = _products(d_logits, valid, p, rows, linear_bias is not None, spec, arithmetic)
+        d_input, d_weight, d_bias = _gradients(d_logits, valid, p, rows, linear_bias is not None, spec, arithmetic)
 
         def select(per_row: np.ndarray) -> np.ndarray:
             return np.where(valid, per_row, real(0)).reshape(shape)
@@ -252,7 +254,7 @@ def _problem(
     """Returns logits, lse and probabilities, (1)-(4)."""
     classes = spec.classes(linear_weight.shape[0])
     x = input.reshape(-1, input.shape[-1]).astype(real)
-    x[~contributes] = 0  # selected out: NaN or inf in such a row must not reach a product
+    x[~contributes] = 0  # selected out: NaN or inf in such a row must not reach a matmul
     w = linear_weight[:classes].astype(real)
     raw_logits = x @ w.T
     if linear_bias is not None:
@@ -267,7 +269,7 @@ def _problem(
     return _Problem(x, w, logits, y, in_range, lse, np.exp(logits - lse[:, None]), target_logit)
 
 
-def _products(
+def _gradients(
     d_logits: np.ndarray,
     contributes: np.ndarray,
     p: _Problem,

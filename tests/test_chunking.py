@@ -24,7 +24,7 @@ MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 
 
 def workspace_model(chunked: ModuleType, **options: Any) -> Any:
     if chunked is not core_triton.chunk_config:
-        del options["upcasts"]  # JAX has products of 16-bit operands on every device
+        del options["upcasts"]  # JAX has matmuls of 16-bit operands on every device
     return chunked.workspace_model(**options)
 
 
@@ -139,7 +139,7 @@ def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, in
         ):
             model = keeping if config.keeps_logits else recomputing
             assert model.bytes(config.rows, config.vocab_chunk) <= DEFAULT_MEMORY_BUDGET
-            # Products of fewer rows or classes would leave a GPU idle.
+            # Matmuls of fewer rows or classes would leave a GPU idle.
             assert config.rows >= min(tokens, 256)
             assert config.vocab_chunk >= 512
 
@@ -194,7 +194,7 @@ def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two
+MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two numbers
 
 
 @settings(max_examples=200)
@@ -204,7 +204,7 @@ def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more
     config = core_triton.tile_config.choose_scaled_exp(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
-    assert config.product_rows >= 1
+    assert config.d_input_rows >= 1
     assert 1 <= config.head_rows <= classes
     assert options["converts"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
@@ -289,7 +289,7 @@ def test_models_fit_the_budgets_of_the_kernels(
             "itemsize": 2,
             "block_v": 256,
         }
-        # Products of fewer rows would leave a GPU idle.
+        # Matmuls of fewer rows would leave a GPU idle.
         anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
         anchored_options |= common | {"statistics": statistics, "programs": programs}
         anchored_options |= dict.fromkeys(("stores", "d_input", "holds"), True)

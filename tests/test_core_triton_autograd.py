@@ -19,9 +19,9 @@ from core_triton import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
 
-# Products of matrices of a whole call with one chunk and one vocabulary chunk: logits, d_input, d_weight, once more the
+# Matmuls of a whole call with one chunk and one vocabulary chunk: logits, d_input, d_weight, once more the
 # logits.
-PRODUCTS = {
+MATMULS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "none": {(True, True): 4, (True, False): 2, (False, True): 3, (False, False): 2},
@@ -56,12 +56,12 @@ def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dt
     # The way to a gradient can depend on which others are asked for, and with it the order of the roundings.
     step = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(list(found), [everything[name] for name in wanted], rtol=step, atol=step)
-    expected = PRODUCTS[function]["input" in wanted, "linear_weight" in wanted] if wanted else 1
+    expected = MATMULS[function]["input" in wanted, "linear_weight" in wanted] if wanted else 1
     # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
     expected += function == "none" and wanted == ["input", "linear_bias"]
-    # float16 takes the bias's gradient as a product of a vector and a matrix.
+    # float16 takes the bias's gradient as a vector-matrix product.
     expected += dtype == torch.float16 and "linear_bias" in wanted
-    assert len(meter.products) == expected
+    assert len(meter.matmuls) == expected
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -158,13 +158,13 @@ def test_statistics_carry_no_gradient() -> None:
     assert stats.n_valid.dtype == torch.int64
 
 
-def test_no_grad_and_inference_mode_run_one_product() -> None:
+def test_no_grad_and_inference_mode_run_one_matmul() -> None:
     arrays = problem()
     want = total("mean", arrays).detach()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode, Meter() as meter:
             value = total("mean", arrays)
-        assert len(meter.products) == 1
+        assert len(meter.matmuls) == 1
         assert not value.requires_grad
         torch.testing.assert_close(value.clone(), want)
 
@@ -186,7 +186,7 @@ def test_activation_checkpointing(function: str, use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_runs_the_products_in_its_dtype(function: str, dtype: torch.dtype) -> None:
+def test_autocast_runs_the_matmuls_in_its_dtype(function: str, dtype: torch.dtype) -> None:
     arrays = problem()
     rounded = {n: t.detach().to(dtype).float().requires_grad_() if t.requires_grad else t for n, t in arrays.items()}
     rounded["linear_bias"] = arrays["linear_bias"]  # float32 stays float32, and is added in float32

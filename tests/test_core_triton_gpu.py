@@ -158,7 +158,7 @@ def test_a_graph_replays_with_changed_inputs(function: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_autocast_runs_the_products_in_its_dtype(function: str) -> None:
+def test_autocast_runs_the_matmuls_in_its_dtype(function: str) -> None:
     arrays = gpu_problem(dtype=torch.float32)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         value = total(function, arrays)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from launches import SHARED_MEMORY, Launch, compile_launch, dump, fake_card, launches_of
+from launches import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -162,7 +162,7 @@ SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
-# Compiled for Hopper alone, to save time: the other cards' kernels differ by a switch from what they compile anyhow.
+# Compiled for Hopper alone, to save time: the other GPUs' kernels differ by a switch from what they compile anyhow.
 FOR_HOPPER = (
     "train-long",
     "train-transposed",
@@ -183,18 +183,18 @@ def multiplies(launch: Launch) -> str:
 
 
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-# The launches that the quick suite compiles, by kernel (a part of it), are those of these cards and operands.
+# The launches that the quick suite compiles, by kernel (a part of it), are those of these GPUs and operands.
 SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (100, "bf16"), (80, "fp32")]
 
 
 @cache
 def launches(arch: int, name: str) -> list[Launch]:
-    """Returns what a call of `LAUNCHING` launches on a card."""
+    """Returns what a call of `LAUNCHING` launches on a GPU."""
     return launches_of(arch, LAUNCHING[name])
 
 
 def sample(arch: int, operands: str) -> list[Launch]:
-    """Returns a launch of each kernel that multiplies these operands on a card, of those with the most switches on."""
+    """Returns a launch of each kernel that multiplies these operands on a GPU, of those with the most switches on."""
     names = [name for name in LAUNCHING if (arch, name) != SPILLS]
     found: dict[tuple[str, str], Launch] = {}
     for launch in (launch for name in names for launch in launches(arch, name) if multiplies(launch) == operands):
@@ -220,10 +220,10 @@ def assert_fits(launch: Launch, arch: int) -> None:
 
 
 def assert_overlaps(launch: Launch) -> None:
-    """Fails where ptxas cannot follow the accumulator and waits for each product, silently: a fifth of the time."""
+    """Fails where ptxas cannot follow the accumulator and waits for each matmul, silently: a fifth of the time."""
     code = dump(compile_launch(launch, 90).cubin, "-sass")
     waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", code))
-    assert waits == 2, f"{launch.name} waits {waits} times for all products, not once a warpgroup"
+    assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once a warpgroup"
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
@@ -248,7 +248,7 @@ def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "train-options", "train-smoothing", "train-transposed", "eval"])
-def test_products_of_the_hopper_kernels_overlap(name: str) -> None:
+def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
     for launch in launches(90, name):
         if "hopper" in launch.kernel.__module__ and multiplies(launch):
             assert_overlaps(launch)
@@ -336,7 +336,7 @@ def test_workspace_of_many_tokens_is_within_budget(smoothing: float, budget: int
 
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("plan", ["train", "eval", "none"])
-def test_workspace_on_other_cards_is_within_budget(arch: int, plan: str) -> None:
+def test_workspace_on_other_gpus_is_within_budget(arch: int, plan: str) -> None:
     assert_within(arch, Call(plan, "llama3-8b"), DEFAULT)
 
 
@@ -346,7 +346,7 @@ def assert_within(arch: int, call: Call, budget: int) -> None:
 
 
 def workspace(arch: int, call: Call, budget: int) -> int:
-    with fake_card(arch):
+    with fake_gpu(arch):
         problem = call.problem()
         with Meter() as meter:
             found = call.run(budget)

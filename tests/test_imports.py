@@ -137,7 +137,7 @@ ALONE = {
     },
     "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it
     "problem.py": {
-        *("add_product", "operand", "ClassSum", "GradientSums"),  # sums in place
+        *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums that a loop carries
     },
     "recompute.py": {"tma_compatible"},  # arrays of JAX have no strides

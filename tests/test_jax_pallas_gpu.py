@@ -37,7 +37,7 @@ ROUNDING = 4e-3  # of gradients in bfloat16
 # Cases of the contract.
 
 # Of every day: the plain ones, those with all options at once and some more, and the edges, of one dtype but where both
-# take the kernels of every product.
+# take the kernels of every matmul.
 EVERY_DAY = ("16-n123", "strided-n123", "edge-hidden64")
 SHARES = 12  # of them, each a process
 

@@ -232,7 +232,7 @@ def truncated(a: Any, b: Any) -> Any:
 
 @pytest.fixture
 def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `item_of` and `items_of` count in NumPy, for all programs of a card at once."""
+    """Has `item_of` and `items_of` count in NumPy, for all programs of a GPU at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
     monkeypatch.setattr(hopper_gradients, "lax", SimpleNamespace(**numbers))

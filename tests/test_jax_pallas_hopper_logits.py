@@ -14,13 +14,13 @@ from jax_pallas import hopper, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.tile_config import HALF, cdiv, padded
 
-FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
+FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 terms in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a program take several tiles, and store each under the products of the next."""
+    """Has a program take several tiles, and store each under the matmuls of the next."""
     monkeypatch.setattr(hopper, "programs", lambda: 3)
 
 

@@ -251,7 +251,7 @@ def check_at_size(implementation: str, dtype: str) -> None:
 
 
 def unfused_in_float32(x: Array, w: Array, y: Array) -> np.ndarray:
-    """Returns the loss of each row from float32 logits of float32 products."""
+    """Returns the loss of each row from float32 logits of float32 matmuls."""
     with jax.default_matmul_precision("float32"):
         logits = x.astype(jnp.float32) @ w.astype(jnp.float32).T
     return unfused(np.asarray(logits, np.float64), y)
