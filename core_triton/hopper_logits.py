@@ -91,7 +91,7 @@ class ExponentialsIO(NamedTuple):
     """What `exponentials_kernel` reads and writes besides matrices."""
 
     target_ptr: Any
-    anchor_ptr: Any
+    ref_exponent_ptr: Any
     flag_ptr: Any
     sum_ptr: Any
     max_ptr: Any
@@ -124,7 +124,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < sizes.rows
-        anchor = gl.load(io.anchor_ptr + row_ids, mask=inside, other=0.0)
+        ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
@@ -136,7 +136,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             if ((hits >> i) & 1) != 0:  # few quarters have any
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
-            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
             total += gl.sum(exponentials, 1)
             if switches.statistics:
                 top = gl.maximum(top, gl.max(logits, 1))
@@ -156,8 +156,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr,
-    count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
+    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -167,7 +167,7 @@ def exponentials_kernel(
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes)
     tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
     switches: gl.constexpr = ExponentialsSwitches(HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
-    io = ExponentialsIO(target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
+    io = ExponentialsIO(target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
     buffers = ring.a  # never used where nothing is stored
     if STORES:
@@ -191,7 +191,7 @@ def exponentials(
     active: Active,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     flag: At,
     sums: At,
     tops: At | None,
@@ -200,7 +200,7 @@ def exponentials(
     hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, anchor, flag, sums, tops, target_logit, hit, *active
+    pointers = target, ref_exponent, flag, sums, tops, target_logit, hit, *active
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 

@@ -23,14 +23,24 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
-# A tile's sum of exponentials past this has lost touch with its anchor: (30). 2**48 is 33 nats above the target logit;
-# the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
+# Where a tile's sum of exponentials is past this, its reference exponents are too low: (30). 2**48 is 33 nats above the
+# target logit; the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16
+# holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
 NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
 # Of a chunk; its address is a multiple of 4.
-PLACES = ["target_ptr", "anchor_ptr", "top_ptr", "flag_ptr", "ticket_ptr", "sum_ptr", "max_ptr", "target_logit_ptr"]
+PLACES = [
+    "target_ptr",
+    "ref_exponent_ptr",
+    "top_ptr",
+    "flag_ptr",
+    "ticket_ptr",
+    "sum_ptr",
+    "max_ptr",
+    "target_logit_ptr",
+]
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, matmuls of bfloat16 come out wrong: upcast them
 
@@ -204,18 +214,18 @@ def store_target_logit(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class,
-    rows, hidden, classes, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
+    first_class, rows, hidden, classes, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Writes scaled exponentials and the float32 sums of them over each tile's classes: (29).
 
-    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
-    of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES, e (rows, V), times
-    the cap's slope: (31). With STATISTICS also max (class blocks, rows). Sets flag (row blocks,) int32 where a sum is
-    not below SUM_LIMIT: the anchor is too low.
+    Reads x (rows, D), w (V, D) or (D, V), reference exponent (rows,) float32; writes sum (class blocks, rows),
+    target_logit (rows,) of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES,
+    e (rows, V), times the cap's slope: (31). With STATISTICS also max (class blocks, rows). Sets flag (row blocks,)
+    int32 where a sum is not below SUM_LIMIT: the reference exponent is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -228,10 +238,10 @@ def exponentials_kernel(
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
         inside = row_ids < rows
-        anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+        ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+        exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
         out = class_block.to(tl.int64) * rows + row_ids
         total = tl.sum(exponentials, 1)
         tl.store(sum_ptr + out, total, mask=inside)
@@ -254,7 +264,7 @@ def exponentials(
     active: Active,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     flag: At,
     sums: At,
     tops: At | None,
@@ -262,7 +272,7 @@ def exponentials(
     e: Tensor | None,
 ) -> None:
     """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
-    pointers = target, anchor, flag, sums, tops, target_logit
+    pointers = target, ref_exponent, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
@@ -280,19 +290,21 @@ def flagged(flag_ptr, row_blocks):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
     target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Does the flagged row blocks again, in halves of them, under anchors made of their largest logits: (30).
+    """Does the flagged row blocks again, in halves of them, under reference exponents made of their largest logits:
+    (30).
 
     With FINDS it computes their logits and raises top (rows,), -inf before, to the largest. With REDOES it computes the
-    logits again and writes what `exponentials_kernel` does: e, sum, max and target_logit; and the new anchor (rows,).
-    One launch does both: programs draw the numbers of tiles from ticket (2,) int32, zeros before, so that all tiles of
-    the first step are somebody's before the first of the second is, and whoever draws one of these waits for those to
-    be done. No program that has not started is waited for. Most chunks have no flag, and there is nothing to do.
+    logits again and writes what `exponentials_kernel` does: e, sum, max and target_logit; and the new reference
+    exponent (rows,). One launch does both: programs draw the numbers of tiles from ticket (2,) int32, zeros before, so
+    that all tiles of the first step are somebody's before the first of the second is, and whoever draws one of these
+    waits for those to be done. No program that has not started is waited for. Most chunks have no flag, and there is
+    nothing to do.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -327,9 +339,9 @@ def repair_kernel(
                     tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
                 # From L2: other multiprocessors have just raised it.
                 top = tl.load(top_ptr + row_ids, mask=inside, other=0.0, cache_modifier=".cg")
-                anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
-                tl.store(anchor_ptr + row_ids, anchor, mask=inside)
-                exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+                ref_exponent = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+                tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=inside)
+                exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
                 tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
                 if STORES:
                     if HAS_SOFTCAP:
@@ -353,7 +365,7 @@ def repair(
     vocab_chunk: slice,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     top: At,
     flag: At,
     ticket: At,
@@ -365,7 +377,7 @@ def repair(
     redoes: bool,
 ) -> None:
     """Launches `repair_kernel`."""
-    pointers = target, anchor, top, flag, ticket, sums, tops, target_logit
+    pointers = target, ref_exponent, top, flag, ticket, sums, tops, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
 

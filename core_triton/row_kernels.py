@@ -19,7 +19,7 @@ SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough progra
 
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 
-LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anchor; below it the ratio may overflow
+LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's reference; below it the ratio may overflow
 
 
 # A vector's alignment would decide how a block is shared by threads, and so the order of the denominator's sum.
@@ -172,7 +172,7 @@ def pick_kernel(
     row_ptr,
     result_ptr,
     target_logit_ptr,
-    anchor_ptr,
+    ref_exponent_ptr,
     top_ptr,
     hit_ptr,
     hit_first,
@@ -195,10 +195,10 @@ def pick_kernel(
     """Writes the rows row (n,) int64 of input (N, D) to result (n, D), zeros where row_weight (n,) is 0: such a row may
     hold anything.
 
-    Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
-    0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One program owns a row.
-    Where hit is there, int32 of (chunks, halves of row blocks, class blocks) bytes, the bit of the quarter of a half
-    tile's classes that holds the target is set, in bytes from hit_first on.
+    Also writes each row's target logit, NaN where the target (int64) is no class, and the integer reference exponent
+    that it gives, 0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One
+    program owns a row. Where hit is there, int32 of (chunks, halves of row blocks, class blocks) bytes, the bit of the
+    quarter of a half tile's classes that holds the target is set, in bytes from hit_first on.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -222,7 +222,7 @@ def pick_kernel(
         logit = softcap * tanh(logit * (1.0 / softcap))
     finite = is_class & (tl.abs(logit) < float("inf"))
     tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
-    tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+    tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
     tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
@@ -240,7 +240,7 @@ def pick(
     order: At,
     rows: Tensor,
     target_logit: At,
-    anchor: At,
+    ref_exponent: At,
     top: At,
     hit: Tensor | None,
     hit_first: int,
@@ -260,7 +260,7 @@ def pick(
         order,
         rows,
         target_logit,
-        anchor,
+        ref_exponent,
         top,
         hit,
         hit_first,
@@ -315,7 +315,7 @@ def log1p(t):
 def finish_rows_kernel(
     sum_ptr,
     max_ptr,
-    anchor_ptr,
+    ref_exponent_ptr,
     target_logit_ptr,
     target_ptr,
     row_weight_ptr,
@@ -357,13 +357,13 @@ def finish_rows_kernel(
     inside = row_ids < rows
     total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
     total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
-    anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+    ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
-    summand = tl.exp2(target_logit * LOG2_E - anchor)  # the target's own, one of those that `total` is the sum of
+    summand = tl.exp2(target_logit * LOG2_E - ref_exponent)  # the target's own, one of those that `total` is the sum of
     usable = (summand > LEAST_SUMMAND) & (total == total)  # a maximum would hide NaN
     rest = tl.where(usable, tl.maximum(total - summand, 0.0), 0.0)
-    lse = (anchor + tl.log2(total)) * LN_2
+    lse = (ref_exponent + tl.log2(total)) * LN_2
     nll = tl.where(usable, log1p(rest / summand), lse - target_logit)
     lse = tl.where(usable, target_logit + nll, lse)
     prob = tl.where(usable, summand / total, tl.exp2((target_logit - lse) * LOG2_E))  # of the target
@@ -414,7 +414,7 @@ def finish_rows(
     *,
     sums: At,
     tops: At | None,
-    anchor: At,
+    ref_exponent: At,
     target_logit: At,
     target: At,
     row_weight: At,
@@ -435,7 +435,7 @@ def finish_rows(
         (cdiv(n, FINISHED_ROWS),),
         sums,
         tops,
-        anchor,
+        ref_exponent,
         target_logit,
         target,
         row_weight,

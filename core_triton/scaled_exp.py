@@ -1,5 +1,9 @@
-"""Plans A and B with scaled exponentials: each row's exponentials relative to a reference of its own, its anchor
-(MATH.md section 8).
+"""Plans A and B with scaled exponentials: the exponentials of each row relative to a per-row reference.
+
+The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
+2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long as
+the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave the
+range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
 of those. It serves bfloat16 without label smoothing. A chunk of rows takes these steps, in this order:
@@ -35,14 +39,14 @@ class PackedRows(NamedTuple):
     target: Tensor  # int64
     row_weight: Tensor
     count: Tensor  # () int32, how many contribute
-    flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
+    flag: Tensor  # (chunks, row blocks) int32: a block's reference exponents are too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
     # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
     # block holds the target of one of these rows.
     hit: Tensor | None
     target_logit: Tensor
-    anchor: Tensor
-    top: Tensor  # the largest logit of rows whose anchor is too low
+    ref_exponent: Tensor
+    top: Tensor  # the largest logit of rows whose reference exponent is too low
     rho: Tensor
     theta: Tensor
     loss_out: Tensor
@@ -148,7 +152,7 @@ def _scaled_exp(
             config.blocks,
             sums=At(scratch, 0),
             tops=None if rows.top_out is None else At(scratch, config.blocks * n),
-            anchor=At(rows.anchor, start),
+            ref_exponent=At(rows.ref_exponent, start),
             target_logit=At(rows.target_logit, start),
             target=At(rows.target, start),
             row_weight=At(rows.row_weight, start),
@@ -192,7 +196,8 @@ def _scaled_exp(
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
-    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and anchors."""
+    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and reference
+    exponents."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     assert plan.tile is not None
@@ -204,7 +209,7 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         order=At(rows.order, start),
         rows=result,
         target_logit=At(rows.target_logit, start),
-        anchor=At(rows.anchor, start),
+        ref_exponent=At(rows.ref_exponent, start),
         top=At(rows.top, start),
         hit=rows.hit,
         hit_first=start // config.rows * _half_tiles(problem, config.rows),
@@ -226,9 +231,9 @@ def _store_exponentials(
     """Writes a chunk's exponentials e (n, K), if there, their sums over class blocks, which `scratch` holds first,
     (blocks, n), and the targets' logits. If the rows' largest logits are needed, those of class blocks come next.
 
-    Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
-    host does not know which: the launch that sees to it finds nothing to do where none is. Rows past the active ones
-    may be left as they are.
+    Row blocks whose logits leave the range of their reference exponent are done again under one made of their largest
+    logit. The host does not know which: the launch that sees to it finds nothing to do where none is. Rows past the
+    active ones may be left as they are.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
@@ -238,7 +243,7 @@ def _store_exponentials(
         place = first_block * n
         options = {
             "target": At(rows.target, start),
-            "anchor": At(rows.anchor, start),
+            "ref_exponent": At(rows.ref_exponent, start),
             "flag": At(rows.flag, number),
             "sums": At(scratch, place),
             "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
@@ -257,7 +262,7 @@ def _store_exponentials(
             )
         else:
             kernels.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
-    # The new anchors are made of the largest logits of all vocabulary chunks.
+    # The new reference exponents are made of the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:
             kernels.repair(

@@ -211,15 +211,15 @@ def exponentials_epilogue(
 ) -> tuple[Any, Array | None]:
     """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
-    # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
-    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
+    # Masked afterwards: whole and cut tiles then round alike, each logit and its reference exponent once.
+    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("ref_exponent")), piece, 0.0)
     found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
     if switches.largest:
         top = half.masked(capped, piece, -jnp.inf).max(1)
         found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
-    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
+    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
     if not switches.stores:
         return found, None
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
@@ -230,7 +230,7 @@ def exponentials(
     x: Array,
     w: Array,
     bias: Array | None,
-    anchor: Array,
+    ref_exponent: Array,
     target: Array,
     places: Array,
     start: Array | int,
@@ -250,7 +250,7 @@ def exponentials(
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; its first `classes` are classes.
         bias: at least (classes,), or None.
-        anchor: (rows,) float32 integers.
+        ref_exponent: (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
@@ -260,7 +260,7 @@ def exponentials(
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
+    by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
     results = dict.fromkeys(["sums", *["tops"] * largest], tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:

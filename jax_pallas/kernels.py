@@ -1,5 +1,5 @@
 """Pallas kernels for any GPU from Ampere on, by Pallas' Triton backend: the implementation "pallas_triton", and for
-the Hopper kernels too the one that does rows again that left the range of their anchors.
+the Hopper kernels too the one that does rows again that left the range of their reference exponents.
 
 How they are launched is in `triton_launch.py`; core_triton/kernels.py is the same in Triton. A program owns a tile and
 writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by `row_kernels.py` or
@@ -26,7 +26,7 @@ from jax_pallas.row_kernels import (
     Again,
     CallRows,
     Exponentials,
-    repaired_anchor,
+    repaired_ref_exponent,
 )
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
@@ -166,9 +166,11 @@ def exponential(logits: Array, reference: Array) -> Array:
     return jnp.exp2((logits - reference) * LOG2_E)
 
 
-def store_exponentials(matmul: Matmul, part: LogitsTile, anchor: Array, io: ExponentialsIO, first_row: Any = 0) -> None:
-    """Writes what is asked for of a tile of logits under anchors (block_n,)."""
-    reference = anchor * LN_2
+def store_exponentials(
+    matmul: Matmul, part: LogitsTile, ref_exponent: Array, io: ExponentialsIO, first_row: Any = 0
+) -> None:
+    """Writes what is asked for of a tile of logits under reference exponents (block_n,)."""
+    reference = ref_exponent * LN_2
 
     def put_target(logit: Array, owns: Array) -> None:
         for ref, value in ((io.target_exp_ref, exponential(logit, reference)), (io.target_logit_ref, logit)):
@@ -186,7 +188,7 @@ def store_exponentials(matmul: Matmul, part: LogitsTile, anchor: Array, io: Expo
 
 
 def exponentials_kernel(
-    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
+    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, ref_exponent_ref: Any, target_ref: Any,
     *results: Any,
 ) -> None:  # fmt: skip
     """Writes what is asked for of `ExponentialsIO`: (29), (31). A program owns a tile."""
@@ -194,11 +196,11 @@ def exponentials_kernel(
     part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
     if io.top_ref is not None:
         store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
-    store_exponentials(matmul, part, load(anchor_ref, part.row, mask=part.inside), io)
+    store_exponentials(matmul, part, load(ref_exponent_ref, part.row, mask=part.inside), io)
 
 
 def exponentials(
-    x: Array, w: Array, bias: Array | None, anchor: Array, target: Array, start: Array | int, *, rows: int,
+    x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
     classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -206,7 +208,7 @@ def exponentials(
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
-        bias, anchor: at least (classes,) float32, or None; (rows,) float32 integers.
+        bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of, in one place.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are wanted.
@@ -218,7 +220,9 @@ def exponentials(
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
     results = stored, by_block, by_block if largest else None, of_target, of_target
-    return Exponentials(*matmul.run(exponentials_kernel, (start,), (x, w, bias, anchor, target), results, matmul.tiles))
+    return Exponentials(
+        *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
+    )
 
 
 FINDS, REDOES = 1, 2  # steps of a repair. Not 0: XLA launches a kernel to write scalars that are all 0
@@ -235,7 +239,7 @@ def repair_kernel(
     repair: Repair, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, target_ref: Any, flag_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Does the flagged row blocks of a chunk again, under anchors made of their largest logits: (30).
+    """Does the flagged row blocks of a chunk again, under reference exponents made of their largest logits: (30).
 
     The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch. FINDS
     raises top (P,), -inf before, to the largest logits. REDOES computes the logits again and writes what
@@ -257,10 +261,10 @@ def repair_kernel(
 
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
-            anchor = repaired_anchor(load(top_ref, at, mask=part.inside))
+            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
             sum_ref, target_exp_ref, target_logit_ref = results
             io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref)
-            store_exponentials(matmul, part, anchor, io, first_row)
+            store_exponentials(matmul, part, ref_exponent, io, first_row)
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs

@@ -20,8 +20,8 @@ from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
-# A row's sum is done again where it leaves these: far inside float32's range, far outside of what anchors near the
-# largest logit give.
+# A row's sum is done again where it leaves these: far inside float32's range, far outside of what reference exponents
+# near the largest logit give.
 LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
 
 SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
@@ -38,9 +38,10 @@ class CallRows(NamedTuple):
 
     target: Array  # int32, -1 where it is no class or there is no row
     row_weight: Array  # 0 where there is no row
-    anchor: Array  # inf where there is no row: its exponentials are zeros
-    top: Array  # the largest logit of rows whose anchor is too low, -inf before it is found
-    flag: Array  # (chunks * (1 + row blocks),) int32: of each chunk, whether any anchor is too low, and of which blocks
+    ref_exponent: Array  # inf where there is no row: its exponentials are zeros
+    top: Array  # the largest logit of rows whose reference exponent is too low, -inf before it is found
+    # (chunks * (1 + row blocks),) int32: of each chunk, whether any reference exponent is too low, and in which blocks.
+    flag: Array
     loss: Array
     lse: Array
     target_logit: Array  # NaN where the target is no class
@@ -112,12 +113,12 @@ class Pick(NamedTuple):
 
 
 def pick_kernel(
-    pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any,
+    pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, ref_exponent_ref: Any,
     top_ref: Any, flag_ref: Any, held_ref: Any, *_: Any,
 ) -> None:  # fmt: skip
-    """Writes a row of held, zeros where it does not contribute: it may hold anything. Also the integer anchor that its
-    target gives, 0 where it gives none: (29); -inf to top, and a zero to flag. A program owns a row. The other results
-    are only made here: those of `finish_rows_kernel`, which it writes a chunk at a time."""
+    """Writes a row of held, zeros where it does not contribute: it may hold anything. Also the integer reference
+    exponent that its target gives, 0 where it gives none: (29); -inf to top, and a zero to flag. A program owns a row.
+    The other results are only made here: those of `finish_rows_kernel`, which it writes a chunk at a time."""
     row, (tokens, hidden) = pl.program_id(0), x_ref.shape
     target, contributes = target_ref[row], row_weight_ref[row] != 0
     x_row, y = lax.min(row, jnp.int32(tokens - 1)), lax.max(target, jnp.int32(0))
@@ -139,9 +140,9 @@ def pick_kernel(
     if pick.softcap is not None:
         logit = pick.softcap * jnp.tanh(logit / pick.softcap)
     usable = (target >= 0) & (jnp.abs(logit) < jnp.inf)
-    anchor = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
+    ref_exponent = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
     place = arange(row, 1)
-    store(anchor_ref, place, values=jnp.full(1, jnp.where(row < tokens, anchor, jnp.inf)), mask=place >= 0)
+    store(ref_exponent_ref, place, values=jnp.full(1, jnp.where(row < tokens, ref_exponent, jnp.inf)), mask=place >= 0)
     store(top_ref, place, values=jnp.full(1, -jnp.inf, jnp.float32), mask=place >= 0)
     store(flag_ref, place, values=jnp.zeros(1, jnp.int32), mask=place < flag_ref.shape[0])
 
@@ -161,8 +162,8 @@ def pick(
     operands = target, row_weight, x, problem.linear_weight, problem.linear_bias
     made = *(of_row for _ in range(3)), of_row if largest else None, of_row if gradients else None
     results = of_row, of_row, flag, held, *made
-    anchor, top, flag, held, *made = run(pick_kernel, known, operands, results, (size,), warps=4, stages=1)
-    return CallRows(target, row_weight, anchor, top, flag, *made), held
+    ref_exponent, top, flag, held, *made = run(pick_kernel, known, operands, results, (size,), warps=4, stages=1)
+    return CallRows(target, row_weight, ref_exponent, top, flag, *made), held
 
 
 def column_sums(ref: Any, row: Array, wanted: Any = True) -> Array:
@@ -234,7 +235,7 @@ class FinishRows(NamedTuple):
 def finish_rows_kernel(
     known: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
     target_logit_ref: Any, target_places_ref: Any, again_sum_ref: Any, again_exp_ref: Any, again_logit_ref: Any,
-    target_ref: Any, row_weight_ref: Any, anchor_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
+    target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
     """Finishes a chunk's rows: loss, lse, target_logit and, if there, the largest logit, zeros for rows of row_weight
@@ -261,17 +262,17 @@ def finish_rows_kernel(
     again = inside & flagged
     total = load(total_ref, row, mask=inside)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
-    anchor = load(anchor_ref, at, mask=inside)
-    new_anchor = repaired_anchor(load(top_ref, at, mask=again))
+    ref_exponent = load(ref_exponent_ref, at, mask=inside)
+    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again))
     first, has = jnp.zeros_like(row), again & is_class
     new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (again_exp_ref, again_logit_ref))
-    total, anchor = jnp.where(again, new_total, total), jnp.where(again, new_anchor, anchor)
+    total, ref_exponent = jnp.where(again, new_total, total), jnp.where(again, new_ref_exponent, ref_exponent)
     target_exp = jnp.where(again, new_exp, target_exp)
     target_logit = jnp.where(is_class, jnp.where(again, new_logit, target_logit), jnp.nan)
 
     has_nan = total != total
     total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
-    nll, lse = nll_and_lse(total, target_exp, target_logit, anchor * LN_2, jnp.log(total))
+    nll, lse = nll_and_lse(total, target_exp, target_logit, ref_exponent * LN_2, jnp.log(total))
     nll, lse = (jnp.where(total == total, value, jnp.nan) for value in (nll, lse))  # maxima hide NaN on a GPU
     kept = jnp.where(is_class, row_weight, jnp.nan)  # no class: the whole row is NaN
     if class_weight_ref is not None:
@@ -312,8 +313,8 @@ def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
     lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), step, None)
 
 
-def repaired_anchor(top: Array) -> Array:
-    """Returns the anchors of rows that are done again, of their largest logits: (30)."""
+def repaired_ref_exponent(top: Array) -> Array:
+    """Returns the reference exponents of rows that are done again, of their largest logits: (30)."""
     return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
 
 
@@ -328,7 +329,7 @@ def finish_rows(
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     known = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
-    of_call = rows.target, rows.row_weight, rows.anchor, rows.top, rows.flag, problem.class_weight
+    of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)
     results, in_place = (*written, rho), sum(array is not None for array in written)

@@ -1,9 +1,13 @@
-"""Plans A and B with scaled exponentials: each row's exponentials relative to a reference of its own, its anchor
-(MATH.md section 8).
+"""Plans A and B with scaled exponentials: the exponentials of each row relative to a per-row reference.
+
+The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
+2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long as
+the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave the
+range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. `row_kernels.pick` first computes the anchors of all rows and
-copies the rows of the input that contribute. Then a chunk of rows takes these steps, in this order:
+of those. It serves bfloat16 without label smoothing. `row_kernels.pick` first computes the reference exponents of all
+rows and copies the rows of the input that contribute. Then a chunk of rows takes these steps, in this order:
 
     exponentials and their sums                           `_store_exponentials`
     loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
@@ -168,15 +172,15 @@ def _store_exponentials(
     """Returns a chunk's exponentials e (n, padded(K)), if stored, and what their sums and its targets give; x holds its
     rows from place[FIRST_OF_X] on.
 
-    The chunk may go on past the last row: exponentials under an anchor of inf are zeros. The Hopper kernels may add
-    further rows of zeros to e.
+    The chunk may go on past the last row: exponentials under a reference exponent of inf are zeros. The Hopper kernels
+    may add further rows of zeros to e.
 
-    Row blocks with a sum that leaves the range are done again under anchors made of their largest logits. The host does
-    not know which: the launches that see to it find nothing to do where none is.
+    Row blocks with a sum that leaves the range are done again under reference exponents made of their largest logits.
+    The host does not know which: the launches that see to it find nothing to do where none is.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     part = Piece(chunk.start, size, None)
-    arrays = x, problem.linear_weight, bias, part.of(rows.anchor), part.of(rows.target)
+    arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
     options = {**known(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)

@@ -171,7 +171,7 @@ def run_fewer_rows(*names: str) -> None:
         say_judged(smaller, make_arrays(smaller))
 
 
-# Anchors that have to be repaired.
+# Reference exponents that have to be repaired.
 
 REPAIRED = (
     Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
@@ -181,7 +181,7 @@ REPAIRED = (
     Case(name="far-frozen_weight", logit_std=60.0, frozen=("linear_weight",), vocab=300),
     Case(name="far-frozen_input", logit_std=60.0, frozen=("input",), tight_memory=True, lead=(150,)),
 )
-LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that an anchor stands
+LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that a reference exponent stands
 
 
 def run_repair(which: Literal["quick", "more"]) -> None:
@@ -198,7 +198,7 @@ def run_repair(which: Literal["quick", "more"]) -> None:
 
 
 def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
-    """Returns the rows whose anchors are too low, which is why their block has to be done again."""
+    """Returns the rows whose reference exponents are too low, which is why their block has to be done again."""
     arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
     result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()

@@ -58,8 +58,8 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/kernels.py",
-        "\n        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])",
-        "\n        exponentials = tl.exp2(logits * LOG2_E + anchor[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E + ref_exponent[:, None])",
         TABLE,
     ),
     Mutation(
@@ -214,8 +214,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
-        'LOG2_E - half.of_rows("anchor")',
-        'LOG2_E + half.of_rows("anchor")',
+        'LOG2_E - half.of_rows("ref_exponent")',
+        'LOG2_E + half.of_rows("ref_exponent")',
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
     Mutation(

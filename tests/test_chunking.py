@@ -163,7 +163,7 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @st.composite
-def anchored(draw: st.DrawFn) -> dict[str, Any]:
+def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_scaled_exp` but for the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_scaled_exp)}
     options["d_input"] &= options["stores"]
@@ -198,8 +198,8 @@ MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budge
 
 
 @settings(max_examples=200)
-@given(anchored(), *MORE)
-def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
+@given(scaled_exp_arguments(), *MORE)
+def test_scaled_exp_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
     budget = refusal(core_triton.tile_config.choose_scaled_exp, options) + times * more
     config = core_triton.tile_config.choose_scaled_exp(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
@@ -239,7 +239,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 @given(st.data(), st.sampled_from(("choose_scaled_exp", "choose_recomputed")))
 def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
     choose = getattr(core_triton.tile_config, name)
-    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
+    options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     least = refusal(choose, options)
     choose(**options, budget=least)
     with pytest.raises(ValueError, match=f"memory_budget must be at least {least} bytes .* got {least - 1}"):
@@ -252,7 +252,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     data: st.DataObject, name: str, times: int, more: int, yet_more: int
 ) -> None:
     choose = getattr(core_triton.tile_config, name)
-    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
+    options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
         options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
     else:
@@ -290,10 +290,10 @@ def test_models_fit_the_budgets_of_the_kernels(
             "block_v": 256,
         }
         # Matmuls of fewer rows would leave a GPU idle.
-        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
-        anchored_options |= common | {"statistics": statistics, "programs": programs}
-        anchored_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
-        plan_a = core_triton.tile_config.choose_scaled_exp(**anchored_options, budget=budget)
+        scaled_exp_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
+        scaled_exp_options |= common | {"statistics": statistics, "programs": programs}
+        scaled_exp_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
+        plan_a = core_triton.tile_config.choose_scaled_exp(**scaled_exp_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):

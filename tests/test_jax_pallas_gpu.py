@@ -158,7 +158,7 @@ def repeats_bit_for_bit_within_its_budget() -> None:
 
 
 @checked
-def anchors_that_are_too_low_are_repaired() -> None:
+def reference_exponents_that_are_too_low_are_repaired() -> None:
     x, w, y = drawn(500, 128, 3000)
     x = x * 200  # targets far below the largest logits
     assert_close(loss_and_gradients()(x, w, y), exact(x, w, y))

@@ -72,7 +72,7 @@ class Call:
             "w": jnp.array(w.T if self.vocab_axis else w, self.dtype),
             "bias": jnp.array(random.normal(size=self.vocab), jnp.float32),
             "class_weight": jnp.array(random.uniform(size=self.vocab), jnp.float32),
-            "anchor": jnp.array(random.integers(-3, 3, self.rows), jnp.float32),
+            "ref_exponent": jnp.array(random.integers(-3, 3, self.rows), jnp.float32),
             "target": jnp.array(random.integers(-2, self.vocab, self.rows), jnp.int32),
             "contributes": jnp.array(random.uniform(size=self.rows) < 0.8),
         }
@@ -140,7 +140,15 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
     found = hopper_logits.exponentials(
-        drawn["x"], drawn["w"], bias, drawn["anchor"], target, places, jnp.int32(call.start), **call.options, **options
+        drawn["x"],
+        drawn["w"],
+        bias,
+        drawn["ref_exponent"],
+        target,
+        places,
+        jnp.int32(call.start),
+        **call.options,
+        **options,
     )
     row = jnp.arange(call.rows)
     place = places[row // HALF, target.clip(0) // hopper.BLOCK_V].clip(0)
@@ -168,7 +176,7 @@ def test_exponentials(name: str) -> None:
     assert e is not None
     assert tops is not None
     logits = call.logits(drawn)
-    exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
     close(tops, logits.max(1), FLOAT32)
     check_targets(target, (of_target[0], of_target[1]), exponentials, logits)
@@ -186,7 +194,7 @@ def test_sums_alone(name: str) -> None:
     e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, largest=False)
     assert e is None
     assert tops is None
-    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
 
 
@@ -200,7 +208,7 @@ def test_masked_classes_and_rows_of_nan() -> None:
     assert e is not None
     others = np.delete(np.arange(call.rows), [3, 7])
     with np.errstate(invalid="ignore"):
-        exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+        exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums[others], exponentials.sum(1)[others], FLOAT32)
     assert not e[others, ::3].any()
     assert jnp.isnan(sums[3])
@@ -328,7 +336,7 @@ def test_rows_that_do_not_contribute_may_hold_nan() -> None:
 
     @jax.jit
     def run(x: Array) -> Array:
-        rows = (drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None, contributes)
+        rows = (drawn["target"], drawn["ref_exponent"], drawn["alpha"], drawn["tau"], None, None, contributes)
         return hopper_logits.d_logits(x, w, None, None, *rows, 0, 0, 0, **call.options)
 
     one, other = (run(jnp.where(contributes[:, None], drawn["x"], value)) for value in (jnp.nan, 0))

@@ -90,7 +90,7 @@ class Problem:
             logits = case.softcap * np.tanh(logits / case.softcap)
             self.slope = 1 - (logits / case.softcap) ** 2
         self.logits = logits
-        self.anchor = np.ceil(logits.max(1) * LOG2_E).astype(np.float32) - rng.integers(0, 5, ROWS)
+        self.ref_exponent = np.ceil(logits.max(1) * LOG2_E).astype(np.float32) - rng.integers(0, 5, ROWS)
         self.rng = rng
 
 
@@ -105,11 +105,11 @@ def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None
 
 
 def exponentials(
-    problem: "Problem", anchor: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
+    problem: "Problem", ref_exponent: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
 ) -> Any:
     """Returns e, and of all blocks together the sums and the largest logits; and what the targets have."""
     target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
-    found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(anchor), target, start, **options)
+    found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(ref_exponent), target, start, **options)
     top = None if found.tops is None else found.tops.max(0)
     return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0]
 
@@ -121,11 +121,11 @@ def test_exponentials(case: Case) -> None:
     @jax.jit
     def run(start: jax.Array) -> Any:
         options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
-        return exponentials(problem, problem.anchor, start, bias=problem.bias, target=target, **options)
+        return exponentials(problem, problem.ref_exponent, start, bias=problem.bias, target=target, **options)
 
     target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
     e, sums, tops, target_exp, target_logit = run(jnp.int32(START))
-    expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
+    expected = np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
     assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
@@ -144,10 +144,10 @@ def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
-    e, sums, tops, *_ = exponentials(problem, problem.anchor, START, **options)
+    e, sums, tops, *_ = exponentials(problem, problem.ref_exponent, START, **options)
     assert e is None
     assert tops is None
-    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def called(tokens: int, target: Any, flag: Any) -> CallRows:
@@ -174,8 +174,8 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens)
 
     rows, e, again = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
-    anchor = np.floor(problem.logits.max(1) * LOG2_E)
-    expected = np.exp2(problem.logits * LOG2_E - anchor[:, None])
+    ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
+    expected = np.exp2(problem.logits * LOG2_E - ref_exponent[:, None])
     judge("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
     assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
     judge("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
@@ -210,9 +210,9 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
     bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
     known = {**case.known, "classes": case.classes}
-    anchor = jnp.zeros(ROWS)
+    ref_exponent = jnp.zeros(ROWS)
     problem.x = x
-    e, sums, *_ = exponentials(problem, anchor, START, bias=bias, stores=True, largest=False, **known)
+    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **known)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
@@ -325,13 +325,13 @@ def test_vmap_runs_one_after_the_other() -> None:
     problem = Problem(case)
     options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
 
-    def run(anchor: jax.Array) -> jax.Array:
-        return exponentials(problem, anchor, START, **options)[1]
+    def run(ref_exponent: jax.Array) -> jax.Array:
+        return exponentials(problem, ref_exponent, START, **options)[1]
 
-    anchors = jnp.asarray(problem.anchor) + jnp.arange(2.0)[:, None]
-    sums = jax.vmap(run)(anchors)
+    ref_exponents = jnp.asarray(problem.ref_exponent) + jnp.arange(2.0)[:, None]
+    sums = jax.vmap(run)(ref_exponents)
     judge("sums", sums[1] * 2, wide(sums[0]), 1e-7)
-    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def test_limits() -> None:

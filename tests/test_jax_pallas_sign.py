@@ -174,11 +174,11 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     x, w, y = exact(160, 700)
     logits = logits_of(x, w)
     y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
-    anchor = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
+    ref_exponent = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
     known: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
     known |= {"interpret": True}
     places = hopper_logits.chunk_places(y, 700, 160, 1)[0]
-    found = hopper_logits.exponentials(x, w, None, anchor, y, places, 0, stores=False, largest=False, **known)
+    found = hopper_logits.exponentials(x, w, None, ref_exponent, y, places, 0, stores=False, largest=False, **known)
     at, has = (np.arange(160), np.maximum(y, 0)), np.asarray(y) >= 0
     row = jnp.arange(160)
     place = places[row // 64, y.clip(0) // 192].clip(0)
@@ -187,7 +187,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
         jnp.where(has, value[place, row], 0.0) for value in (found.target_exp, found.target_logit)
     )
     assert (target_logit == np.where(has, logits[at], 0)).all()
-    wanted = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(anchor)), 0)
+    wanted = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(ref_exponent)), 0)
     np.testing.assert_allclose(target_exp, wanted, rtol=1e-3, atol=1e-30)
     assert (sums >= target_exp).all()
     found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, target=y, **known)

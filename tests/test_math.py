@@ -1,4 +1,5 @@
-"""The chunked, vocabulary-split, anchored and power-of-two forms of MATH.md against the reference, in float64."""
+"""The chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md against the reference, in
+float64."""
 
 from itertools import pairwise
 from typing import Any
@@ -97,14 +98,14 @@ def test_four_coefficients_a_row_and_vocab_chunks_give_the_gradients() -> None:
         np.testing.assert_allclose(d_weight, want.d_weight, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("anchor", [-60, 0, 70])
+@pytest.mark.parametrize("ref_exponent", [-60, 0, 70])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_anchored_exponentials_give_loss_and_gradients(anchor: int, softcap: float | None) -> None:
+def test_scaled_exponentials_give_loss_and_gradients(ref_exponent: int, softcap: float | None) -> None:
     spec = LossSpec("sum", z_loss_weight=0.02, softcap=softcap, logit_scale=0.6)
     arrays, t = problem(14), np.random.default_rng(14).standard_normal(N)
     z, y, x, w = logits_of(arrays, spec), arrays["target"], arrays["input"], arrays["linear_weight"]
     want = reference_loss(**arrays, token_weight=t, spec=spec)
-    k = np.round(z.max(axis=1) * np.log2(np.e)).astype(int) + anchor + np.arange(N) % 5
+    k = np.round(z.max(axis=1) * np.log2(np.e)).astype(int) + ref_exponent + np.arange(N) % 5
     e = np.exp2(z * np.log2(np.e) - k[:, None])  # (29), unrounded: the identities are exact
     lse = (k + np.log2(e.sum(axis=1))) * np.log(2)
     slope = np.ones_like(z) if softcap is None else 1 - (z / softcap) ** 2
