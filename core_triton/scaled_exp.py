@@ -1,9 +1,9 @@
 """Plans A and B with scaled exponentials: the exponentials of each row relative to a per-row reference.
 
 The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
-2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long as
-the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave the
-range are computed again with k from the largest logit.
+2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
+as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
+the range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
 of those. It serves bfloat16 without label smoothing. A chunk of rows takes these steps, in this order:

@@ -45,47 +45,54 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
-class Shares(NamedTuple):
-    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
+class StreamKSchedule(NamedTuple):
+    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+
+    d_input has few tiles, and each is a sum over all classes. Whole tiles alone would leave programs idle.
 
     Args:
-        rounds: whole tiles that each program takes first.
-        rest: tiles left, which are cut along the classes.
-        cuts: programs that take an equal part of each of them.
-        head: steps that those parts cover.
-        steps: of a whole tile.
-        spare: programs that divide the steps after the head of all cut tiles.
+        full_waves: whole tiles that each program computes first, data-parallel.
+        split_tiles: tiles that are left. They are split along the classes.
+        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_iters: iterations of each split tile that those parts cover.
+        iters_per_tile: iterations of a whole tile.
+        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+
+    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+    GPU", 2023. An iteration is one step of a matmul's inner loop.
     """
 
-    rounds: int
-    rest: int
-    cuts: int
-    head: int
-    steps: int
-    spare: int
+    full_waves: int
+    split_tiles: int
+    split_factor: int
+    split_iters: int
+    iters_per_tile: int
+    stream_k_programs: int
 
     @property
-    def slots(self) -> int:
-        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
-        if self.cuts * self.rest == self.rest and self.head == self.steps:
+    def partial_tiles(self) -> int:
+        """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
+        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
             return 0
-        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+        fixed_split = self.split_factor * self.split_tiles
+        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
 
 
-LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 
-def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares:
-    """Returns how `programs` programs share `tiles` tiles of `steps` steps; without `cut` in whole tiles."""
-    rounds, rest = divmod(tiles, programs)
-    if not (rest and cut):
-        return Shares(rounds, rest, int(rest > 0), steps, steps, 0)
-    cuts = min(programs // rest, steps)
-    spare, head = programs - cuts * rest, steps
-    if spare >= LEAST_SPARE:
-        head = max(cuts, round(steps * cuts * rest / programs))
-    spare = min(spare, (steps - head) * rest)
-    return Shares(rounds, rest, cuts, head, steps, spare)
+def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_tiles: bool) -> StreamKSchedule:
+    """Returns how `programs` programs divide `tiles` tiles of `iters_per_tile` iterations: in whole tiles unless
+    `splits_tiles`."""
+    full_waves, split_tiles = divmod(tiles, programs)
+    if not (split_tiles and splits_tiles):
+        return StreamKSchedule(full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0)
+    split_factor = min(programs // split_tiles, iters_per_tile)
+    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
+    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
+        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
+    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
+    return StreamKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs)
 
 
 # Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
@@ -109,7 +116,7 @@ class ScaledExpConfig:
         rows: of a chunk.
         d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
             kernel.
-        cut: d_input's tiles may be cut along the classes.
+        splits_tiles: d_input's tiles may be split along the classes: `StreamKSchedule`.
         head_rows: of the head that a matmul takes at a time: all, unless they must be converted.
         blocks: of classes, each with its own partial sums.
         scratch: float32 elements for partial sums and matmuls, which live one after the other.
@@ -118,7 +125,7 @@ class ScaledExpConfig:
 
     rows: int
     d_input_rows: int
-    cut: bool
+    splits_tiles: bool
     head_rows: int
     blocks: int
     scratch: int
@@ -129,8 +136,8 @@ ROW_BLOCK = 128
 
 D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS splits them along the vocabulary
 
-# Rows of the kernel's tile of d_input, and whether tiles may be cut: the wider tile is faster, the narrower takes half
-# the memory where tiles are cut, and whole tiles take none, but idle programs.
+# Rows of the kernel's tile of d_input, and whether tiles may be split. The wider tile is faster. The narrower one takes
+# half the memory where tiles are split. Whole tiles take no memory but leave programs idle.
 TILE_ROWS = ((256, True), (128, True), (128, False))
 
 CONVERTED_BYTES = 2**25
@@ -185,28 +192,29 @@ def choose_scaled_exp(
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
 
-    def d_input_elements(rows: int, tile_rows: int, cut: bool) -> int:
+    def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if not programs:
             return hidden * (rows if converts else min(rows, D_INPUT_ROWS))
-        steps, slots = -(-classes // D_INPUT_STEP), 0
+        iters_per_tile, partial_tiles = -(-classes // D_INPUT_STEP), 0
         for size in {rows, tokens % rows or rows}:
             d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
-            slots = max(slots, choose_shares(d_tiles, steps, programs, cut=cut).slots)
-        return slots * tile_rows * D_BLOCK
+            schedule = choose_schedule(d_tiles, iters_per_tile, programs, splits_tiles=splits_tiles)
+            partial_tiles = max(partial_tiles, schedule.partial_tiles)
+        return partial_tiles * tile_rows * D_BLOCK
 
-    def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> ScaledExpConfig:
+    def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
         d_input_rows = tile_rows if programs else rows if converts else min(rows, D_INPUT_ROWS)
-        d_input_scratch = d_input_elements(rows, tile_rows, cut) if d_input else 0
+        d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
         size = fixed + itemsize * hidden * head_rows * converts
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
-        return ScaledExpConfig(rows, d_input_rows, cut, head_rows, blocks, scratch, size)
+        return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def largest(*choice: Any) -> ScaledExpConfig | None:
         """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
-        the exponentials leave room, then ever fewer of them: the memory of cut tiles does not grow with rows."""
+        the exponentials leave room, then ever fewer of them: the memory of split tiles does not grow with rows."""
         chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
         densely = chunks + 16
         while True:
@@ -235,7 +243,7 @@ def choose_scaled_exp(
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    fitting = [found for found in fitting if found.cut] or fitting
+    fitting = [found for found in fitting if found.splits_tiles] or fitting
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
 

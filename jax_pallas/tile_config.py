@@ -74,79 +74,98 @@ def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `item_of`.
+class StreamKSchedule:
+    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+
+    d_input has few tiles, and each is a sum over all classes. Whole tiles alone would leave programs idle.
 
     Args:
-        tile_rows: rows of a tile, of 128 columns of D.
-        rounds: whole tiles that each program takes first.
-        rest: tiles left, which are cut along the classes.
-        cuts: programs that take an equal part of each of them.
-        head: steps that those parts cover.
-        steps: of a whole tile.
-        spare: programs that divide the steps after the head of all cut tiles.
+        tile_rows: rows of a tile. It has 128 columns of D.
+        full_waves: whole tiles that each program computes first, data-parallel.
+        split_tiles: tiles that are left. They are split along the classes.
+        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_iters: iterations of each split tile that those parts cover.
+        iters_per_tile: iterations of a whole tile.
+        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+
+    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+    GPU", 2023. An iteration is one step of a matmul's inner loop.
     """
 
     tile_rows: int
-    rounds: int
-    rest: int
-    cuts: int
-    head: int
-    steps: int
-    spare: int
+    full_waves: int
+    split_tiles: int
+    split_factor: int
+    split_iters: int
+    iters_per_tile: int
+    stream_k_programs: int
 
     @property
-    def slots(self) -> int:
-        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
-        if self.cuts * self.rest == self.rest and self.head == self.steps:
+    def partial_tiles(self) -> int:
+        """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
+        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
             return 0
-        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+        fixed_split = self.split_factor * self.split_tiles
+        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
 
     @property
     def bytes(self) -> int:
-        return 4 * self.slots * D_BLOCK * self.tile_rows
+        return 4 * self.partial_tiles * D_BLOCK * self.tile_rows
 
     @property
     def cost(self) -> float:
-        """An estimate of the time, in steps of one row of a tile, that orders what was measured on an H200.
+        """An estimate of the time, in iterations of one row of a tile. It orders schedules as measured on an H200.
 
-        A step costs 16 rows more than its own: narrow tiles read more for each matmul. Tails are read out of step
-        with the heads; and partial tiles are written and read.
+        An iteration costs 16 rows more than its own, because narrow tiles read more for each matmul. Iterations of the
+        stream-K programs read other classes than the fixed split does at the time. Partial tiles are written and read.
         """
-        tail = self.steps - self.head
-        part = max(cdiv(self.head, max(self.cuts, 1)), cdiv(tail * self.rest, max(self.spare, 1)))
-        longest = (self.tile_rows + 16) * (self.rounds * self.steps + (part if self.rest else 0))
-        return longest * (1 + 0.1 * tail / self.steps) + self.bytes / 6000
+        stream_k_iters = self.iters_per_tile - self.split_iters
+        part = max(
+            cdiv(self.split_iters, max(self.split_factor, 1)),
+            cdiv(stream_k_iters * self.split_tiles, max(self.stream_k_programs, 1)),
+        )
+        longest = (self.tile_rows + 16) * (self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0))
+        return longest * (1 + 0.1 * stream_k_iters / self.iters_per_tile) + self.bytes / 6000
 
 
-LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 TILE_ROWS = range(256, 120, -8)
 
 
-def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool, many: int) -> Shares:
-    """Returns how `many` programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
-    steps = cdiv(classes, STEP)
-    rounds, rest = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), many)
-    if not (rest and cuts_tiles):
-        return Shares(tile_rows, rounds, rest, int(rest > 0), steps, steps, 0)
-    cuts = min(many // rest, steps)
-    spare, head = many - cuts * rest, steps
-    if spare >= LEAST_SPARE:
-        head = max(cuts, round(steps * cuts * rest / many))
-    return Shares(tile_rows, rounds, rest, cuts, head, steps, min(spare, (steps - head) * rest))
+def schedule_of(
+    rows: int, hidden: int, classes: int, tile_rows: int, splits_tiles: bool, programs: int
+) -> StreamKSchedule:
+    """Returns how `programs` programs divide tiles of `tile_rows` rows: in whole tiles unless `splits_tiles`."""
+    iters_per_tile = cdiv(classes, STEP)
+    full_waves, split_tiles = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), programs)
+    if not (split_tiles and splits_tiles):
+        return StreamKSchedule(
+            tile_rows, full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0
+        )
+    split_factor = min(programs // split_tiles, iters_per_tile)
+    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
+    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
+        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
+    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
+    return StreamKSchedule(
+        tile_rows, full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs
+    )
 
 
-def choose_shares(rows: int, hidden: int, classes: int, most: int | None, many: int) -> Shares:
-    """Returns how `many` programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
-    choices = [cut(rows, hidden, classes, *choice, many) for choice in itertools.product(TILE_ROWS, (False, True))]
-    return min((shares for shares in choices if most is None or shares.bytes <= most), key=lambda shares: shares.cost)
+def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> StreamKSchedule:
+    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
+    choices = [
+        schedule_of(rows, hidden, classes, *choice, programs) for choice in itertools.product(TILE_ROWS, (False, True))
+    ]
+    fitting = (schedule for schedule in choices if most is None or schedule.bytes <= most)
+    return min(fitting, key=lambda schedule: schedule.cost)
 
 
-def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many: int) -> int:
-    """Returns the bytes that `d_input` takes beside its arguments, by `many` programs; `most` is its argument of that
-    name."""
-    return choose_shares(rows, hidden, classes, most, many).bytes
+def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
+    """Returns the bytes that `d_input` takes beside its arguments, by `programs` programs; `most` is its argument of
+    that name."""
+    return choose_schedule(rows, hidden, classes, most, programs).bytes
 
 
 # Of a row, for its target's logit and summand: each of `TARGET_PLACES` tiles that hold a target has a place for all of

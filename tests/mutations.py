@@ -122,7 +122,7 @@ TRITON_KERNELS = (
         "core_triton/tile_config.py",
         "divmod(tiles, programs)",
         "divmod(tiles, programs + 1)",
-        tests("chunking", "shares"),
+        tests("chunking", "schedules"),
     ),
 )
 TORCH_ROWS = (
@@ -238,9 +238,9 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/tile_config.py",
-        "min(many // rest, steps)",
-        "many // rest",
-        tests("jax_pallas_hopper_gradients", "shares_cover"),
+        "min(programs // split_tiles, iters_per_tile)",
+        "programs // split_tiles",
+        tests("jax_pallas_hopper_gradients", "schedules_cover"),
     ),
     Mutation(
         "jax_pallas/target_kernels.py",

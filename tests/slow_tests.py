@@ -199,8 +199,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_jax_pallas_hopper_gradients.py": (
         "test_d_weight_of_a_vocab_chunk[37-0]",
         "test_d_weight[few steps-True]",
-        "test_d_input[cut]",
-        # Parts and a cut last step are also in the transposed case.
+        "test_d_input[split]",
+        # Parts and a partial last step are also in the transposed case.
         "test_d_weight[many steps-False]",
     ),
     "test_jax_pallas_recompute.py": (

@@ -254,7 +254,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     choose = getattr(core_triton.tile_config, name)
     options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
-        options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
+        options |= {"programs": 0, "converts": False}  # split tiles and wide chunks of the head are worth some rows
     else:
         options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks too
     budget = refusal(choose, options) + times * more
@@ -264,13 +264,13 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
 
 
 @given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
-def test_shares_divide_all_tiles(tiles: int, steps: int, programs: int, cut: bool) -> None:
-    shares = core_triton.tile_config.choose_shares(tiles, steps, programs, cut=cut)
-    assert shares.rounds * programs + shares.rest == tiles
-    assert shares.cuts * shares.rest + shares.spare <= programs
-    assert shares.rest == 0 or 1 <= shares.cuts <= shares.head <= steps
-    if not cut:
-        assert shares.slots == 0
+def test_schedules_divide_all_tiles(tiles: int, iters: int, programs: int, splits_tiles: bool) -> None:
+    schedule = core_triton.tile_config.choose_schedule(tiles, iters, programs, splits_tiles=splits_tiles)
+    assert schedule.full_waves * programs + schedule.split_tiles == tiles
+    assert schedule.split_factor * schedule.split_tiles + schedule.stream_k_programs <= programs
+    assert schedule.split_tiles == 0 or 1 <= schedule.split_factor <= schedule.split_iters <= iters
+    if not splits_tiles:
+        assert schedule.partial_tiles == 0
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)

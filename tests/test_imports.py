@@ -150,7 +150,7 @@ ALONE = {
     "tile_config.py": {
         "padded_hidden",  # TMA needs no copy of whole rows
         *("TritonTile", "triton_tile", "unaligned"),  # beside those of Hopper's kernels, which are another backend's
-        *("cut", "d_input_scratch"),  # of tiles whose rows are chosen too
+        *("schedule_of", "d_input_scratch"),  # of tiles whose rows are chosen too
         "cdiv",  # in PyTorch in launch.py
     },
 }
