@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import rows
+from core_triton import row_math
 from core_triton.problem import (
     Gradients,
     GradientSums,
@@ -33,7 +33,7 @@ from core_triton.problem import (
     float32_matmul,
     operand,
 )
-from core_triton.rows import Coefficients, Partial, RowStatistics
+from core_triton.row_math import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
@@ -148,15 +148,15 @@ def chunk_statistics(
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
     """First pass over a chunk: statistics of its rows over this vocabulary chunk; its tiles go to `kept`."""
-    # Rows that do not contribute may hold anything: rows do not meet here, and `rows.finish` selects them out.
+    # Rows that do not contribute may hold anything: rows do not meet here, and `row_math.finish` selects them out.
     x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
         w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
         partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, entropy=entropy)
-        merged = partial if merged is None else rows.merge(merged, partial)
+        merged = partial if merged is None else row_math.merge(merged, partial)
         del w  # else it stays alive until the next chunk's exists
-    return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
+    return row_math.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
 
 
 def tile_d_logits(
@@ -212,7 +212,7 @@ def chunk_gradients(
     x_head = x  # the operand of d_weight
     input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
     if dtype == torch.float16:
-        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
         if sums.d_weight is not None:
@@ -253,13 +253,13 @@ def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor,
     """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
-    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
+    return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
     parts = [
-        rows.finish(
+        row_math.finish(
             chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles),
             problem.target[chunk],
             problem.row_weight[chunk],
@@ -280,9 +280,11 @@ def loss_and_gradients(
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
         partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, kept=kept, tiles=tiles)
-        part = rows.finish(partial, target, row_weight, classes)
-        losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
-        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        part = row_math.finish(partial, target, row_weight, classes)
+        losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        coefficients = row_math.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, problem.class_weight, classes
+        )
         chunk_gradients(
             problem, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
         )

@@ -4,8 +4,8 @@
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
 
 Both compute transposed tiles, 128 columns of D by 256 of the other axis: D of real models has multiples of 128 where it
-has none of 256. As in `hopper.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of a chunk
-that take part are counted on the device: what lies past them is skipped.
+has none of 256. As in `hopper_common.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of
+a chunk that take part are counted on the device: what lies past them is skipped.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
-from core_triton.hopper import (
+from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,

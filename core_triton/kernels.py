@@ -1,7 +1,7 @@
 """Triton kernels that make logits, for any GPU, each above the function that launches it.
 
 `hopper_logits.py` has the same functions for sm_90. The kernels that multiply nothing are in `row_kernels.py` and
-`target_kernels.py`.
+`target_grad.py`.
 
 These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
 (`tile_of`), reads its operands through tensor descriptors (TMA where the GPU has it), which return zeros outside

@@ -2,7 +2,7 @@
 
 A public function checks and flattens its call (`_prepare`), runs one of the functions of `ops.py` (`_loss`), and gives
 the results their shape. Such a function first folds ignore_index, token weights, the reduction and its denominator into
-one weight for each row (`rows.row_weights`). Which one a call takes:
+one weight for each row (`row_math.row_weights`). Which one a call takes:
 
     no gradient asked for                   `losses`, forward alone                     plan B, 1 matmul
     scalar reduction                        `loss_and_gradients`, scaled backward       plan A, 3 matmuls

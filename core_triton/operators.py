@@ -32,7 +32,7 @@ from core_triton.ops import (
     scale,
 )
 from core_triton.problem import Gradients, NeedsGrad
-from core_triton.rows import Coefficients, RowStatistics
+from core_triton.row_math import Coefficients, RowStatistics
 
 
 def _losses_op(

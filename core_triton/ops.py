@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, rows
+from core_triton import chunked, row_math
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
-from core_triton.rows import Coefficients, RowStatistics
+from core_triton.row_math import Coefficients, RowStatistics
 from linear_ce.spec import LossSpec
 
 
@@ -46,7 +46,7 @@ class Arrays(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """What `rows.row_weights` takes besides the targets and the classes' weights."""
+    """What `row_math.row_weights` takes besides the targets and the classes' weights."""
 
     token_weight: Tensor | None  # (N,)
     normalizer: Tensor | None  # ()
@@ -217,7 +217,7 @@ class RowLosses(torch.autograd.Function):
         *saved, row_weight, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        coefficients = rows.loss_coefficients(
+        coefficients = row_math.loss_coefficients(
             options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
         )
         needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
@@ -246,7 +246,7 @@ class RowLogProbs(torch.autograd.Function):
     def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
-        coefficients = rows.log_prob_coefficients(
+        coefficients = row_math.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
         needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
@@ -269,7 +269,7 @@ def _gradients(
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
+    """Plan C's backward pass: the gradients for the rows' `row_math.Coefficients`."""
     if is_eager(arrays):
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
@@ -365,7 +365,7 @@ def run_loss_and_gradients(
                 loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
             else:
                 if arrays.input.dtype == torch.float16:
-                    pair = rows.saved_scales(row_weight)
+                    pair = row_math.saved_scales(row_weight)
                 loss, found, gradients = chunked.loss_and_gradients(
                     _tiles(plan), problem, plan.chunk_config, needs_grad, pair
                 )
@@ -407,9 +407,9 @@ def run_losses(
 
 
 def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
-    """Returns `rows.row_weights`, by one kernel where there are kernels."""
+    """Returns `row_math.row_weights`, by one kernel where there are kernels."""
     if options.implementation == "chunked":
-        return rows.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
+        return row_math.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
     from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
 
     given = arrays.target, arrays.class_weight, *weights

@@ -12,7 +12,7 @@ from core_triton import hopper_logits, kernels, row_kernels, tile_config
 from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, layout_of, operand, plan_of
-from core_triton.rows import Partial
+from core_triton.row_math import Partial
 
 
 def _partial(

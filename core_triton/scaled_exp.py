@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_kernels, tile_config
+from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_grad, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
-from core_triton.rows import RowStatistics
+from core_triton.row_math import RowStatistics
 from core_triton.tile_config import ScaledExpConfig
 
 
@@ -344,5 +344,5 @@ def _store_d_input(
 
 def _add_targets(problem: Problem, rows: PackedRows, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    found = target_kernels.sort_by_target(rows.target, rows.order, rows.theta, rows.count, problem.classes)
-    target_kernels.add_targets(problem.input, *found, rows.count, problem.classes, d_weight=d_weight, d_bias=d_bias)
+    found = target_grad.sort_by_target(rows.target, rows.order, rows.theta, rows.count, problem.classes)
+    target_grad.add_targets(problem.input, *found, rows.count, problem.classes, d_weight=d_weight, d_bias=d_bias)

@@ -23,10 +23,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import rows
-from jax_pallas.pieces import Piece, over_pieces
+from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
-from jax_pallas.rows import Coefficients, Partial, RowStatistics
+from jax_pallas.row_math import Coefficients, Partial, RowStatistics
+from jax_pallas.slicing import Piece, over_pieces
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
@@ -136,7 +136,7 @@ def chunk_statistics(
 ) -> tuple[Partial, Array | None]:
     """First pass over a chunk: statistics of its rows over this vocabulary chunk, its kept logits (n, K)."""
     x, target = problem.rows(chunk), chunk.of(problem.target)
-    empty = rows.empty_partial(target, problem.spec, entropy=entropy)
+    empty = row_math.empty_partial(target, problem.spec, entropy=entropy)
     classes = problem.local_classes
     if not classes:
         return empty, jnp.zeros((chunk.size, 0), jnp.float32) if keep else None
@@ -146,7 +146,7 @@ def chunk_statistics(
         partial, logits = tiles.partial(problem, x, target, vocab_chunk, entropy=entropy)
         if kept is not None and logits is not None:
             kept = vocab_chunk.put(kept, logits, axis=1)
-        return (rows.merge(merged, partial), kept), None
+        return (row_math.merge(merged, partial), kept), None
 
     kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
     return over_pieces(body, (empty, kept), classes, vocab_chunk_size)[0]
@@ -204,12 +204,12 @@ def chunk_gradients(
     x_head = x  # the operand of d_weight
     input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
     if dtype == jnp.float16:
-        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
-        x_head = (x * rows.power_of_two(exponent - top)[:, None]).astype(dtype)
-        input_scale = bias_scale = rows.power_of_two(exponent - FLOAT16_HEADROOM)
-        head_scale = rows.power_of_two(top - FLOAT16_HEADROOM)
+        x_head = (x * row_math.power_of_two(exponent - top)[:, None]).astype(dtype)
+        input_scale = bias_scale = row_math.power_of_two(exponent - FLOAT16_HEADROOM)
+        head_scale = row_math.power_of_two(top - FLOAT16_HEADROOM)
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
@@ -246,7 +246,7 @@ def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, 
     """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
-    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
+    return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
@@ -255,7 +255,7 @@ def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: boo
     def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
         partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles)
         row_weight = problem.chunk_row_weight(chunk)
-        return carry, rows.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
+        return carry, row_math.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
 
     return over_pieces(body, None, problem.tokens, config.rows)[1]
 
@@ -274,9 +274,9 @@ def loss_and_gradients(
         partial, kept = chunk_statistics(
             problem, chunk, config.first_vocab_chunk, keep=config.keeps_logits, tiles=tiles
         )
-        part = rows.finish(partial, target, row_weight, classes)
-        loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        coefficients = rows.loss_coefficients(
+        part = row_math.finish(partial, target, row_weight, classes)
+        loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
+        coefficients = row_math.loss_coefficients(
             problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
         )
         d_rows, sums = chunk_gradients(

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import (
+from jax_pallas.hopper_common import (
     BLOCK_V,
     COLUMN,
     PIECE,
@@ -255,7 +255,7 @@ def d_weight_kernel(
     """Writes e^T x, or adds it to what is there.
 
     A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
-    matmul of the next tile (`hopper.over_steps`).
+    matmul of the next tile (`hopper_common.over_steps`).
     """
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
@@ -596,8 +596,8 @@ def d_input_sum_kernel(
         )
 
         def add(worker: Any, total: Array) -> Array:
-            begin, end = stream_k_begin(worker, schedule), stream_k_begin(worker + 1, schedule)
-            has = (begin < (index + 1) * stream_k_iters) & (end > index * stream_k_iters)
+            begins = stream_k_begin(worker, schedule) < (index + 1) * stream_k_iters
+            has = begins & (stream_k_begin(worker + 1, schedule) > index * stream_k_iters)
             value = part(
                 jnp.minimum(schedule.split_factor * schedule.split_tiles + worker + index, schedule.partial_tiles - 1)
             )

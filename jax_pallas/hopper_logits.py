@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import (
+from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
     PIECE,

@@ -17,8 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import hopper
-from jax_pallas.hopper import (
+from jax_pallas import hopper_common
+from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
     COLUMN,
@@ -68,7 +68,7 @@ class Tiles:
 
     @property
     def programs(self) -> int:
-        return min(self.count, hopper.programs())
+        return min(self.count, hopper_common.programs())
 
     @property
     def by_block(self) -> jax.ShapeDtypeStruct:

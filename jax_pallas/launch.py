@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas.pieces import is_symbolic
+from jax_pallas.slicing import is_symbolic
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
@@ -173,7 +173,7 @@ def device_info(implementation: str, platform: str) -> DeviceInfo:
     major, minor = known_capability(platform) or (0, 0)
     multiprocessors = 0
     if implementation == "mosaic":
-        from jax_pallas.hopper import programs
+        from jax_pallas.hopper_common import programs
 
         multiprocessors = programs()
     return DeviceInfo(platform, 10 * major + minor, multiprocessors)

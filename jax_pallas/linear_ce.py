@@ -2,7 +2,7 @@
 
 A public function checks its call and reduces it to arrays (`_prepare`), runs one of the operators of `ops.py`
 (`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
-denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
+denominators: `row_math.row_weights` folds all of that into one vector. Which operator a call takes:
 
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
@@ -10,7 +10,7 @@ denominators: `rows.row_weights` folds all of that into one vector. Which operat
 
 The files of a call, in order: this one, `ops.py`, then `scaled_exp.py` (or `recompute.py` with `chunked.py`), then the
 file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py` or
-`target_kernels.py`. `plan.py` decides which.
+`target_grad.py`. `plan.py` decides which.
 """
 
 import math
@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import launch, ops, rows
+from jax_pallas import launch, ops, row_math
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
@@ -448,7 +448,7 @@ def _prepare(
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
-    row_weight, n_valid = rows.row_weights(
+    row_weight, n_valid = row_math.row_weights(
         spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
     )
     options = ops.Options(

@@ -8,7 +8,7 @@
 
 Undifferentiated, each runs plan B and does no gradient work. Which gradients a rule computes follows from what is
 differentiated: a custom_vjp with symbolic zeros is told. The operators know nothing of ignore_index, token weights,
-reductions or denominators: `rows.row_weights` folds all of that into one vector.
+reductions or denominators: `row_math.row_weights` folds all of that into one vector.
 
 Primitives stand on both sides of a custom_vjp function (`primitives.py`). Outside, for the sake of vmap: batching a
 custom_vjp would keep one d_weight for each batch element until they are summed; the batching rule flattens the batch
@@ -25,11 +25,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, launch, rows
+from jax_pallas import chunked, launch, row_math
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
-from jax_pallas.rows import Coefficients
+from jax_pallas.row_math import Coefficients
 from linear_ce.spec import LossSpec
 
 RESIDUAL = (
@@ -143,7 +143,7 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, lse, needs_grad = recomputed
     problem = _problem("gradients", options, arrays, needs_grad)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
-    coefficients = rows.loss_coefficients(
+    coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, problem.row_weight, problem.class_weight, options.classes
     )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
@@ -171,7 +171,7 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
     problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
     cotangents = tuple(map(_dense, cotangents))
-    coefficients = rows.log_prob_coefficients(
+    coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
@@ -197,7 +197,7 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 
 @opaque("linear_ce_losses")
-def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, rows.RowStatistics]:
+def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, row_math.RowStatistics]:
     """Plan B."""
     problem = _problem("losses", options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
     plan = plan_of(problem)
@@ -210,7 +210,7 @@ def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tu
 
 
 @opaque("linear_ce_statistics")
-def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
+def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> row_math.RowStatistics:
     """Plan B, with the entropy."""
     problem = _problem("statistics", options, arrays, NO_GRADIENTS, platform, entropy=True)
     plan = plan_of(problem)
@@ -226,7 +226,7 @@ def _plan_a(
     statistics = options.statistics
     problem = _problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
     plan = plan_of(problem)
-    scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
+    scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.pieces import SYMBOLIC_TOKENS, Piece, is_symbolic
 from jax_pallas.plan import ExecutionPlan, MatrixLayout
+from jax_pallas.slicing import SYMBOLIC_TOKENS, Piece, is_symbolic
 from linear_ce.spec import LossSpec
 
 
@@ -24,7 +24,7 @@ class Problem:
             `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int32, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of 0 are selected out.
         class_weight: (K,) float32 of the whole vocabulary, or None.
         spec: the options.
         classes: K of the whole vocabulary.

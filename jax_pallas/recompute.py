@@ -13,10 +13,10 @@ from jax import Array
 
 from jax_pallas import kernels
 from jax_pallas.chunked import RowGradient, Tiles
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem, add_d_weight, plan_of
-from jax_pallas.rows import Partial
+from jax_pallas.row_math import Partial
 from jax_pallas.scaled_exp import known
+from jax_pallas.slicing import Piece
 
 
 def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, entropy: bool) -> tuple[Partial, None]:

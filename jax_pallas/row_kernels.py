@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_pallas.problem import Problem
-from jax_pallas.rows import nll_and_lse
+from jax_pallas.row_math import nll_and_lse
 from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import kernels, row_kernels, target_kernels, tile_config
-from jax_pallas.pieces import Piece, over_chunks
+from jax_pallas import kernels, row_kernels, target_grad, tile_config
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
 from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
-from jax_pallas.rows import RowStatistics
+from jax_pallas.row_math import RowStatistics
+from jax_pallas.slicing import Piece, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 
 
@@ -274,11 +274,11 @@ def _add_targets(
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
     assert rows.theta is not None
-    target, row, theta = target_kernels.sort_by_target(
+    target, row, theta = target_grad.sort_by_target(
         rows.target, rows.row_weight, rows.theta, problem.tokens, problem.classes
     )
     if d_weight is not None:
-        d_weight = target_kernels.add_targets(
+        d_weight = target_grad.add_targets(
             d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis
         )
     if d_bias is not None:

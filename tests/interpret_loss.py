@@ -24,7 +24,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from judged import least_budget
+from assertions import least_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
@@ -32,7 +32,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, operators, ops, recompute, row_kernels, rows, target_kernels
+from core_triton import chunked, operators, ops, recompute, row_kernels, row_math, target_grad
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -331,15 +331,15 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     row_weight = torch.ones(n)
     shards = list(shards_of(case, t, row_weight, class_weight))
 
-    def statistics(shard: Problem) -> rows.Partial:
+    def statistics(shard: Problem) -> row_math.Partial:
         return chunked.chunk_statistics(shard, everything, 128, tiles=recompute.KERNEL_TILES)
 
     merged = statistics(shards[0])
     for shard in shards[1:]:
-        merged = rows.merge(merged, statistics(shard))
-    found = rows.finish(merged, t["target"], row_weight, classes)
-    loss = rows.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
-    coefficients = rows.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
+        merged = row_math.merge(merged, statistics(shard))
+    found = row_math.finish(merged, t["target"], row_weight, classes)
+    loss = row_math.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
+    coefficients = row_math.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
@@ -415,9 +415,9 @@ def run_segments(generator: torch.Generator) -> None:
     target = torch.randint(0, 50, (700,), generator=generator)
     target[target >= 40] = -100
     gradients = []
-    for segment in (target_kernels.SEGMENT, 256):
+    for segment in (target_grad.SEGMENT, 256):
         head = w.clone().requires_grad_()
-        with mock.patch.object(target_kernels, "SEGMENT", segment):
+        with mock.patch.object(target_grad, "SEGMENT", segment):
             core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
         gradients.append(head.grad)
     same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())
@@ -464,7 +464,7 @@ def run_rows() -> None:
         ("class weights", (class_weight, token_weight, None)),
         ("normalizer", (None, token_weight, torch.tensor(7.5))),
     ):
-        want = rows.row_weights(spec, target, *vectors, classes)
+        want = row_math.row_weights(spec, target, *vectors, classes)
         found = row_kernels.row_weights(target, *vectors, classes, spec.ignore_index, mean=True)
         used = {"row_weight": 100 * error(found.numpy(), want.numpy()) / 1e-6}
         order, packed_target, packed_weight = torch.empty_like(target), torch.empty_like(target), torch.empty_like(want)

@@ -105,16 +105,19 @@ TRITON_KERNELS = (
         "total -= tl.load(sum_ptr + columns",
         tests("core_triton_interpreted", "chunks"),
     ),
-    Mutation("core_triton/target_kernels.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
+    Mutation("core_triton/target_grad.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
     Mutation(
-        "core_triton/target_kernels.py",
+        "core_triton/target_grad.py",
         "others[None, :] < row_ids[:, None]",
         "others[None, :] <= row_ids[:, None]",
         TABLE,
     ),
     # Hopper's kernels run on a GPU only: without one they are compiled, and their code is read.
     Mutation(
-        "core_triton/hopper.py", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(0, deps=[acc])", COMPILED
+        "core_triton/hopper_common.py",
+        "warpgroup_mma_wait(1, deps=[acc])",
+        "warpgroup_mma_wait(0, deps=[acc])",
+        COMPILED,
     ),
     Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
@@ -126,12 +129,17 @@ TRITON_KERNELS = (
     ),
 )
 TORCH_ROWS = (
-    Mutation("core_triton/rows.py", "a.target_logit + b.target_logit", "a.target_logit - b.target_logit", TORCH),
-    Mutation("core_triton/rows.py", "* statistics.lse.square()", "* statistics.lse.abs()", TORCH),
+    Mutation("core_triton/row_math.py", "a.target_logit + b.target_logit", "a.target_logit - b.target_logit", TORCH),
+    Mutation("core_triton/row_math.py", "* statistics.lse.square()", "* statistics.lse.abs()", TORCH),
     Mutation(
-        "core_triton/rows.py", "upstream * (spec.label_smoothing / classes)", "upstream * spec.label_smoothing", TORCH
+        "core_triton/row_math.py",
+        "upstream * (spec.label_smoothing / classes)",
+        "upstream * spec.label_smoothing",
+        TORCH,
     ),
-    Mutation("core_triton/rows.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH),
+    Mutation(
+        "core_triton/row_math.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH
+    ),
     Mutation("core_triton/chunked.py", "vocab_chunk, summed, first=first", "vocab_chunk, summed, first=True", TORCH),
     Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
 )
@@ -169,13 +177,13 @@ CONTRACT = (
 )
 JAX_ROWS = (
     Mutation(
-        "jax_pallas/rows.py",
+        "jax_pallas/row_math.py",
         "d_log_prob - d_entropy * entropy",
         "d_log_prob + d_entropy * entropy",
         tests("jax_pallas_transforms", "test_jit and None-log_probs"),
     ),
     Mutation(
-        "jax_pallas/rows.py",
+        "jax_pallas/row_math.py",
         "row_weight / denominator",
         "row_weight * denominator",
         tests("jax_pallas_edges", "normalizer_of_any_type"),
@@ -243,7 +251,7 @@ PALLAS_KERNELS = (
         tests("jax_pallas_hopper_gradients", "schedules_cover"),
     ),
     Mutation(
-        "jax_pallas/target_kernels.py",
+        "jax_pallas/target_grad.py",
         "(other[None, :] < row[:, None])",
         "(other[None, :] <= row[:, None])",
         tests("jax_pallas_kernels", "test_sort_by_target"),

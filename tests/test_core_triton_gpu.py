@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from markov_data import markov_tokens
 from programs import Command, Printed, each, python
 from run_cases import assert_passed, commands
 from torch import Tensor
@@ -30,7 +31,6 @@ from torch_gpu import (
     results,
 )
 from torch_problem import FUNCTIONS, leaves, total
-from walks import walks
 
 import core_triton
 from parity.cases import Case, cases
@@ -288,7 +288,7 @@ def curve(fused: bool, steps: int = 300) -> Tensor:
     model = Model(v=503, dtype=torch.bfloat16, fused=fused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
-    for tokens in torch.from_numpy(walks(steps, batch=32, length=32, v=503)).to(DEVICE, torch.int64):
+    for tokens in torch.from_numpy(markov_tokens(steps, batch=32, length=32, v=503)).to(DEVICE, torch.int64):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()

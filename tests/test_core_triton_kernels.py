@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from launches import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
+from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -24,7 +24,7 @@ from core_triton import chunked, ops, row_kernels
 from core_triton.plan import Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.recompute import KERNEL_TILES
-from core_triton.rows import Coefficients
+from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
 
@@ -279,7 +279,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
     launched = {
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
-    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_kernels"}
+    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad"}
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients"}
     for module in modules:

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from assertions import assert_within_budget, least_budget
 from drawn_cases import FEW_ELEMENTS, drawn_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import assert_within_budget, least_budget
 from torch import Tensor
 
 import core_triton
-from core_triton import chunked, rows
+from core_triton import chunked, row_math
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -155,14 +155,14 @@ def check_shards(
     everything = slice(0, n)
     merged = chunked.chunk_statistics(shards[0], everything, vocab_chunk)
     for shard in shards[1:]:
-        merged = rows.merge(merged, chunked.chunk_statistics(shard, everything, vocab_chunk))
-    statistics = rows.finish(merged, t["target"], row_weight, classes)
+        merged = row_math.merge(merged, chunked.chunk_statistics(shard, everything, vocab_chunk))
+    statistics = row_math.finish(merged, t["target"], row_weight, classes)
     assert error(statistics.lse.numpy(), want.lse) < 2e-6
     assert error(statistics.target_logit.numpy(), want.target_logit) < 2e-6
-    loss = rows.row_loss(case.spec, statistics, t["target"], row_weight, class_weight, classes)
+    loss = row_math.row_loss(case.spec, statistics, t["target"], row_weight, class_weight, classes)
     assert error(loss.sum().numpy(), want.loss) < 2e-6
 
-    coefficients = rows.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
+    coefficients = row_math.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts = [
         chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted) for shard in shards

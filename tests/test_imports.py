@@ -120,8 +120,8 @@ def test_no_file_says_too_much(package: str) -> None:
 
 
 KERNELS = (
-    *("hopper.py", "hopper_logits.py", "hopper_gradients.py"),
-    *("kernels.py", "row_kernels.py", "target_kernels.py", "launch.py"),
+    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("kernels.py", "row_kernels.py", "target_grad.py", "launch.py"),
 )
 
 # Public functions and classes that only one framework needs, and why.
@@ -141,7 +141,7 @@ ALONE = {
         *("add_d_weight", "HeadSums"),  # sums that a loop carries
     },
     "recompute.py": {"tma_compatible"},  # arrays of JAX have no strides
-    "rows.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
+    "row_math.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         "Carry",  # what a loop carries

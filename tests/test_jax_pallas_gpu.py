@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, export
+from markov_data import markov_tokens
 from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
-from walks import walks
 
 from jax_pallas import launch
 from jax_pallas.linear_ce import explain, linear_cross_entropy
@@ -234,7 +234,7 @@ def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str
     config = ModelConfig(**shape, dtype="bfloat16", param_dtype="bfloat16")
     settings = TrainConfig(steps=steps, batch_size=32, learning_rate=2e-3, warmup_steps=20)
     trainer = step.Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
-    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in walks(steps, 32, 32, 503)]
+    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in markov_tokens(steps, 32, 32, 503)]
     with pytest.MonkeyPatch.context() as patch:  # the step is traced here, once
         patch.setattr(step, "linear_cross_entropy", loss)
         program = trainer.compile(32, 32).as_text() or ""

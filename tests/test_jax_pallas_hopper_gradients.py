@@ -14,7 +14,7 @@ import pytest
 from jax import Array
 
 from jax_pallas import hopper_gradients
-from jax_pallas.hopper import MULTIPROCESSORS
+from jax_pallas.hopper_common import MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
 from jax_pallas.launch import hopper_gradient_limits
 from jax_pallas.tile_config import (

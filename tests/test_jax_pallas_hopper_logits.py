@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jax_pallas import hopper, hopper_logits
+from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.tile_config import HALF, cdiv, padded
 
@@ -21,7 +21,7 @@ ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a program take several tiles, and store each under the matmuls of the next."""
-    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    monkeypatch.setattr(hopper_common, "programs", lambda: 3)
 
 
 # The interpreter multiplies with NumPy.
@@ -151,7 +151,7 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
         **options,
     )
     row = jnp.arange(call.rows)
-    place = places[row // HALF, target.clip(0) // hopper.BLOCK_V].clip(0)
+    place = places[row // HALF, target.clip(0) // hopper_common.BLOCK_V].clip(0)
     of_target = (jnp.where(target >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
     top = None if found.tops is None else found.tops.max(0)[: call.rows]
     return found.e, found.sums.sum(0)[: call.rows], top, *of_target

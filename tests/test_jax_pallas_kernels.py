@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import kernels, row_kernels, target_kernels
+from jax_pallas import kernels, row_kernels, target_grad
 from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
@@ -188,16 +188,16 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         assert (e == 7).all(), "the chunk's first flag is that of all"
 
 
-@pytest.mark.parametrize("segment", [target_kernels.SEGMENT, 256])
+@pytest.mark.parametrize("segment", [target_grad.SEGMENT, 256])
 def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_kernels, "SEGMENT", segment)
+    monkeypatch.setattr(target_grad, "SEGMENT", segment)
     rng, count, classes = np.random.default_rng(0), 1000, 40
     target = rng.integers(-1, classes, count + 24).astype(np.int32)
     target[300:700] = 3
     weight = (rng.uniform(size=count + 24) < 0.8).astype(np.float32)
     theta = rng.standard_normal(count + 24).astype(np.float32)
     arrays = jnp.asarray(target), jnp.asarray(weight), jnp.asarray(theta)
-    found = target_kernels.sort_by_target(*arrays, count, classes)
+    found = target_grad.sort_by_target(*arrays, count, classes)
     key = np.where((target >= 0) & (weight != 0), target, classes)[:count]
     order = np.argsort(key, kind="stable")
     for got, wanted in zip(found, (key[order], order, theta[order]), strict=True):
@@ -310,7 +310,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     before = jnp.asarray(rng.standard_normal((classes, hidden)), DTYPES[dtype])
     x = jnp.asarray(x, DTYPES[dtype])
     arrays = (before if vocab_axis == 0 else before.T, x, jnp.asarray(target), jnp.asarray(row), jnp.asarray(theta))
-    found = target_kernels.add_targets(*arrays, classes=40, vocab_axis=vocab_axis)
+    found = target_grad.add_targets(*arrays, classes=40, vocab_axis=vocab_axis)
     expected = wide(before)
     for y, i, t in zip(target, row, theta, strict=True):
         if 0 <= y < classes and t:
@@ -462,7 +462,7 @@ def compile_one(
         return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, again, x)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
-        return target_kernels.sort_by_target(target, row_weight, theta, 9000, v)
+        return target_grad.sort_by_target(target, row_weight, theta, 9000, v)
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
@@ -472,7 +472,7 @@ def compile_one(
         return kernels.d_logits(*arrays, **vocab_chunk)
 
     def add_target_rows(*arrays: Any) -> Any:
-        return target_kernels.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)
+        return target_grad.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)
 
     of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_within_budget
 from drawn_cases import FEW_ELEMENTS, drawn_cases
 from hypothesis import given, settings
-from judged import assert_within_budget
 
-from jax_pallas import chunked, rows
-from jax_pallas.pieces import Piece
+from jax_pallas import chunked, row_math
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.slicing import Piece
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -77,9 +77,11 @@ def test_shards_of_the_vocabulary_make_the_whole(
         vocab_chunks = [max(min(vocab_chunk, shard.local_classes), 1) for shard in shards]
         pairs = list(zip(shards, vocab_chunks, strict=True))
         partials = [chunked.chunk_statistics(shard, Piece(0, n, None), size)[0] for shard, size in pairs]
-        statistics = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), y, row_weight, classes)
-        loss = rows.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
-        coefficients = rows.loss_coefficients(spec, statistics.lse, y, row_weight, row_weight, class_weight, classes)
+        statistics = row_math.finish(row_math.merge(row_math.merge(*partials[:2]), partials[2]), y, row_weight, classes)
+        loss = row_math.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
+        coefficients = row_math.loss_coefficients(
+            spec, statistics.lse, y, row_weight, row_weight, class_weight, classes
+        )
         wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
         parts: list[Any] = []
         for shard, size in pairs:

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import check
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import planned, problem
-from judged import check
 
 from jax_pallas import launch, recompute
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
+from jax_pallas.slicing import Piece
 from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp
 from linear_ce.spec import LossSpec
 from parity.cases import Case, cases

@@ -24,10 +24,10 @@ from jax_pallas import (
     recompute,
     scaled_exp,
 )
-from jax_pallas.pieces import Piece
 from jax_pallas.plan import Stage
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
-from jax_pallas.rows import Coefficients
+from jax_pallas.row_math import Coefficients
+from jax_pallas.slicing import Piece
 from jax_pallas.tile_config import ScaledExpConfig
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec

@@ -14,10 +14,10 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, rows
-from jax_pallas.pieces import Piece
+from jax_pallas import chunked, row_math
 from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.recompute import KERNEL_TILES
+from jax_pallas.slicing import Piece
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -56,9 +56,11 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
     partials = [
         chunked.chunk_statistics(shard, whole, vocab_chunk, tiles=KERNEL_TILES)[0] for shard, vocab_chunk in pairs
     ]
-    found = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), target, row_weight, classes)
-    loss = rows.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
-    coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, row_weight, class_weight, classes)
+    found = row_math.finish(row_math.merge(row_math.merge(*partials[:2]), partials[2]), target, row_weight, classes)
+    loss = row_math.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
+    coefficients = row_math.loss_coefficients(
+        case.spec, found.lse, target, row_weight, row_weight, class_weight, classes
+    )
     wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts: list[Any] = []
     for shard, vocab_chunk in pairs:

@@ -15,10 +15,10 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, hopper, hopper_logits, recompute, rows
+from jax_pallas import chunked, hopper_logits, recompute, row_math
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
+from jax_pallas.slicing import Piece
 from linear_ce.spec import LossSpec
 
 IMPLEMENTATIONS = ("chunked", "pallas_triton")
@@ -132,20 +132,20 @@ def test_vocab_chunks() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_shards_of_the_vocabulary(implementation: str) -> None:
-    """`rows.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
+    """`row_math.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
     x, w, y = exact(160, 700)
     spec = LossSpec("none")
 
-    def partial_of(first: int, last: int) -> rows.Partial:
+    def partial_of(first: int, last: int) -> row_math.Partial:
         problem = Problem(x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first)
         problem = planned(problem, "statistics", implementation)
         tiles = chunked.XLA_TILES if implementation == "chunked" else recompute.KERNEL_TILES
         return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
 
     @jax.jit
-    def merged() -> rows.RowStatistics:
+    def merged() -> row_math.RowStatistics:
         parts = [partial_of(first, last) for first, last in ((0, 256), (256, 512), (512, 700))]
-        return rows.finish(rows.merge(rows.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
+        return row_math.finish(row_math.merge(row_math.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
 
     found = merged()
     judge(found.nll, logits_of(x, w), y)
@@ -170,7 +170,7 @@ def test_repaired_rows(implementation: str) -> None:
 @pytest.mark.slow  # of drawn arrays: test_jax_pallas_hopper_logits.py
 def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Pallas' interpreter: targets in whole and cut tiles, none, and several in one tile."""
-    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    monkeypatch.setattr(hopper_common, "programs", lambda: 3)
     x, w, y = exact(160, 700)
     logits = logits_of(x, w)
     y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
@@ -201,7 +201,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     np.testing.assert_allclose(target_exp, np.where(has, np.exp(logits[at] - logits.max(1)), 0), rtol=2e-6, atol=1e-30)
     assert (sum_exp >= target_exp).all()
     confident = np.asarray(y) == logits.argmax(1)
-    nll, _ = rows.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
+    nll, _ = row_math.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
     judge(np.asarray(nll)[confident], logits[confident], y[confident])
 
 
