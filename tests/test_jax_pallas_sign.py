@@ -15,7 +15,7 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, hopper_logits, recompute, row_math
+from jax_pallas import chunked, hopper_common, hopper_logits, recompute, row_math
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
 from jax_pallas.problem import Problem
 from jax_pallas.slicing import Piece
