@@ -293,7 +293,7 @@ def explain(
     Args:
         input: (..., D).
         linear_weight: (V, D).
-        gradients: whether the gradients of input and linear_weight are wanted.
+        gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:
@@ -390,7 +390,7 @@ def _decide(
     return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
 
 
-_decide_once = lru_cache(maxsize=4096, typed=True)(_decide)
+_cached_decide = lru_cache(maxsize=4096, typed=True)(_decide)
 
 
 class _Call(NamedTuple):
@@ -453,7 +453,7 @@ def _prepare(
         if name in _CONSTANT and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
         infos.append((name, tensor.shape, tensor.dtype))
-    decide = _decide if compiling else _decide_once
+    decide = _decide if compiling else _cached_decide
     classes, budget, chosen = decide(spec, device, tuple(infos), memory_budget, implementation)
     class_weight = None if weight is None else weight[:classes].float()
     token_weight = None if token_weight is None else _flat(token_weight, 1)

@@ -169,11 +169,11 @@ class Recorder(TorchDispatchMode):
                 found.append(self._address(value))
             elif type(value) is launch.Blocks:
                 shape, strides = list(value.shape), list(value.strides)
-                address, known = self._address(value.base.data_ptr()), next(metadata)
-                if known is None:  # no TMA: the kernel takes the address and strides
+                address, tma = self._address(value.base.data_ptr()), next(metadata)
+                if tma is None:  # no TMA: the kernel takes the address and strides
                     found += [address, *shape, *strides, False]
                 else:
-                    found.append(_Descriptor(address, (*known, shape, strides, 0)))
+                    found.append(_Descriptor(address, (*tma, shape, strides, 0)))
                 found += [*shape, *strides]
             else:
                 found.append(value)

@@ -117,7 +117,7 @@ class ScaledExpConfig:
         d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
             kernel.
         splits_tiles: d_input's tiles may be split along the classes: `StreamKSchedule`.
-        head_rows: of the head that a matmul takes at a time: all, unless they must be converted.
+        head_rows: of the head that a matmul takes at a time: all, unless they must be cast.
         blocks: of classes, each with its own partial sums.
         scratch: float32 elements for partial sums and matmuls, which live one after the other.
         bytes: of workspace.
@@ -140,7 +140,7 @@ D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS spl
 # half the memory where tiles are split. Whole tiles take no memory but leave programs idle.
 TILE_ROWS = ((256, True), (128, True), (128, False))
 
-CONVERTED_BYTES = 2**25
+CAST_BYTES = 2**25
 
 PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no matmul waits for them
 
@@ -155,7 +155,7 @@ def choose_scaled_exp(
     stores: bool,
     d_input: bool,
     holds: bool,
-    converts: bool,
+    needs_cast: bool,
     statistics: bool,
     programs: int,
     copied: int = 0,
@@ -170,10 +170,10 @@ def choose_scaled_exp(
         itemsize: of the input's dtype.
         block_v: classes of a tile.
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
-        d_input: d_input is wanted.
+        d_input: d_input is computed.
         holds: d_input's own memory holds the chunk's rows of the input.
-        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        statistics: the largest logits are wanted.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        statistics: the largest logits are computed.
         programs: of the kernel that makes d_input; 0 where the library does.
         copied: bytes of vectors that were not contiguous.
         budget: bytes.
@@ -184,17 +184,17 @@ def choose_scaled_exp(
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
     head_rows = classes
-    if converts:
-        limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
+    if needs_cast:
+        limit = min(CAST_BYTES, budget // 4) // (itemsize * hidden)
         head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if not programs:
-            return hidden * (rows if converts else min(rows, D_INPUT_ROWS))
+            return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
         iters_per_tile, partial_tiles = -(-classes // D_INPUT_STEP), 0
         for size in {rows, tokens % rows or rows}:
             d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
@@ -203,12 +203,12 @@ def choose_scaled_exp(
         return partial_tiles * tile_rows * D_BLOCK
 
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
-        d_input_rows = tile_rows if programs else rows if converts else min(rows, D_INPUT_ROWS)
+        d_input_rows = tile_rows if programs else rows if needs_cast else min(rows, D_INPUT_ROWS)
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
-        size = fixed + itemsize * hidden * head_rows * converts
+        size = fixed + itemsize * hidden * head_rows * needs_cast
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
@@ -229,7 +229,7 @@ def choose_scaled_exp(
 
     # A vocabulary chunk narrower than a tile takes less to convert and more for sums, one for each vocabulary chunk at
     # least.
-    narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if converts else [classes]
+    narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
     smallest = min(
         ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
     )
@@ -272,8 +272,8 @@ def choose_recomputed(
     float16: bool,
     d_input: bool,
     d_weight: bool,
-    converts: bool,
-    converts_rows: bool,
+    needs_cast: bool,
+    needs_row_cast: bool,
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
@@ -287,10 +287,10 @@ def choose_recomputed(
         block_v: classes of a tile.
         statistics: numbers that the first pass writes for each row and class block.
         float16: rows are scaled by powers of two for d_weight, and the matmuls apart.
-        d_input: d_input is wanted.
-        d_weight: d_weight is wanted.
-        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        converts_rows: so is the input, chunk by chunk.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        needs_row_cast: so is the input, chunk by chunk.
         copied: bytes of vectors that were not contiguous.
         budget: bytes.
 
@@ -299,14 +299,14 @@ def choose_recomputed(
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    per_class = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32 * (second or converts)
-    copies = second + (second and float16 and d_weight) + converts_rows
+    per_class = hidden * (itemsize * needs_cast + 4 * (d_weight and float16)) + 32 * (second or needs_cast)
+    copies = second + (second and float16 and d_weight) + needs_row_cast
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
     per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 
     def model(vocab_chunk: int) -> WorkspaceModel:
-        blocks = -(-(vocab_chunk if converts else classes) // block_v)
+        blocks = -(-(vocab_chunk if needs_cast else classes) // block_v)
         return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_class, per_logit)
 
     widest = min(classes, D_LOGITS_VOCAB_CHUNK)
@@ -321,7 +321,7 @@ def choose_recomputed(
     ]
     least_rows, least_vocab_chunk = (
         min(tokens, MIN_ROWS),
-        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or converts else vocab_chunks[-1],
+        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or needs_cast else vocab_chunks[-1],
     )
     if least_vocab_chunk < vocab_chunks[-1]:
         vocab_chunks.append(least_vocab_chunk)
@@ -345,6 +345,6 @@ def choose_recomputed(
         rows,
         vocab_chunk,
         float32_sum=False,
-        statistics_vocab_chunk=vocab_chunk if converts else classes,
+        statistics_vocab_chunk=vocab_chunk if needs_cast else classes,
         bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

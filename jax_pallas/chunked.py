@@ -26,14 +26,14 @@ from jax import Array, lax
 from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import Coefficients, Partial, RowStatistics
-from jax_pallas.slicing import Piece, over_pieces
+from jax_pallas.slicing import Slice, over_slices
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
-def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Piece) -> Array:
+def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:
     """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
     (2)."""
     logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis))
@@ -46,7 +46,7 @@ def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Piece) -> Arr
     return logits
 
 
-def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Piece, *, entropy: bool) -> Partial:
+def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> Partial:
     """Returns the statistics of one tile of logits: MATH.md (25)."""
     if vocab_chunk.fresh is not None:
         logits = jnp.where(vocab_chunk.fresh, logits, -jnp.inf)
@@ -69,7 +69,7 @@ def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Pi
     return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
 
 
-def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, entropy: bool) -> tuple[Partial, Array]:
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, Array]:
     logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
     if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
         # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the
@@ -79,7 +79,7 @@ def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, e
 
 
 def _d_logits(
-    problem: Problem, x: Array, target: Array, vocab_chunk: Piece, row: "RowGradient", logits: Array | None
+    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, row: "RowGradient", logits: Array | None
 ) -> tuple[Array, Array | None]:
     if logits is None:
         logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
@@ -127,7 +127,7 @@ class RowGradient(NamedTuple):
 
 def chunk_statistics(
     problem: Problem,
-    chunk: Piece,
+    chunk: Slice,
     vocab_chunk_size: int,
     *,
     entropy: bool = False,
@@ -141,7 +141,7 @@ def chunk_statistics(
     if not classes:
         return empty, jnp.zeros((chunk.size, 0), jnp.float32) if keep else None
 
-    def body(carry: tuple[Partial, Array | None], vocab_chunk: Piece) -> tuple[tuple[Partial, Array | None], None]:
+    def body(carry: tuple[Partial, Array | None], vocab_chunk: Slice) -> tuple[tuple[Partial, Array | None], None]:
         merged, kept = carry
         partial, logits = tiles.partial(problem, x, target, vocab_chunk, entropy=entropy)
         if kept is not None and logits is not None:
@@ -149,7 +149,7 @@ def chunk_statistics(
         return (row_math.merge(merged, partial), kept), None
 
     kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
-    return over_pieces(body, (empty, kept), classes, vocab_chunk_size)[0]
+    return over_slices(body, (empty, kept), classes, vocab_chunk_size)[0]
 
 
 def tile_d_logits(
@@ -157,7 +157,7 @@ def tile_d_logits(
     logits: Array,
     target: Array,
     row: "RowGradient",
-    vocab_chunk: Piece,
+    vocab_chunk: Slice,
 ) -> Array:
     """Returns d_logits of a tile, the cap's slope included, the scale not: MATH.md (23), (15)."""
     lse, coefficients, contributes = row.lse, row.coefficients, row.contributes
@@ -178,7 +178,7 @@ def tile_d_logits(
 
 def chunk_gradients(
     problem: Problem,
-    chunk: Piece,
+    chunk: Slice,
     vocab_chunk_size: int,
     lse: Array,
     coefficients: Coefficients,
@@ -218,7 +218,7 @@ def chunk_gradients(
             )
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
 
-    def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
+    def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_rows, (d_weight, d_bias) = carry
         logits = None if kept is None else vocab_chunk.of(kept, axis=1)
         d_logits, summed = tiles.d_logits(problem, x, target, vocab_chunk, row, logits)
@@ -234,7 +234,7 @@ def chunk_gradients(
     zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the last line, as large as the sum
     d_rows = jnp.full(x.shape, zero) if d_input else None
     if problem.local_classes:
-        (d_rows, sums), _ = over_pieces(body, (d_rows, sums), problem.local_classes, vocab_chunk_size)
+        (d_rows, sums), _ = over_slices(body, (d_rows, sums), problem.local_classes, vocab_chunk_size)
     if d_rows is not None:
         if input_scale is not None:
             d_rows = d_rows * input_scale[:, None]
@@ -252,12 +252,12 @@ def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
     """Plan B: statistics of every row, no loss."""
 
-    def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
+    def body(carry: None, chunk: Slice) -> tuple[None, RowStatistics]:
         partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles)
         row_weight = problem.chunk_row_weight(chunk)
         return carry, row_math.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
 
-    return over_pieces(body, None, problem.tokens, config.rows)[1]
+    return over_slices(body, None, problem.tokens, config.rows)[1]
 
 
 def loss_and_gradients(
@@ -267,7 +267,7 @@ def loss_and_gradients(
     classes = problem.classes
 
     def body(
-        carry: tuple[Array | None, HeadSums], chunk: Piece
+        carry: tuple[Array | None, HeadSums], chunk: Slice
     ) -> tuple[tuple[Array | None, HeadSums], tuple[Array, RowStatistics]]:
         d_input, sums = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
@@ -295,7 +295,7 @@ def loss_and_gradients(
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
-    (d_input, sums), (loss, parts) = over_pieces(body, start, problem.tokens, config.rows)
+    (d_input, sums), (loss, parts) = over_slices(body, start, problem.tokens, config.rows)
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
@@ -304,7 +304,7 @@ def gradients(
 ) -> Gradients:
     """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
 
-    def body(carry: tuple[Array | None, HeadSums], chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
+    def body(carry: tuple[Array | None, HeadSums], chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
         part = coefficients.map(chunk.of)
         d_rows, sums = chunk_gradients(
@@ -314,11 +314,11 @@ def gradients(
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
-    (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
+    (d_input, sums), _ = over_slices(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
 
 
-def _at_target(problem: Problem, target: Array, vocab_chunk: Piece) -> Array:
+def _at_target(problem: Problem, target: Array, vocab_chunk: Slice) -> Array:
     """Returns (n, v) bool, true at each row's target; in one vocabulary chunk only, the one that is fresh there."""
     columns = problem.vocab_offset + vocab_chunk.start + jnp.arange(vocab_chunk.size)
     hit = target[:, None] == columns

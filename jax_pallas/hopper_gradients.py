@@ -319,9 +319,9 @@ def add_d_weight(
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
-    known = None if starts is not None else steps
+    static_steps = None if starts is not None else steps
     kernel = DWeightKernel(
-        known, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
+        static_steps, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
     )
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:

@@ -211,7 +211,7 @@ def exponentials(
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of, in one place.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
-        stores, largest: whether the exponentials, the largest logits are wanted.
+        stores, largest: whether the exponentials, the largest logits are computed.
     """
     crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
@@ -269,8 +269,8 @@ def repair_kernel(
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs
         blocks = blocks_of(matmul, lax.min(number, jnp.int32(matmul.tiles - 1)))
-        wanted = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
-        pl.when(wanted)(lambda: tile(blocks))
+        needed = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
+        pl.when(needed)(lambda: tile(blocks))
 
     steps = jnp.where(flag_ref[first_flag] != 0, jnp.int32(pl.cdiv(matmul.tiles, repair.programs)), jnp.int32(0))
     lax.fori_loop(jnp.int32(0), steps, step, None)
@@ -283,7 +283,7 @@ def repair(
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
-    known = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
@@ -292,7 +292,13 @@ def repair(
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
         results, in_place = (rows.top, e, *made), 1 + (e is not None)
         top, e, *again = run(
-            repair_kernel, known, operands, results, (known.programs,), in_place=in_place, stages=REPAIR_STAGES
+            repair_kernel,
+            static_args,
+            operands,
+            results,
+            (static_args.programs,),
+            in_place=in_place,
+            stages=REPAIR_STAGES,
         )
         rows = rows._replace(top=top)
     return rows, e, Again(*again)

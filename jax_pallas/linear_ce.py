@@ -320,7 +320,7 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        gradients: whether the gradients of input and linear_weight are wanted.
+        gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:

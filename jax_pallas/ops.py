@@ -52,7 +52,7 @@ class Options:
     implementation: str | None  # None: chosen where the call is lowered
     has_bias: bool
     has_class_weight: bool
-    statistics: bool  # the largest logits are wanted; without they may be inf
+    statistics: bool  # the largest logits are computed; without they may be inf
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any

@@ -200,7 +200,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,
-        converts=casts_head,
+        needs_cast=casts_head,
         in_place=d_weight_kernel,
         budget=key.memory_budget,
     )

@@ -58,8 +58,8 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
         results = primitive.bind(*leaves, static=static, tree=tree)
         return tuple(results) if returns_tuple else jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 
-    def flat(*leaves: Any, static: Any, tree: Any, **known: Any) -> list[Any]:
-        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **known))
+    def flat(*leaves: Any, static: Any, tree: Any, **static_args: Any) -> list[Any]:
+        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **static_args))
 
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jax_pallas.plan import ExecutionPlan, MatrixLayout
-from jax_pallas.slicing import SYMBOLIC_TOKENS, Piece, is_symbolic
+from jax_pallas.slicing import SYMBOLIC_TOKENS, Slice, is_symbolic
 from linear_ce.spec import LossSpec
 
 
@@ -54,16 +54,16 @@ class Problem:
         """How many rows of linear_weight are classes; the rest is padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
 
-    def class_weight_of(self, vocab_chunk: Piece) -> Array | None:
+    def class_weight_of(self, vocab_chunk: Slice) -> Array | None:
         if self.class_weight is None:
             return None
         return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + vocab_chunk.start, vocab_chunk.size)
 
-    def weight_of(self, vocab_chunk: Piece) -> Array:
+    def weight_of(self, vocab_chunk: Slice) -> Array:
         """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype."""
         return vocab_chunk.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
 
-    def target_column(self, target: Array, vocab_chunk: Piece) -> tuple[Array, Array]:
+    def target_column(self, target: Array, vocab_chunk: Slice) -> tuple[Array, Array]:
         """Returns each target's column within a vocabulary chunk, (n,), some column where it has none, and whether it
         has one."""
         column = target - (self.vocab_offset + vocab_chunk.start)
@@ -71,12 +71,12 @@ class Problem:
         column = column.clip(0, vocab_chunk.size - 1)
         return column, hit if vocab_chunk.fresh is None else hit & vocab_chunk.fresh[column]
 
-    def chunk_row_weight(self, chunk: Piece) -> Array:
+    def chunk_row_weight(self, chunk: Slice) -> Array:
         """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
         row_weight = chunk.of(self.row_weight)
         return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
 
-    def rows(self, chunk: Piece) -> Array:
+    def rows(self, chunk: Slice) -> Array:
         """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
         return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
 
@@ -131,7 +131,7 @@ def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, d_weight: Array
 ) -> Array:
     """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
     is 1."""

@@ -15,11 +15,11 @@ from jax_pallas import kernels
 from jax_pallas.chunked import RowGradient, Tiles
 from jax_pallas.problem import Problem, add_d_weight, plan_of
 from jax_pallas.row_math import Partial
-from jax_pallas.scaled_exp import known
-from jax_pallas.slicing import Piece
+from jax_pallas.scaled_exp import static_args
+from jax_pallas.slicing import Slice
 
 
-def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, entropy: bool) -> tuple[Partial, None]:
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, None]:
     w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     weighted = problem.spec.label_smoothing != 0
     column, hit = problem.target_column(target, vocab_chunk)
@@ -32,7 +32,7 @@ def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, e
         first,
         skip,
         target=jnp.where(hit, column, -1),
-        **known(problem, len(x), vocab_chunk.size),
+        **static_args(problem, len(x), vocab_chunk.size),
         weighted=weighted,
         entropy=entropy,
     )
@@ -40,7 +40,7 @@ def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Piece, *, e
 
 
 def _d_logits(
-    problem: Problem, x: Array, target: Array, vocab_chunk: Piece, row: RowGradient, logits: None
+    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, row: RowGradient, logits: None
 ) -> tuple[Array, Array | None]:
     w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     coefficients = row.coefficients
@@ -59,7 +59,7 @@ def _d_logits(
         0,
         first,
         skip,
-        **known(problem, len(x), vocab_chunk.size),
+        **static_args(problem, len(x), vocab_chunk.size),
     )
     if not row.bias:
         return d_logits, None
@@ -68,7 +68,7 @@ def _d_logits(
 
 
 def _add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, d_weight: Array
 ) -> Array:
     if not plan_of(problem).d_weight_kernel:
         return add_d_weight(problem, d_logits[: len(x), : vocab_chunk.size], x, vocab_chunk, scale, d_weight)
@@ -100,7 +100,7 @@ def _launcher(problem: Problem) -> ModuleType:
 
 
 def _vocab_chunk(
-    problem: Problem, vocab_chunk: Piece
+    problem: Problem, vocab_chunk: Slice
 ) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
     """Returns a head that has the vocabulary chunk, its bias and class weights in float32, the vocabulary chunk's first
     class in them, and how many of its classes an earlier vocabulary chunk has seen."""

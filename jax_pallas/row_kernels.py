@@ -158,24 +158,24 @@ def pick(
     flag = jax.ShapeDtypeStruct((chunks * chunk_flags(chunk_rows),), jnp.int32)
     assert flag.size <= size
     block_d = min(1024, pl.next_power_of_2(x.shape[1]))
-    known = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
+    static_args = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
     operands = target, row_weight, x, problem.linear_weight, problem.linear_bias
     made = *(of_row for _ in range(3)), of_row if largest else None, of_row if gradients else None
     results = of_row, of_row, flag, held, *made
-    ref_exponent, top, flag, held, *made = run(pick_kernel, known, operands, results, (size,), warps=4, stages=1)
+    ref_exponent, top, flag, held, *made = run(pick_kernel, static_args, operands, results, (size,), warps=4, stages=1)
     return CallRows(target, row_weight, ref_exponent, top, flag, *made), held
 
 
-def column_sums(ref: Any, row: Array, wanted: Any = True) -> Array:
+def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:
     """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in one fixed order; zeros
-    where it is not wanted."""
+    where it is not needed."""
 
     def step(index: Any, total: Array) -> Array:
         block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
         mask = (block < ref.shape[0])[:, None] & (row < ref.shape[1])[None, :]
         return total + load(ref, block[:, None], row[None, :], mask=mask)
 
-    steps = jnp.where(wanted, jnp.int32(pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE)), jnp.int32(0))
+    steps = jnp.where(needed, jnp.int32(pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE)), jnp.int32(0))
     return lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((BLOCKS_AT_ONCE, len(row)), jnp.float32)).sum(0)
 
 
@@ -233,7 +233,7 @@ class FinishRows(NamedTuple):
 
 
 def finish_rows_kernel(
-    known: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
+    static_args: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
     target_logit_ref: Any, target_places_ref: Any, again_sum_ref: Any, again_exp_ref: Any, again_logit_ref: Any,
     target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
     *rest: Any,
@@ -277,8 +277,8 @@ def finish_rows_kernel(
     kept = jnp.where(is_class, row_weight, jnp.nan)  # no class: the whole row is NaN
     if class_weight_ref is not None:
         kept = kept * load(class_weight_ref, target, mask=is_class)
-    z_loss = 2.0 * known.z_loss_weight * row_weight * lse
-    loss = kept * nll + known.z_loss_weight * row_weight * lax.square(lse)
+    z_loss = 2.0 * static_args.z_loss_weight * row_weight * lse
+    loss = kept * nll + static_args.z_loss_weight * row_weight * lax.square(lse)
     results = (loss_ref, loss), (lse_ref, lse), (logit_ref, target_logit)
     for ref, value in results:
         store(ref, at, values=jnp.where(contributes, value, 0.0), mask=inside)
@@ -289,11 +289,11 @@ def finish_rows_kernel(
     if theta_ref is None:
         return
     theta = z_loss * jnp.exp(-nll) + kept * jnp.expm1(-nll)  # upstream * p - kept, of a confident token too
-    if known.softcap is not None:
-        theta = theta * (1.0 - lax.square(target_logit / known.softcap))
-    rho = jnp.where(contributes, known.logit_scale * (kept + z_loss) / total, 0.0)
+    if static_args.softcap is not None:
+        theta = theta * (1.0 - lax.square(target_logit / static_args.softcap))
+    rho = jnp.where(contributes, static_args.logit_scale * (kept + z_loss) / total, 0.0)
     store(rho_ref, row, values=rho, mask=inside)
-    store(theta_ref, at, values=jnp.where(contributes, known.logit_scale * theta, 0.0), mask=inside)
+    store(theta_ref, at, values=jnp.where(contributes, static_args.logit_scale * theta, 0.0), mask=inside)
     store(e_ref, row, lax.max(target, jnp.int32(0)), values=jnp.zeros_like(rho), mask=is_class)
     if x_ref is not None:
         scale_rows(x_ref, place_ref[FIRST_OF_X] + row, rho, inside)
@@ -327,7 +327,7 @@ def finish_rows(
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
-    known = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
+    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
@@ -335,7 +335,7 @@ def finish_rows(
     results, in_place = (*written, rho), sum(array is not None for array in written)
     operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
     (loss, lse, target_logit, largest, theta, e, x, rho) = run(
-        finish_rows_kernel, known, operands, results, grid, in_place=in_place, stages=1
+        finish_rows_kernel, static_args, operands, results, grid, in_place=in_place, stages=1
     )
     rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
     return rows, e, x, rho

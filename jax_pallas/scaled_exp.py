@@ -30,7 +30,7 @@ from jax_pallas import kernels, row_kernels, target_grad, tile_config
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
 from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
 from jax_pallas.row_math import RowStatistics
-from jax_pallas.slicing import Piece, over_chunks
+from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 
 
@@ -61,7 +61,7 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     )
     places = _call_places(problem, target, chunks)
 
-    def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, None]:
+    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, None]:
         return _chunk(problem, carry, chunk, places, first=first, gradients=any(needs_grad)), None
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
@@ -88,8 +88,8 @@ def _call_rows(problem: Problem) -> tuple[Array, Array]:
     last = (problem.tokens - 1) // config.rows * config.rows
     end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
     past = (0, end - problem.tokens)
-    known = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
-    return jnp.pad(known, past, constant_values=-1), jnp.pad(problem.row_weight, past)
+    target = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
+    return jnp.pad(target, past, constant_values=-1), jnp.pad(problem.row_weight, past)
 
 
 def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
@@ -103,7 +103,7 @@ def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
 
 
 def _target_places(
-    problem: Problem, target: Array, chunk: Piece, size: int, call_places: Array | None
+    problem: Problem, target: Array, chunk: Slice, size: int, call_places: Array | None
 ) -> TargetPlaces | None:
     """Returns the places of a chunk of `size` rows: one of the call's, if these are there."""
     plan = plan_of(problem)
@@ -114,11 +114,11 @@ def _target_places(
         return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
     from jax_pallas import hopper_logits
 
-    of_chunk = Piece(chunk.start, size, None).of(target)
+    of_chunk = Slice(chunk.start, size, None).of(target)
     return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
 
 
-def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
+def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
     """Returns what kernels of tiles of logits know when a call is traced."""
     return {
         "rows": rows,
@@ -130,7 +130,7 @@ def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
 
 
 def _chunk(
-    problem: Problem, carry: Carry, chunk: Piece, places: Array | None, *, first: bool, gradients: bool
+    problem: Problem, carry: Carry, chunk: Slice, places: Array | None, *, first: bool, gradients: bool
 ) -> Carry:
     """Does one chunk of rows."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
@@ -161,7 +161,7 @@ def _chunk(
 def _store_exponentials(
     problem: Problem,
     rows: CallRows,
-    chunk: Piece,
+    chunk: Slice,
     size: int,
     place: Array,
     x: Array,
@@ -179,9 +179,9 @@ def _store_exponentials(
     The host does not know which: the launches that see to it find nothing to do where none is.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    part = Piece(chunk.start, size, None)
+    part = Slice(chunk.start, size, None)
     arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
-    options = {**known(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
+    options = {**static_args(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
@@ -196,7 +196,7 @@ def _store_exponentials(
 
 
 def _add_gradients(
-    problem: Problem, carry: Carry, chunk: Piece, e: Array, x: Array, start: Array | int, rho: Array, *, first: bool
+    problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, start: Array | int, rho: Array, *, first: bool
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
     rows, held, d_weight, d_bias = carry
@@ -212,7 +212,7 @@ def _add_gradients(
 
 
 def _add_d_weight(
-    problem: Problem, chunk: Piece, e: Array, x: Array, start: Array | int, d_weight: Array, *, first: bool
+    problem: Problem, chunk: Slice, e: Array, x: Array, start: Array | int, d_weight: Array, *, first: bool
 ) -> Array:
     """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms."""
     axis = problem.vocab_axis
@@ -231,17 +231,17 @@ def _add_d_weight(
             old=None if first and not plan.d_weight_starts else d_weight,
             starts=first if plan.d_weight_starts else None,
         )
-    scaled = Piece(start, chunk.size, None).of(x)
+    scaled = Slice(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
     update = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
     return update if first else d_weight + update
 
 
-def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:
+def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     plan, w = plan_of(problem), problem.linear_weight
     assert rows.theta is not None
-    theta = Piece(chunk.start, len(rho), None).of(rows.theta)
+    theta = Slice(chunk.start, len(rho), None).of(rows.theta)
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
@@ -256,7 +256,7 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, hel
     return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0))
 
 
-def _put_target_rows(problem: Problem, rows: CallRows, chunk: Piece, held: Array) -> Array:
+def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> Array:
     """Returns held with the targets' rows of the head in the place of a chunk's rows."""
     if isinstance(chunk.start, int):  # as an operand: with a constant, each chunk would have a kernel of its own
         chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))

@@ -1,10 +1,10 @@
 """Chunks of rows and vocabulary chunks.
 
 Shapes are static, so a last piece that would stick out starts earlier instead, and what it sees a second time is
-masked (`Piece.fresh`).
+masked (`Slice.fresh`).
 
-An axis of symbolic length (`jax.export`) may be shorter than one piece. There a last piece sticks out: `Piece.of`
-repeats the last row in place of those past the end, `Piece.fresh` masks them, and `Piece.put` drops them.
+An axis of symbolic length (`jax.export`) may be shorter than one piece. There a last piece sticks out: `Slice.of`
+repeats the last row in place of those past the end, `Slice.fresh` masks them, and `Slice.put` drops them.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def is_symbolic(size: Any) -> bool:
     return not isinstance(size, int)
 
 
-class Piece(NamedTuple):
+class Slice(NamedTuple):
     """A chunk of rows or a vocabulary chunk."""
 
     start: Array | int
@@ -53,23 +53,23 @@ class Piece(NamedTuple):
         return self.put(array, values)
 
 
-def over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+def over_slices[T](body: Callable[[T, Slice], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
     """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
     if is_symbolic(length):
 
         def sticking_out(carry: T, index: Array) -> tuple[T, Any]:
             start = index * size
-            return body(carry, Piece(start, size, start + jnp.arange(size) < length))
+            return body(carry, Slice(start, size, start + jnp.arange(size) < length))
 
         carry, pieces = lax.scan(sticking_out, carry, jnp.arange(-(-length // size)))
         return carry, jax.tree.map(lambda piece: piece.reshape(-1, *piece.shape[2:])[:length], pieces)
     if size == length:
-        return body(carry, Piece(0, size, None))
+        return body(carry, Slice(0, size, None))
     count = -(-length // size)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
         start = jnp.minimum(index * size, length - size)
-        return body(carry, Piece(start, size, start + jnp.arange(size) >= index * size))
+        return body(carry, Slice(start, size, start + jnp.arange(size) >= index * size))
 
     carry, pieces = lax.scan(step, carry, jnp.arange(count))
     full = (count - 1) * size
@@ -96,19 +96,19 @@ def over_chunks[T](
     two would live at a time.
     """
     full = (length - 1) // size * size
-    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    carry, last = body(carry, Slice(full, length - full, None), first=True)
     if not full:
         return carry, last
     if unrolls and full // size < UNROLLED:
         found = []
         for start in range(0, full, size):
             carry, last = lax.optimization_barrier((carry, last))
-            carry, one = body(carry, Piece(start, size, None), first=False)
+            carry, one = body(carry, Slice(start, size, None), first=False)
             found.append(one)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
-        return body(carry, Piece(index * size, size, None), first=False)
+        return body(carry, Slice(index * size, size, None), first=False)
 
     indices, last = lax.optimization_barrier((jnp.arange(full // size), last))  # or two chunks would live at a time
     carry, pieces = lax.scan(step, carry, indices)

@@ -232,8 +232,8 @@ def choose_scaled_exp(
         itemsize: of the input's dtype.
         stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
         holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
-        d_bias: d_bias is wanted.
-        statistics: the largest logits are wanted.
+        d_bias: d_bias is computed.
+        statistics: the largest logits are computed.
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
         scratch: (rows, most) -> bytes that the gradients' matmuls of a chunk take beside the exponentials.
@@ -298,7 +298,7 @@ def choose_recomputed(
     float16: bool,
     d_input: bool,
     d_weight: bool,
-    converts: bool,
+    needs_cast: bool,
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
@@ -312,9 +312,9 @@ def choose_recomputed(
         itemsize: of the input's dtype.
         statistics: numbers that the first pass writes for each row and class block.
         float16: rows are scaled by powers of two for d_weight.
-        d_input: d_input is wanted.
-        d_weight: d_weight is wanted.
-        converts: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         in_place: matmuls are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
             counted in float32.
         budget: bytes.
@@ -325,12 +325,12 @@ def choose_recomputed(
     tokens = max(tokens, 1)
     second = d_input or d_weight
     # The head's vocabulary chunk, and d_weight's matmul; rows of the input.
-    per_class = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
+    per_class = hidden * (itemsize * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
     per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
     def model(vocab_chunk: int) -> WorkspaceModel:
-        blocks = -(-(vocab_chunk if converts else classes) // CLASS_BLOCK)  # of the first pass
+        blocks = -(-(vocab_chunk if needs_cast else classes) // CLASS_BLOCK)  # of the first pass
         partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
         sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second  # d_input's, and d_logits
         return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
@@ -368,6 +368,6 @@ def choose_recomputed(
         rows,
         vocab_chunk,
         float32_sum=False,
-        statistics_vocab_chunk=vocab_chunk if converts else classes,
+        statistics_vocab_chunk=vocab_chunk if needs_cast else classes,
         bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

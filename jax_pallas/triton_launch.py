@@ -35,10 +35,10 @@ class _Launch(NamedTuple):
     params: plgpu.CompilerParams
 
     def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
-        known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
+        static_args = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
         kernel, name = partial(self.kernel, self.options), self.kernel.__name__
         results = jax.tree.map(lambda result: ShapedArray(result.shape, result.dtype), self.results)  # jax.shard_map
-        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **known)
+        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **static_args)
         return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
 
 

@@ -340,10 +340,11 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     found = row_math.finish(merged, t["target"], row_weight, classes)
     loss = row_math.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
     coefficients = row_math.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
-    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
-        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
+        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, needs_grad)
+        for shard in shards
     ]
     gradients = {
         "d_input": torch.stack([part.d_input.float() for part in parts if part.d_input is not None]).sum(0),
@@ -394,7 +395,7 @@ def run_layouts(dtype: str) -> None:
 
 
 def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A float32 head that is converted in vocabulary chunks, the last of fewer class blocks than others, gives the same
+    """A float32 head that is cast in vocabulary chunks, the last of fewer class blocks than others, gives the same
     loss."""
     x, w = (torch.randn(*shape, generator=generator) for shape in ((16, 24), (700, 24)))
     target = torch.randint(0, 700, (16,), generator=generator)

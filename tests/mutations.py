@@ -294,8 +294,8 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
 
 
 def main() -> int:
-    wanted = sys.argv[1:]
-    chosen = [m for m in MUTATIONS if not wanted or any(text in m.file or text in m.old for text in wanted)]
+    texts = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not texts or any(text in m.file or text in m.old for text in texts)]
     wrong = 0
     with ThreadPoolExecutor(WORKERS) as pool:
         for mutation, (said, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):

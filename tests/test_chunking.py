@@ -206,12 +206,12 @@ def test_scaled_exp_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
     assert config.d_input_rows >= 1
     assert 1 <= config.head_rows <= classes
-    assert options["converts"] or config.head_rows == classes
+    assert options["needs_cast"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
     assert config.blocks == sum(-(-tail // options["block_v"]) for tail in tails)
     assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
     held = 0 if options["holds"] else options["itemsize"] * hidden * config.rows
-    converted = options["itemsize"] * hidden * config.head_rows if options["converts"] else 0
+    converted = options["itemsize"] * hidden * config.head_rows if options["needs_cast"] else 0
     exponentials = 2 * config.rows * core_triton.tile_config.padded(classes) if options["stores"] else 0
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
@@ -231,7 +231,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
         options["itemsize"] * config.rows * config.vocab_chunk if options["d_input"] or options["d_weight"] else 0
     )
     d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
-    converted = options["itemsize"] * options["hidden"] * config.vocab_chunk if options["converts"] else 0
+    converted = options["itemsize"] * options["hidden"] * config.vocab_chunk if options["needs_cast"] else 0
     assert partials + d_logits + d_input + converted <= budget
 
 
@@ -254,7 +254,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     choose = getattr(core_triton.tile_config, name)
     options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
-        options |= {"programs": 0, "converts": False}  # split tiles and wide chunks of the head are worth some rows
+        options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head are worth some rows
     else:
         options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks too
     budget = refusal(choose, options) + times * more

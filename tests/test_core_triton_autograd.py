@@ -46,21 +46,21 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 @pytest.mark.parametrize("frozen", [f for k in range(1, 4) for f in itertools.combinations(ARGUMENTS, k)])
 def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
     arrays = problem(dtype=dtype)
-    wanted = [name for name in ARGUMENTS if name not in frozen]
+    needed = [name for name in ARGUMENTS if name not in frozen]
     everything = dict(zip(ARGUMENTS, gradients(function, arrays), strict=True))
     arrays = freeze(arrays, *frozen)
     with Meter() as meter:
         value = total(function, arrays)
-        found = torch.autograd.grad(value, leaves(arrays)) if wanted else ()
-    assert value.requires_grad == bool(wanted)
+        found = torch.autograd.grad(value, leaves(arrays)) if needed else ()
+    assert value.requires_grad == bool(needed)
     # The way to a gradient can depend on which others are asked for, and with it the order of the roundings.
     step = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(list(found), [everything[name] for name in wanted], rtol=step, atol=step)
-    expected = MATMULS[function]["input" in wanted, "linear_weight" in wanted] if wanted else 1
+    torch.testing.assert_close(list(found), [everything[name] for name in needed], rtol=step, atol=step)
+    expected = MATMULS[function]["input" in needed, "linear_weight" in needed] if needed else 1
     # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
-    expected += function == "none" and wanted == ["input", "linear_bias"]
+    expected += function == "none" and needed == ["input", "linear_bias"]
     # float16 takes the bias's gradient as a vector-matrix product.
-    expected += dtype == torch.float16 and "linear_bias" in wanted
+    expected += dtype == torch.float16 and "linear_bias" in needed
     assert len(meter.matmuls) == expected
 
 

@@ -116,8 +116,8 @@ def test_workspace_is_within_budget(model: str) -> None:
         loss = core_triton.linear_cross_entropy(**arrays, target=y, reduction=reduction, memory_budget=budget)
         if not loss.requires_grad:
             return 0
-        wanted = leaves(arrays)
-        return sum(gradient.nbytes for gradient in torch.autograd.grad(loss, wanted, upstream[reduction]))
+        needed = leaves(arrays)
+        return sum(gradient.nbytes for gradient in torch.autograd.grad(loss, needed, upstream[reduction]))
 
     used = {}
     for kind in KINDS:

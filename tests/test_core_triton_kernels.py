@@ -43,7 +43,7 @@ class Call(NamedTuple):
         bias: there is one.
         transposed: linear_weight is a transposed (D, V).
         class_weight: there are class weights.
-        wanted: d_input and d_weight.
+        needs_grad: d_input and d_weight.
         softcap, smoothing: as in LossSpec.
     """
 
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     bias: bool = False
     transposed: bool = False
     class_weight: bool = False
-    wanted: tuple[bool, bool] = (True, True)
+    needs_grad: tuple[bool, bool] = (True, True)
     softcap: float | None = None
     smoothing: float = 0.0
 
@@ -78,15 +78,17 @@ class Call(NamedTuple):
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
         """Makes the call; returns the gradients."""
         problem = self.problem()
-        wanted = NeedsGrad(*self.wanted, self.bias and self.wanted[1])
+        needs_grad = NeedsGrad(*self.needs_grad, self.bias and self.needs_grad[1])
         stage, entropy, statistics = STAGES[self.plan]
-        needed = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else wanted
-        plan = ops.plan_for(problem, stage, budget, "triton", needed, statistics=statistics, entropy=entropy)
+        stage_needs_grad = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else needs_grad
+        plan = ops.plan_for(problem, stage, budget, "triton", stage_needs_grad, statistics=statistics, entropy=entropy)
         problem = replace(problem, plan=plan)
         if plan.path == "scaled_exp":
-            return tuple(scaled_exp(problem, needed, statistics=statistics)[2])
+            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
-            found = chunked.loss_and_gradients(KERNEL_TILES, problem, plan.chunk_config, wanted, (array(), array()))[2]
+            found = chunked.loss_and_gradients(
+                KERNEL_TILES, problem, plan.chunk_config, needs_grad, (array(), array())
+            )[2]
         elif stage == "losses":
             chunked.losses(KERNEL_TILES, problem, plan.chunk_config)
             return ()
@@ -97,7 +99,7 @@ class Call(NamedTuple):
             row = problem.row_weight
             beta, sigma = row if entropy else None, row if self.smoothing else None
             coefficients = Coefficients(row, row, beta, sigma)
-            found = chunked.gradients(KERNEL_TILES, problem, plan.chunk_config, row, coefficients, wanted)
+            found = chunked.gradients(KERNEL_TILES, problem, plan.chunk_config, row, coefficients, needs_grad)
         return tuple(found)
 
 
@@ -299,15 +301,15 @@ def calls_of(shape: str) -> tuple[Call, ...]:
     return (
         Call("train", shape),
         Call("stats", shape, bias=True, softcap=30.0),
-        Call("train", shape, wanted=(True, False)),
-        Call("train", shape, wanted=(False, True)),
+        Call("train", shape, needs_grad=(True, False)),
+        Call("train", shape, needs_grad=(False, True)),
         Call("train", shape, torch.float16),
         Call("train", shape, torch.float32),
         Call("train", shape, head=torch.float32),
         Call("train", shape, smoothing=0.1, class_weight=True),
         Call("entropy", shape),
         Call("none", shape),
-        Call("none", shape, wanted=(True, False)),
+        Call("none", shape, needs_grad=(True, False)),
         Call("log_probs", shape, torch.float16),
     )
 

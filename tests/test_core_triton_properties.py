@@ -54,9 +54,9 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     else:
         loss, stats = core_triton.linear_cross_entropy_with_stats(**arguments, **options)
         results, found = (loss,), {"loss": loss, **stats._asdict()}
-    wanted = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
-    gradients = torch.autograd.grad(results, [arguments[name] for name in wanted.values()], upstream)
-    found |= dict(zip(wanted, gradients, strict=True))
+    differentiated = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
+    gradients = torch.autograd.grad(results, [arguments[name] for name in differentiated.values()], upstream)
+    found |= dict(zip(differentiated, gradients, strict=True))
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
 
@@ -163,9 +163,10 @@ def check_shards(
     assert error(loss.sum().numpy(), want.loss) < 2e-6
 
     coefficients = row_math.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
-    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts = [
-        chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted) for shard in shards
+        chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, needs_grad)
+        for shard in shards
     ]
     d_input = sum(part.d_input.numpy() for part in parts if part.d_input is not None)
     d_weight = np.concatenate([part.d_weight.numpy() for part in parts if part.d_weight is not None])

@@ -145,7 +145,7 @@ ALONE = {
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         "Carry",  # what a loop carries
-        *("target_rows", "known"),  # by XLA, where PyTorch's row kernels do it
+        *("target_rows", "static_args"),  # by XLA, where PyTorch's row kernels do it
     },
     "tile_config.py": {
         "padded_hidden",  # TMA needs no copy of whole rows

@@ -142,8 +142,8 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
         value, gradients = loss_and_gradients(memory_budget=budget, **options)(*arrays)
         assert_close(value, want[0], 1e-4)
         assert_close(gradients, want[1])
-        last, wanted = ([np.asarray(gradient)[-8:] for gradient in found] for found in (gradients, want[1]))
-        assert_close(last, wanted, 2 * ROUNDING)
+        last, expected = ([np.asarray(gradient)[-8:] for gradient in found] for found in (gradients, want[1]))
+        assert_close(last, expected, 2 * ROUNDING)
 
 
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}

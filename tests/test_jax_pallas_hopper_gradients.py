@@ -39,10 +39,10 @@ def float64(array: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
 
 
-def close(found: Array, wanted: np.ndarray, tolerance: float = ROUNDED) -> None:
+def close(found: Array, expected: np.ndarray, tolerance: float = ROUNDED) -> None:
     """Compares elementwise, relative to the largest value wanted."""
-    assert found.shape == wanted.shape
-    error = np.abs(float64(found) - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert found.shape == expected.shape
+    error = np.abs(float64(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
@@ -114,9 +114,9 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert found.dtype == jnp.bfloat16
     found = sizes.head(found)
-    wanted = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
-    wanted = wanted[: sizes.classes] + (0.0 if old is None else float64(old)[: sizes.classes])
-    close(found[: sizes.classes], wanted)
+    expected = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    expected = expected[: sizes.classes] + (0.0 if old is None else float64(old)[: sizes.classes])
+    close(found[: sizes.classes], expected)
     after = jnp.zeros_like(found) if old is None else old
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
 
@@ -126,14 +126,14 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
     use_programs(monkeypatch, 2)
     sizes = Sizes(192, 292, 0, 192, 523, 576, vocab_axis)
     x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, jnp.bfloat16)
-    found, wanted = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
+    found, expected = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
     for start, rows in (192, 100), (0, 192):
         e = sizes.e().at[rows:].set(0)
         shared = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": vocab_axis, "interpret": True}
         found = add_d_weight(e, x, jnp.int32(start), **shared, rows=rows, old=found, starts=rows < 192)
-        wanted += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
+        expected += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
     found = sizes.head(found)
-    close(found[: sizes.classes], wanted, 2 * ROUNDED)
+    close(found[: sizes.classes], expected, 2 * ROUNDED)
     assert (found[sizes.classes :] == 0).all()
 
 
@@ -207,10 +207,10 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rho[::5], theta[::7] = 0, 0
     w, held, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.e()
     own = np.arange(sizes.start, sizes.start + sizes.rows)
-    wanted = np.where(rho == 0, 0, rho)[:, None] * (
+    expected = np.where(rho == 0, 0, rho)[:, None] * (
         float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
     )
-    wanted += theta[:, None] * float64(held)[own]
+    expected += theta[:, None] * float64(held)[own]
     w = w.at[sizes.classes :].set(jnp.nan)
     e = e.at[: sizes.rows : 5].set(jnp.nan)
     held = held.at[own[::7]].set(jnp.nan)
@@ -227,7 +227,7 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         schedule=schedule,
     )
     assert found.dtype == jnp.bfloat16
-    close(found[own], wanted)
+    close(found[own], expected)
     others = np.setdiff1d(np.arange(sizes.tokens), own)
     assert (found[others] == held[others]).all()
     assert not float64(found)[own][(rho == 0) & (theta == 0)].any()

@@ -125,11 +125,11 @@ def float64(array: Array) -> np.ndarray:
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
-def close(found: Array, wanted: np.ndarray, tolerance: float) -> None:
+def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
     """Compares elementwise, relative to the largest value wanted."""
     found_ = float64(found)
-    assert found_.shape == wanted.shape
-    error = np.abs(found_ - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert found_.shape == expected.shape
+    error = np.abs(found_ - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
@@ -300,15 +300,17 @@ def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bo
     log_prob = logits - lse[:, None]
     factor = row["alpha"] + (row["beta"] * log_prob if beta else 0.0)
     columns = np.arange(call.first_class, call.first_class + call.classes)
-    wanted = np.exp(log_prob) * factor
+    expected = np.exp(log_prob) * factor
     if sigma:
-        wanted -= row["sigma"] * (float64(drawn["class_weight"])[columns] if call.class_weight else 1.0)
-    wanted -= (np.asarray(drawn["target"])[:, None] == columns) * row["tau"]
-    wanted *= call.slope(logits)
-    wanted = np.where(np.asarray(drawn["contributes"])[:, None] & (columns >= call.first_class + call.skip), wanted, 0)
+        expected -= row["sigma"] * (float64(drawn["class_weight"])[columns] if call.class_weight else 1.0)
+    expected -= (np.asarray(drawn["target"])[:, None] == columns) * row["tau"]
+    expected *= call.slope(logits)
+    expected = np.where(
+        np.asarray(drawn["contributes"])[:, None] & (columns >= call.first_class + call.skip), expected, 0
+    )
     assert found.shape == (cdiv(call.rows, 8) * 8, padded(call.classes))
     assert found.dtype == call.dtype
-    close(found[: call.rows, : call.classes], wanted, ROUNDED[call.dtype])
+    close(found[: call.rows, : call.classes], expected, ROUNDED[call.dtype])
     assert not found[call.rows :].any()
     assert not found[:, call.classes :].any()
 

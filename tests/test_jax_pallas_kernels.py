@@ -46,7 +46,7 @@ class Case(NamedTuple):
     softcap: float | None = None
 
     @property
-    def known(self) -> dict[str, Any]:
+    def static_args(self) -> dict[str, Any]:
         """Returns what every kernel knows when it is traced, the number of classes apart."""
         options = {"vocab_axis": self.vocab_axis, "logit_scale": self.scale, "softcap": self.softcap}
         return {"rows": ROWS, **options}
@@ -120,7 +120,7 @@ def test_exponentials(case: Case) -> None:
 
     @jax.jit
     def run(start: jax.Array) -> Any:
-        options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
+        options = {**case.static_args, "classes": case.classes, "stores": True, "largest": True}
         return exponentials(problem, problem.ref_exponent, start, bias=problem.bias, target=target, **options)
 
     target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
@@ -143,7 +143,7 @@ def test_exponentials(case: Case) -> None:
 def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
-    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
+    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
     e, sums, tops, *_ = exponentials(problem, problem.ref_exponent, START, **options)
     assert e is None
     assert tops is None
@@ -200,8 +200,8 @@ def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = target_grad.sort_by_target(*arrays, count, classes)
     key = np.where((target >= 0) & (weight != 0), target, classes)[:count]
     order = np.argsort(key, kind="stable")
-    for got, wanted in zip(found, (key[order], order, theta[order]), strict=True):
-        assert (np.asarray(got) == wanted).all()
+    for got, expected in zip(found, (key[order], order, theta[order]), strict=True):
+        assert (np.asarray(got) == expected).all()
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -209,17 +209,17 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     problem = Problem(case)
     x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
     bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
-    known = {**case.known, "classes": case.classes}
+    static_args = {**case.static_args, "classes": case.classes}
     ref_exponent = jnp.zeros(ROWS)
     problem.x = x
-    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **known)
+    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **static_args)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
     assert not np.isfinite(np.asarray(sums)[bad]).any()
     assert not wide(e)[~bad, :300].any()
     assert not wide(e)[:, case.classes :].any()
-    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **known)
+    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **static_args)
     judge("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
     assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class of no probability adds nothing to the entropy"
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
@@ -233,7 +233,7 @@ def test_statistics(case: Case, class_weights: bool) -> None:
 
     @jax.jit
     def run(start: jax.Array, first: jax.Array, skip: jax.Array) -> Any:
-        options = {**case.known, "classes": width, "weighted": True, "entropy": True}
+        options = {**case.static_args, "classes": width, "weighted": True, "entropy": True}
         weights = problem.class_weight if class_weights else None
         return kernels.statistics(problem.x, problem.w, problem.bias, weights, start, first, skip, **options)
 
@@ -278,7 +278,7 @@ def test_d_logits(case: Case, form: str) -> None:
         optional = (jnp.asarray(beta) if has_beta else None, jnp.asarray(sigma) if has_sigma else None)
         rest = (jnp.asarray(contributes), start, first, skip)
         arrays: tuple[Any, ...] = (x, problem.w, problem.bias, weights, jnp.asarray(target), *of_rows, *optional, *rest)
-        return kernels.d_logits(*arrays, classes=width, **case.known)
+        return kernels.d_logits(*arrays, classes=width, **case.static_args)
 
     log_prob = logits - lse[:, None]
     expected = np.exp(log_prob) * (alpha[:, None] + (beta[:, None] * log_prob if has_beta else 0.0))
@@ -323,7 +323,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
 def test_vmap_runs_one_after_the_other() -> None:
     case = Case("float32")
     problem = Problem(case)
-    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
+    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
 
     def run(ref_exponent: jax.Array) -> jax.Array:
         return exponentials(problem, ref_exponent, START, **options)[1]
@@ -421,9 +421,9 @@ def compile_one(
     w = array(*((v, d) if vocab_axis == 0 else (d, v)), dtype=DTYPES[dtype])
     scalar, index, row = array(dtype=jnp.int32), array(n, dtype=jnp.int32), array(n)
     classes, maybe = (array(v), row) if options else (None, None)
-    known = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
-    vocab_chunk = {**known, "classes": min(v, 8192)}
-    stores = {**known, "classes": v, "stores": function != "sums", "largest": options}
+    static_args = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
+    vocab_chunk = {**static_args, "classes": min(v, 8192)}
+    stores = {**static_args, "classes": v, "stores": function != "sums", "largest": options}
     e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
     of_call, targets = array(size), array(size, dtype=jnp.int32)
     flags = array(4 * (1 + -(-n // 128)), dtype=jnp.int32)

@@ -111,10 +111,10 @@ def test_the_plan_has_the_tile_of_the_kernels(
 ) -> None:
     tiles, run = [], kernels.run
 
-    def record(kernel: Any, matmul: Any, *arguments: Any, **known: Any) -> Any:
+    def record(kernel: Any, matmul: Any, *arguments: Any, **static_args: Any) -> Any:
         if kernel in (kernels.exponentials_kernel, kernels.statistics_kernel):
             tiles.append(matmul.tile.block_v)
-        return run(kernel, matmul, *arguments, **known)
+        return run(kernel, matmul, *arguments, **static_args)
 
     monkeypatch.setattr(kernels, "run", record)
     shared = {"implementation": "pallas_triton", **options}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jax_pallas import chunked, row_math
 from jax_pallas.problem import NeedsGrad, Problem
-from jax_pallas.slicing import Piece
+from jax_pallas.slicing import Slice
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -76,17 +76,17 @@ def test_shards_of_the_vocabulary_make_the_whole(
             offset += size
         vocab_chunks = [max(min(vocab_chunk, shard.local_classes), 1) for shard in shards]
         pairs = list(zip(shards, vocab_chunks, strict=True))
-        partials = [chunked.chunk_statistics(shard, Piece(0, n, None), size)[0] for shard, size in pairs]
+        partials = [chunked.chunk_statistics(shard, Slice(0, n, None), size)[0] for shard, size in pairs]
         statistics = row_math.finish(row_math.merge(row_math.merge(*partials[:2]), partials[2]), y, row_weight, classes)
         loss = row_math.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
         coefficients = row_math.loss_coefficients(
             spec, statistics.lse, y, row_weight, row_weight, class_weight, classes
         )
-        wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
+        needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
         parts: list[Any] = []
         for shard, size in pairs:
             config = ChunkConfig(min(chunk, n), size, float32_sum=False)
-            parts.append(chunked.gradients(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, wanted))
+            parts.append(chunked.gradients(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, needs_grad))
         d_weight = jnp.concatenate([part.d_weight if vocab_axis == 0 else part.d_weight.T for part in parts])
         d_bias = jnp.concatenate([part.d_bias for part in parts])
         return loss, statistics.lse, statistics.target_logit, sum(part.d_input for part in parts), d_weight, d_bias

@@ -16,7 +16,7 @@ from jax_problem import planned, problem
 from jax_pallas import launch, recompute
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
 from jax_pallas.problem import Problem
-from jax_pallas.slicing import Piece
+from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp
 from linear_ce.spec import LossSpec
 from parity.cases import Case, cases
@@ -96,7 +96,7 @@ def test_vocab_chunks_of_recomputed_logits_fit() -> None:
         "itemsize": 2,
         "statistics": 2,
         "float16": False,
-        "converts": False,
+        "needs_cast": False,
     }
     for tokens, in_place in itertools.product((1, 100, 8192, 65536), (False, True)):
         numbers |= {"tokens": tokens, "d_input": True, "d_weight": True, "in_place": in_place}
@@ -114,7 +114,7 @@ def test_vocab_chunks_of_recomputed_logits_fit() -> None:
 
 
 def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
-    flags = {"float16": False, "converts": False, "in_place": True, "d_input": True, "d_weight": True}
+    flags = {"float16": False, "needs_cast": False, "in_place": True, "d_input": True, "d_weight": True}
     numbers: dict[str, Any] = {"tokens": 1000, "hidden": 4096, "classes": 128256, "itemsize": 2, "statistics": 2}
     with pytest.raises(ValueError, match="at least") as refused:
         choose_recomputed(**numbers, **flags, budget=2**20)
@@ -146,7 +146,7 @@ def test_vocab_chunks_that_tma_cannot_read_are_copied(classes: int, copied: bool
         vocab_axis=1,
     )
     problem = planned(problem, "gradients", "pallas_triton")
-    vocab_chunk = Piece(classes - 256, 256, jnp.ones(256, bool))
+    vocab_chunk = Slice(classes - 256, 256, jnp.ones(256, bool))
     head, chunk_bias, class_weight, first, _ = recompute._vocab_chunk(problem, vocab_chunk)
     start = 0 if copied else classes - 256
     assert first == start

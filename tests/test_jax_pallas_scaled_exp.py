@@ -27,7 +27,7 @@ from jax_pallas import (
 from jax_pallas.plan import Stage
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
 from jax_pallas.row_math import Coefficients
-from jax_pallas.slicing import Piece
+from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import ScaledExpConfig
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
@@ -74,10 +74,10 @@ def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def over_chunks(body: Any, carry: Any, length: int, size: int, **_: bool) -> Any:
     full = (length - 1) // size * size
-    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    carry, last = body(carry, Slice(full, length - full, None), first=True)
     found = []
     for start in range(0, full, size):
-        carry, one = body(carry, Piece(jnp.int32(start), size, None), first=False)
+        carry, one = body(carry, Slice(jnp.int32(start), size, None), first=False)
         found.append(one)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
 
@@ -112,8 +112,8 @@ def by_xla(
     return chunked.XLA_TILES, problem, plan_of(problem).chunk_config
 
 
-def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
-    for got, value in zip(found, wanted, strict=True):
+def judge(found: Gradients, expected: Gradients, tolerance: float = 3e-3) -> None:
+    for got, value in zip(found, expected, strict=True):
         assert got is not None
         assert value is not None
         assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= tolerance * jnp.linalg.norm(value)
@@ -153,12 +153,12 @@ def test_scaled_exp(
     judge(gradients, exact_gradients)
 
 
-def over_pieces(body: Any, carry: Any, length: int, size: int) -> Any:
-    """As `pieces.over_pieces`, for what its plans make of pieces: rows' values, in order."""
+def over_slices(body: Any, carry: Any, length: int, size: int) -> Any:
+    """As `pieces.over_slices`, for what its plans make of pieces: rows' values, in order."""
     found = []
     for first in range(0, length, size):
         start, size = min(first, length - size), min(size, length)
-        carry, one = body(carry, Piece(jnp.int32(start), size, start + jnp.arange(size) >= first))
+        carry, one = body(carry, Slice(jnp.int32(start), size, start + jnp.arange(size) >= first))
         found.append(jax.tree.map(lambda array, new=first - start: array[new:], one))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
@@ -199,7 +199,7 @@ def test_recomputed(
     want_c = chunked.gradients(*by_xla(exact, "gradients", EVERYTHING), lse, coefficients, EVERYTHING)
 
     interpret(monkeypatch)
-    monkeypatch.setattr(chunked, "over_pieces", over_pieces)
+    monkeypatch.setattr(chunked, "over_slices", over_slices)
     ours = planned(ours, "gradients", "mosaic", EVERYTHING)
     config = ChunkConfig(rows, vocab_chunk, float32_sum=False)
     loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
