@@ -27,7 +27,7 @@ class Problem:
         spec: the options.
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
-        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
+        plan: how the call runs; None in tests that call the functions of `chunked` directly.
     """
 
     input: Tensor
@@ -43,7 +43,7 @@ class Problem:
 
     @property
     def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
+        """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
 
     def chunks(self, size: int) -> Iterator[slice]:
@@ -62,22 +62,22 @@ class Problem:
         return self.row_weight[chunk] != 0
 
     def rows(self, chunk: slice) -> Tensor:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN.
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute, because those may hold NaN.
 
-        Contiguous, whatever the input's strides are, so that the same GEMMs run.
+        The result is contiguous for all strides of the input, so that the same GEMMs run.
         """
         rows = torch.empty_like(self.input[chunk], memory_format=torch.contiguous_format)
         return rows.copy_(self.input[chunk]).masked_fill_((self.row_weight[chunk] == 0)[:, None], 0.0)
 
 
 def plan_of(problem: Problem) -> ExecutionPlan:
-    """Returns the problem's plan, which is there in every call of the public functions."""
+    """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
 
 
 def layout_of(matrix: Tensor) -> MatrixLayout:
-    """Returns what a plan needs to know of a matrix."""
+    """Returns the properties of a matrix that a plan depends on."""
     aligned = matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0
     rows, columns = matrix.shape
     return MatrixLayout((rows, columns), matrix.stride(), matrix.itemsize, DTYPE_NAMES[matrix.dtype], aligned)  # pyright: ignore[reportArgumentType]
@@ -87,7 +87,7 @@ DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float
 
 
 class Gradients(NamedTuple):
-    """None where not asked for."""
+    """The gradients of a call; None for those that are not computed."""
 
     d_input: Tensor | None  # (N, D), input's dtype
     d_weight: Tensor | None  # (V, D), linear_weight's dtype
@@ -95,7 +95,7 @@ class Gradients(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
+    """Which gradients a call computes. The others take no time and no memory."""
 
     d_input: bool
     d_weight: bool
@@ -106,7 +106,7 @@ NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
 def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in float32 with float32 accumulation, for two operands that `operand` made."""
+    """Returns a @ b in float32 with float32 accumulation, for two results of `operand`."""
     return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
@@ -127,13 +127,13 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` as an operand of matmuls in `dtype`: rounded to it, in float32 where the device needs it."""
+    """Returns `tensor` rounded to `dtype`, as an operand of matmuls. On devices other than CUDA the operand is float32."""
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.float()
 
 
 class ClassSum:
-    """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
+    """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result."""
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)

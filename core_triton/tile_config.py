@@ -1,5 +1,6 @@
-"""How a call is cut for the kernels: pure functions of shapes, dtypes, GPU and memory budget. Nothing here changes a
-result beyond rounding.
+"""The tiles and chunks of the kernels: pure functions of shapes, dtypes, GPU and memory budget.
+
+These functions determine speed and memory. They change results only by rounding.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ class TileConfig:
     Args:
         block_n: rows.
         block_v: classes.
-        block_d: hidden units that the matmul takes at a time.
-        num_warps: of a program.
-        num_stages: steps in flight.
-        group: row blocks that share a class block before the next one.
+        block_d: hidden units of a step of the matmul.
+        num_warps: warps of a program.
+        num_stages: steps that are loaded ahead (software pipelining).
+        group: row blocks that are computed with a class block before the next class block.
     """
 
     block_n: int
@@ -32,9 +33,10 @@ class TileConfig:
 def choose_tile(itemsize: int, capability: int) -> TileConfig:
     """Returns the tile of logits for operands of `itemsize` bytes on a GPU of compute capability 80, 90, 100, ...
 
-    16-bit on Hopper: two warpgroups of 64 x 256, whose accumulators fill the registers and whose three stages and
-    staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions. Elsewhere the
-    tiles are as large as registers allow without spills.
+    - 16 bits on Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
+      staging buffer of the store fill the shared memory.
+    - Float32: the ordinary units compute it, without matrix instructions.
+    - Otherwise the tiles are as large as registers allow without spills.
     """
     if itemsize == 4:
         return TileConfig(64, 64, 16, num_warps=4, num_stages=2)
@@ -110,17 +112,17 @@ CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix i
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
-    """How plans A and B with scaled exponentials cut a call.
+    """How plans A and B with scaled exponentials divide a call.
 
     Args:
-        rows: of a chunk.
+        rows: rows of a chunk.
         d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
             kernel.
         splits_tiles: d_input's tiles may be split along the classes: `StreamKSchedule`.
-        head_rows: of the head that a matmul takes at a time: all, unless they must be cast.
-        blocks: of classes, each with its own partial sums.
-        scratch: float32 elements for partial sums and matmuls, which live one after the other.
-        bytes: of workspace.
+        head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
+        blocks: class blocks. Each has partial sums.
+        scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
+        bytes: bytes of workspace.
     """
 
     rows: int
@@ -142,7 +144,7 @@ TILE_ROWS = ((256, True), (128, True), (128, False))
 
 CAST_BYTES = 2**25
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no matmul waits for them
+PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
 def choose_scaled_exp(
@@ -161,25 +163,25 @@ def choose_scaled_exp(
     copied: int = 0,
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
 
     Args:
         tokens: N.
-        hidden: D, padded as the kernels want it.
+        hidden: D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
-        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
+        stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
         d_input: d_input is computed.
-        holds: d_input's own memory holds the chunk's rows of the input.
+        holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: the largest logits are computed.
-        programs: of the kernel that makes d_input; 0 where the library does.
-        copied: bytes of vectors that were not contiguous.
+        programs: programs of the kernel that computes d_input; 0 if cuBLAS computes it.
+        copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
@@ -213,8 +215,10 @@ def choose_scaled_exp(
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def largest(*choice: Any) -> ScaledExpConfig | None:
-        """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
-        the exponentials leave room, then ever fewer of them: the memory of split tiles does not grow with rows."""
+        """Returns the fewest chunks that fit, as equal as whole row blocks allow; None if none fit.
+
+        The first 16 counts are all tried, then ever larger steps: the memory of split tiles does not grow with rows.
+        """
         chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
         densely = chunks + 16
         while True:
@@ -227,8 +231,8 @@ def choose_scaled_exp(
                 return None
             chunks += 1 if chunks < densely else max(1, chunks // 4)
 
-    # A vocabulary chunk narrower than a tile takes less to convert and more for sums, one for each vocabulary chunk at
-    # least.
+    # A vocabulary chunk narrower than a tile needs less memory for the cast and more for partial sums: each chunk has
+    # at least one.
     narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
     smallest = min(
         ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
@@ -253,11 +257,12 @@ def padded_hidden(hidden: int, itemsize: int) -> int:
 
 
 def padded(classes: int) -> int:
-    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    """Returns the length of a row of exponentials or d_logits in memory, so that rows start at multiples of 128
+    bytes."""
     return -(-classes // 64) * 64
 
 
-# Each vocabulary chunk costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
+# Each vocabulary chunk costs a pass over d_input's float32 sum. The rows of d_weight are written once in any case.
 D_LOGITS_VOCAB_CHUNK = 12288
 
 
@@ -277,25 +282,26 @@ def choose_recomputed(
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide vocabulary chunks.
+    """Returns the chunks of plans B and C, which recompute the logits: many rows first, then wide vocabulary chunks.
 
     Args:
         tokens: N.
-        hidden: D, padded as the kernels want it.
+        hidden: D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
-        statistics: numbers that the first pass writes for each row and class block.
-        float16: rows are scaled by powers of two for d_weight, and the matmuls apart.
+        statistics: how many numbers the first pass writes for each row and class block.
+        float16: the input is float16. Its rows are scaled by powers of two for d_weight, and its matmuls are separate.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        needs_row_cast: so is the input, chunk by chunk.
-        copied: bytes of vectors that were not contiguous.
+        needs_row_cast: the input is copied, one chunk at a time, to rows that TMA can read.
+        copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit. The message names the smallest budget
+        that would do.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
@@ -336,7 +342,7 @@ def choose_recomputed(
         vocab_chunk for vocab_chunk in vocab_chunks if model(vocab_chunk).rows_within(budget, vocab_chunk) >= enough
     )
     rows = min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk))
-    if not second:  # no matmul waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    if not second:  # no matmul follows, so PARTIAL_BYTES of statistics at a time are enough
         blocks = -(-classes // block_v)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)

@@ -1,7 +1,7 @@
-"""The one decision of a call: which path runs, with which kernels, in which pieces.
+"""The plan of a call: which path runs, with which kernels, in which chunks.
 
-`make_plan` is a pure function of shapes, dtypes, device and options. Nothing below it asks again. The plan determines
-speed and memory, and never changes a result beyond rounding.
+`make_plan` is a pure function of shapes, dtypes, device and options, and all these decisions are made here. A plan
+determines speed and memory. It changes results only by rounding.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
-    """What a plan needs to know of a matrix."""
+    """The properties of a matrix that a plan depends on."""
 
     shape: tuple[int, int]
     itemsize: int
@@ -28,7 +28,7 @@ class MatrixLayout(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """All that a plan depends on."""
+    """Everything that a plan depends on."""
 
     stage: Stage
     input: MatrixLayout  # (N, D)
@@ -53,19 +53,20 @@ class ExecutionPlan:
 
     Args:
         implementation: "mosaic", "pallas_triton" or "chunked".
-        path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
-            logits again for the gradients, 4 matmuls; "chunked" is XLA's own operators.
-        hopper: the matmul kernels are those of sm_90, in Mosaic; otherwise those of Pallas' Triton backend.
-        tile: of logits; None where no kernel runs.
-        chunks: rows at a time, and what depends on them.
+        path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
+            logits for the gradients: 4 matmuls. "chunked" uses XLA operators only.
+        hopper: whether the matmul kernels are those for sm_90, in Mosaic, or those of Pallas' Triton backend.
+        tile: the tile of logits; None if no kernel runs.
+        chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" run.
-        casts_head: the head is copied to the input's dtype, a piece at a time.
-        vocab_chunks_in_place: kernels read vocabulary chunks of the head where they are; otherwise from a copy of each.
-        d_input_kernel: d_input comes from our kernel; otherwise from XLA's GEMM.
-        d_weight_kernel: d_weight comes from our kernel; otherwise from XLA's GEMM.
-        d_weight_starts: the kernel that adds to d_weight also starts it, which saves compiling another, 1.5 s.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
+        vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
+        d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
+        d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
+        d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
+            kernel, 1.5 s.
     """
 
     implementation: str
@@ -117,7 +118,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
     """
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)

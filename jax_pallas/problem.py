@@ -30,7 +30,7 @@ class Problem:
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
-        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
+        plan: how the call runs; None in tests that call the functions of `chunked` directly.
     """
 
     input: Array
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
+        """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
 
     def class_weight_of(self, vocab_chunk: Slice) -> Array | None:
@@ -77,18 +77,18 @@ class Problem:
         return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
 
     def rows(self, chunk: Slice) -> Array:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute, because those may hold NaN."""
         return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
 
 
 def plan_of(problem: Problem) -> ExecutionPlan:
-    """Returns the problem's plan, which is there in every call of the public functions."""
+    """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
 
 
 def layout_of(matrix: Array) -> MatrixLayout:
-    """Returns what a plan needs to know of a matrix."""
+    """Returns the properties of a matrix that a plan depends on."""
     rows, columns = matrix.shape
     # As many rows as a symbolic number stands for: at most a chunk of them is computed in vain.
     return MatrixLayout(
@@ -97,7 +97,7 @@ def layout_of(matrix: Array) -> MatrixLayout:
 
 
 class Gradients(NamedTuple):
-    """None where not asked for."""
+    """The gradients of a call; None for those that are not computed."""
 
     d_input: Array | None  # (N, D), input's dtype
     d_weight: Array | None  # linear_weight's shape and dtype
@@ -105,7 +105,7 @@ class Gradients(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
+    """Which gradients a call computes. The others take no time and no memory."""
 
     d_input: bool
     d_weight: bool

@@ -1,5 +1,6 @@
-"""How a call is cut for the kernels: pure functions of shapes, dtypes and memory budget. Nothing here changes a result
-beyond rounding.
+"""The tiles and chunks of the kernels: pure functions of shapes, dtypes and memory budget.
+
+These functions determine speed and memory. They change results only by rounding.
 """
 
 import itertools
@@ -29,13 +30,13 @@ def cdiv(a: int, b: int) -> int:
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
-# Classes of a tile of the Hopper kernels. A thread holds 96 sums of them, as many of the tile before, and what it
-# computes with: for 256, the most that wgmma takes, there would be no room.
+# Classes of a tile of the Hopper kernels. A thread holds 96 sums of this tile, 96 of the tile before, and temporaries.
+# With 256 classes, the most that wgmma takes, the registers would not be enough.
 CLASS_BLOCK = 192
 
 HALF = 64  # rows of a warpgroup: the least that wgmma takes
 
-STEP = 64  # units of the hidden size, or classes, that the Hopper kernels multiply at a time
+STEP = 64  # hidden units, or classes, of a step of a matmul in the Hopper kernels
 
 D_BLOCK = 2 * HALF  # columns of D of a tile of a gradient
 
@@ -48,11 +49,12 @@ class TritonTile(NamedTuple):
 
 
 def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
-    """Returns the tile of Pallas' Triton kernels; `crowded` where registers hold more than logits: a slope, a weight or
-    a gradient beside each, or operands of an `unaligned` head.
+    """Returns the tile of Pallas' Triton kernels.
 
-    A thread holds 128 float32 sums in its 255 registers, 64 where it is crowded; and 64 for float32, which no matrix
-    unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
+    A thread has 255 registers and holds 128 float32 sums. It holds 64 if `crowded`: the registers then also hold a
+    slope, a weight or a gradient for each logit, or operands of an `unaligned` head. It holds 64 for float32 too: no
+    matrix unit multiplies float32, so operands take registers. All tiles fit the shared memory of an A100. No kernel
+    spills there or on a Hopper.
     """
     if itemsize == 4:
         return TritonTile(128, 32)
@@ -60,11 +62,12 @@ def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
 
 
 def unaligned(vocab: int, vocab_axis: int) -> bool:
-    """Returns whether a thread loads a head's classes one by one: where rows of (D, V) do not start at 16 bytes."""
+    """Returns whether threads load the classes of a head one by one, because rows of (D, V) do not start at multiples
+    of 16 bytes."""
     return vocab_axis == 1 and vocab % 8 != 0
 
 
-# Of the kernel that repairs, which seldom has work: it compiles in a seventh of the time of `triton_tile`'s.
+# The tile of the repair kernel, which rarely has work. It compiles in a seventh of the time that `triton_tile`'s takes.
 REPAIR_TILE, REPAIR_STAGES = TritonTile(128, 32), 2
 
 
@@ -168,23 +171,23 @@ def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, prog
     return choose_schedule(rows, hidden, classes, most, programs).bytes
 
 
-# Of a row, for its target's logit and summand: each of `TARGET_PLACES` tiles that hold a target has a place for all of
-# its rows' two numbers.
+# Places of a row for its target's logit and summand. Each of `TARGET_PLACES` tiles that hold a target has a place for
+# the two numbers of all its rows.
 TARGET_PLACES = 64
 TARGET_BYTES = 2 * 4 * TARGET_PLACES
 
-CALL_PLACES = 8  # chunks whose targets' places are found at once: more of them would take memory from the chunks
+CALL_PLACES = 8  # chunks whose targets' places are computed at once: more places would take memory from the chunks
 
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
-    """How plans A and B with scaled exponentials cut a call.
+    """How plans A and B with scaled exponentials divide a call.
 
     Args:
-        rows: of a chunk.
-        last_rows: that the kernels of the last chunk compute, which may have fewer.
-        d_input_bytes: that d_input's partial sums may take.
-        bytes: of workspace.
+        rows: rows of a chunk.
+        last_rows: rows that the kernels compute for the last chunk, which may have fewer.
+        d_input_bytes: bytes that the partial tiles of d_input may take.
+        bytes: bytes of workspace.
     """
 
     rows: int
@@ -197,15 +200,15 @@ class ScaledExpConfig:
         return size if size == self.rows else self.last_rows
 
 
-# The last chunk takes as many rows as the others where that costs less than such a share of the call: then the kernels
-# of the others serve it too, and are compiled once.
-COMPILED_FRACTION = 50  # of two matmuls: d_weight's takes no more steps than the chunk has rows for
+# The kernels compute as many rows for the last chunk as for the others if the additional rows are at most 1/50 of the
+# call. Then they are compiled once. Two matmuls compute the additional rows; the one of d_weight skips them.
+COMPILED_FRACTION = 50
 
 D_INPUT_FRACTION = (
     16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
 )
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no matmul waits for them
+PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
 def choose_scaled_exp(
@@ -223,24 +226,24 @@ def choose_scaled_exp(
     scratch: Callable[[int, int], int],
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
 
     Args:
         tokens: N.
         hidden: D.
         classes: K.
         itemsize: of the input's dtype.
-        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
-        holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
+        stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        holds: the chunk's rows of the input are in the memory of d_input or of the input.
         d_bias: d_bias is computed.
         statistics: the largest logits are computed.
         block_v: classes of a tile of logits.
-        hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
-        scratch: (rows, most) -> bytes that the gradients' matmuls of a chunk take beside the exponentials.
+        hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
+        scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
@@ -279,13 +282,14 @@ def choose_scaled_exp(
 
 
 def padded(classes: int) -> int:
-    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    """Returns the length of a row of exponentials or d_logits in memory, so that rows start at multiples of 128
+    bytes."""
     return -(-classes // 64) * 64
 
 
 D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
-LIBRARY_BYTES = 2**25  # that cuBLAS takes on a Hopper, beyond what is counted
+LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 
 
 def choose_recomputed(
@@ -302,25 +306,25 @@ def choose_recomputed(
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks and vocabulary chunks of plans B and C, whose kernels compute logits again: the fewest passes
-    over memory.
+    """Returns the chunks of plans B and C, which recompute the logits: those with the fewest passes over memory.
 
     Args:
         tokens: N.
         hidden: D.
         classes: K.
         itemsize: of the input's dtype.
-        statistics: numbers that the first pass writes for each row and class block.
+        statistics: how many numbers the first pass writes for each row and class block.
         float16: rows are scaled by powers of two for d_weight.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        in_place: matmuls are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
-            counted in float32.
+        in_place: matmuls are added to their sums in place, to d_weight by a kernel and to d_input by cuBLAS. Otherwise
+            a float32 result of each matmul is counted.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit. The message names the smallest budget
+        that would do.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
@@ -336,7 +340,8 @@ def choose_recomputed(
         return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
 
     def even(vocab_chunk: int) -> int:
-        """Returns the smallest vocabulary chunk, of whole tiles, of which no more are needed: they overlap least."""
+        """Returns the smallest vocabulary chunk of whole tiles that does not need more chunks: such chunks overlap
+        least."""
         multiple = min(vocab_chunk, CLASS_BLOCK)
         return min(classes, -(-classes // (-(-classes // vocab_chunk) * multiple)) * multiple)
 
@@ -359,7 +364,7 @@ def choose_recomputed(
     }
     vocab_chunk = min(passes, key=lambda vocab_chunk: passes[vocab_chunk])
     rows = fitting[vocab_chunk]
-    if not second:  # no matmul waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    if not second:  # no matmul follows, so PARTIAL_BYTES of statistics at a time are enough
         blocks = -(-classes // CLASS_BLOCK)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
