@@ -1,5 +1,4 @@
-"""The loss with PyTorch's own matmuls: the path for every device without a kernel, and the baseline that the kernels
-are held against.
+"""The loss with PyTorch's matmuls: the path for devices without kernels, and the baseline for the kernels.
 
 The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
 tile of the logits exists at a time:
@@ -13,8 +12,8 @@ A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by th
 the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
 merged by the same code.
 
-Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
-value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
+of its value. At the logits of a trained model that is several times the error of everything else.
 """
 
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from core_triton.problem import (
 from core_triton.row_math import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
-FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
@@ -107,12 +106,12 @@ def _d_logits(
 
 
 class Tiles(NamedTuple):
-    """How a chunk's rows meet a vocabulary chunk of the head.
+    """The functions that compute a tile: a chunk of rows against a vocabulary chunk.
 
     Args:
-        partial: statistics of the tile, its logits going to the list `kept`, if there is one.
-        d_logits: the tile's d_logits, (n, v), an operand of matmuls, and their sum over rows for d_bias, (v,), if
-            needs_grad. Takes logits from the list `kept`, if there is one, else computes them.
+        partial: returns the statistics of the tile, and appends its logits to the list `kept` if that is not None.
+        d_logits: returns the tile's d_logits, (n, v), as an operand of matmuls, and their sum over rows for d_bias,
+            (v,), if needed. It takes the logits from the list `kept`, or computes them if that is None.
     """
 
     partial: Callable[..., Partial]
@@ -123,13 +122,13 @@ TORCH_TILES = Tiles(_partial, _d_logits)
 
 
 class RowGradient(NamedTuple):
-    """What a chunk's second pass knows of its rows, (n,) float32 each.
+    """The values of a chunk's rows that its second pass needs, (n,) float32 each.
 
     Args:
-        lse: of the whole vocabulary.
-        coefficients: of (23), times the logit scale.
-        bias: d_bias is needs_grad.
-        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+        lse: log-sum-exp over the whole vocabulary.
+        coefficients: those of (23), times the logit scale.
+        bias: whether d_bias is computed.
+        bias_scale: factors of the rows' d_logits in d_bias; None is 1.
     """
 
     lse: Tensor
@@ -147,8 +146,9 @@ def chunk_statistics(
     kept: list[Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
-    """First pass over a chunk: statistics of its rows over this vocabulary chunk; its tiles go to `kept`."""
-    # Rows that do not contribute may hold anything: rows do not meet here, and `row_math.finish` selects them out.
+    """First pass over a chunk: returns the statistics of its rows over all classes of the problem. Appends its tiles of
+    logits to `kept`."""
+    # Rows that do not contribute may hold any values: rows are independent here, and `row_math.finish` excludes them.
     x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
@@ -199,18 +199,18 @@ def chunk_gradients(
     scales: tuple[Tensor, Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> None:
-    """Second pass over a chunk: writes its rows of d_input, adds to d_weight and d_bias.
+    """Second pass over a chunk: writes its rows of d_input and adds to d_weight and d_bias.
 
     Args:
-        lse: (n,) of the whole vocabulary.
-        coefficients: (n,) each; they carry the upstream gradient.
-        kept: the first pass's tiles of logits, consumed; None computes them again.
-        scales: () factors on d_input and on the gradients of the head.
+        lse: (n,) log-sum-exp over the whole vocabulary.
+        coefficients: (n,) each, times the upstream gradient.
+        kept: the tiles of logits of the first pass, which are removed from the list; None: they are recomputed.
+        scales: () factors of d_input and of the gradients of the head.
     """
     dtype, x, contributes = problem.input.dtype, problem.rows(chunk), problem.contributes(chunk)
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
+    input_scale = head_scale = bias_scale = None  # the factors that are applied after the matmuls of float16
     if dtype == torch.float16:
         coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)

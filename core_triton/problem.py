@@ -127,7 +127,8 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` rounded to `dtype`, as an operand of matmuls. On devices other than CUDA the operand is float32."""
+    """Returns `tensor` rounded to `dtype`, as an operand of matmuls. On devices other than CUDA the operand is
+    float32."""
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.float()
 

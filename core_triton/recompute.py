@@ -1,8 +1,8 @@
-"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+"""The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A takes them with float16, float32 or label smoothing, and plan C always. Rows go in chunks and the vocabulary in
-vocabulary chunks as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are written once in
-the second. The gradients are cuBLAS's GEMMs of those.
+Plan A uses them for float16, float32 or label smoothing. Plan C always uses them. The chunks of rows and vocabulary
+chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes
+d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 """
 
 import torch
@@ -84,7 +84,7 @@ KERNEL_TILES = Tiles(_partial, _d_logits)
 
 
 def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
-    """Returns a matrix that a tensor descriptor can describe: itself, or a copy with rows of zero-padded length."""
+    """Returns the matrix if a tensor descriptor can describe it, otherwise a copy whose rows are padded with zeros."""
     if layout_of(matrix).tma_compatible(by_row=by_row):
         return matrix
     n, columns = matrix.shape
@@ -94,6 +94,6 @@ def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
 
 
 def _class_weight(problem: Problem, vocab_chunk: slice) -> Tensor:
-    """Returns the class weights of a vocabulary chunk, (v,) float32, ones where there are none."""
+    """Returns the class weights of a vocabulary chunk, (v,) float32, or ones if the call has no class weights."""
     found = problem.class_weight_of(vocab_chunk)
     return problem.row_weight.new_ones(vocab_chunk.stop - vocab_chunk.start) if found is None else found

@@ -5,8 +5,8 @@ The reference of a row is 2**k, and the integer k is its reference exponent. The
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
 the range are computed again with k from the largest logit.
 
-Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. A chunk of rows takes these steps, in this order:
+Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
+exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The steps for each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -14,8 +14,8 @@ of those. It serves bfloat16 without label smoothing. A chunk of rows takes thes
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
-The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B is the first three, with nothing stored
-but the sums, in any dtype.
+At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, in
+any dtype. It stores only the sums.
 """
 
 from typing import Any, NamedTuple
@@ -32,14 +32,16 @@ from core_triton.tile_config import ScaledExpConfig
 
 
 class PackedRows(NamedTuple):
-    """The rows of a call, those that contribute before the others, and what the exponentials tell of them: (N,) float32
-    where nothing else is said. Those that end in _out are in the call's order."""
+    """The rows of a call, with those that contribute first, and their results: (N,) float32 unless noted.
 
-    order: Tensor  # int64, the row of the call that a packed row is
+    Fields that end in _out are in the order of the call, all others in packed order.
+    """
+
+    order: Tensor  # int64, the row of the call for each packed row
     target: Tensor  # int64
     row_weight: Tensor
     count: Tensor  # () int32, how many contribute
-    flag: Tensor  # (chunks, row blocks) int32: a block's reference exponents are too low
+    flag: Tensor  # (chunks, row blocks) int32: 1 if a reference exponent of the block is too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
     # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
     # block holds the target of one of these rows.
@@ -56,13 +58,13 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
-    """Packs the rows of a call that is cut in chunks of `rows`; their numbers are yet to be found."""
+    """Packs the rows of a call with chunks of `rows` rows. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2))
-    # Where the tiles of all chunks together are those of the whole call.
+    # If the tiles of all chunks together are the tiles of the whole call.
     if plan.hopper and not plan.casts_head and (rows % (plan.tile.block_n // 2) == 0 or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
@@ -101,12 +103,15 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 def scaled_exp(
     problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), or their sum () with `reduce`, the
-    rows' statistics, and the gradients of the sum; (29)-(33). The largest logits are found with `statistics` only.
+    """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
-    Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
-    packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
-    d_input's own memory can hold the input's packed rows until each chunk's gradient replaces them.
+    The rows that contribute are packed first, so that kernels can stop after the last of them. The host does not know
+    their number. A packed row never comes from an earlier row than its own position, and chunks run from the last to
+    the first. So the memory of d_input can hold the packed rows of the input until each chunk's gradient replaces them.
+
+    Returns:
+        The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
+        logits only if `statistics`; and the gradients of the sum.
     """
     with on_device(problem.input.device):
         return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
@@ -127,8 +132,8 @@ def _scaled_exp(
     rows = pack_rows(problem, config.rows, statistics=statistics)
     stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
     scratch = problem.row_weight.new_empty(config.scratch)
-    # The input's packed rows, zeros in those that do not contribute, and later times rho: in d_input's own memory, or
-    # in one chunk's.
+    # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
+    # memory of d_input, or in a buffer of one chunk.
     if plan.holds_rows:
         assert d_input is not None
         held = d_input
@@ -143,7 +148,7 @@ def _scaled_exp(
         if not plan.holds_rows:
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
         e = None if stored is None else stored[:n, :classes]
-        # cuBLAS's GEMM adds all rows of the chunk to d_weight, so all of them must be numbers.
+        # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
         _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
         row_kernels.finish_rows(
@@ -228,12 +233,12 @@ def _store_exponentials(
     scratch: Tensor,
     active: Active,
 ) -> None:
-    """Writes a chunk's exponentials e (n, K), if there, their sums over class blocks, which `scratch` holds first,
-    (blocks, n), and the targets' logits. If the rows' largest logits are needed, those of class blocks come next.
+    """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
-    Row blocks whose logits leave the range of their reference exponent are done again under one made of their largest
-    logit. The host does not know which: the launch that sees to it finds nothing to do where none is. Rows past the
-    active ones may be left as they are.
+    The sums (blocks, n) are at the start of `scratch`. If the largest logits are needed, those of each class block
+    follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
+    The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
+    nothing to do. Rows after the active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
@@ -262,7 +267,7 @@ def _store_exponentials(
             )
         else:
             kernels.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
-    # The new reference exponents are made of the largest logits of all vocabulary chunks.
+    # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:
             kernels.repair(
@@ -279,7 +284,7 @@ def _store_exponentials(
 
 
 def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
-    """Returns the vocabulary chunk of the head in the input's dtype, with rows of a length that TMA can read."""
+    """Returns a vocabulary chunk of the head in the input's dtype, with rows of a length that TMA can read."""
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
         return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
@@ -289,7 +294,7 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
 
 
 def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
-    """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
+    """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         hopper_gradients.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return

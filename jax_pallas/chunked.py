@@ -1,4 +1,4 @@
-"""The loss with XLA's own matmuls: the path for every device without a kernel, and the baseline of the kernels.
+"""The loss with XLA's matmuls: the path for devices without kernels, and the baseline for the kernels.
 
 The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
 tile of the logits exists at a time:
@@ -13,8 +13,8 @@ the classes from `vocab_offset` on, and the first pass returns partial statistic
 merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
 in `recompute.py`.
 
-Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
-value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
+of its value. At the logits of a trained model that is several times the error of everything else.
 """
 
 from collections.abc import Callable
@@ -202,7 +202,7 @@ def chunk_gradients(
     contributes = problem.chunk_row_weight(chunk) != 0
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the matmuls of float16
+    input_scale = head_scale = bias_scale = None  # the factors that are applied after the matmuls of float16
     if dtype == jnp.float16:
         coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)

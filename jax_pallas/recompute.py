@@ -1,9 +1,9 @@
-"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+"""The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A takes them with float16, float32, label smoothing or a head of another dtype, and plan C always. Rows go in
-chunks and the vocabulary in vocabulary chunks as in `chunked`; no logit leaves a multiprocessor in the first pass, and
-d_logits are written once in the second. The gradients are XLA's GEMMs of those, but d_weight comes from a kernel where
-an implementation has one.
+Plan A uses them for float16, float32, label smoothing or a head of another dtype. Plan C always uses them. The chunks
+of rows and vocabulary chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The
+second pass writes d_logits once, and the gradients are XLA GEMMs of d_logits. If the implementation has a kernel for
+d_weight, that kernel computes d_weight.
 """
 
 from types import ModuleType
@@ -91,7 +91,7 @@ KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)
 
 
 def _launcher(problem: Problem) -> ModuleType:
-    """Returns the file of the plan's kernels of logits; Mosaic is imported only where they are its."""
+    """Returns the module with the plan's kernels. Mosaic is imported only if the plan uses it."""
     if not plan_of(problem).hopper:
         return kernels
     from jax_pallas import hopper_logits
@@ -102,8 +102,8 @@ def _launcher(problem: Problem) -> ModuleType:
 def _vocab_chunk(
     problem: Problem, vocab_chunk: Slice
 ) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
-    """Returns a head that has the vocabulary chunk, its bias and class weights in float32, the vocabulary chunk's first
-    class in them, and how many of its classes an earlier vocabulary chunk has seen."""
+    """Returns a head that contains the vocabulary chunk, its bias and class weights in float32, the row of the chunk's
+    first class in them, and how many of the chunk's classes are also in an earlier chunk."""
     skip = 0 if vocab_chunk.fresh is None else vocab_chunk.size - vocab_chunk.fresh.sum()
     w, bias, first = problem.linear_weight, problem.linear_bias, vocab_chunk.start
     plan = plan_of(problem)
@@ -112,7 +112,7 @@ def _vocab_chunk(
         w, first = problem.weight_of(vocab_chunk), 0
         bias = None if bias is None else vocab_chunk.of(bias)
     class_weight = problem.class_weight_of(vocab_chunk)
-    if problem.class_weight is not None and not copied:  # in the head's own numbering
+    if problem.class_weight is not None and not copied:  # numbered as the head's rows are
         class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
         size = min(problem.local_classes, len(class_weight))
         class_weight = class_weight.at[:size].set(problem.class_weight[problem.vocab_offset :][:size])

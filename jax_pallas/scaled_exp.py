@@ -5,20 +5,20 @@ The reference of a row is 2**k, and the integer k is its reference exponent. The
 as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
 the range are computed again with k from the largest logit.
 
-Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. `row_kernels.pick` first computes the reference exponents of all
-rows and copies the rows of the input that contribute. Then a chunk of rows takes these steps, in this order:
+Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
+exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. `row_kernels.pick` first computes
+the reference exponents of all rows and copies the rows of the input that contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
     loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B is the first two, with nothing stored
-but the sums, in any dtype.
+At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
+dtype. It stores only the sums.
 
-d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
-replace them: then a chunk takes its exponentials and little else.
+The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
+d_input replace them. So a chunk takes little memory besides its exponentials.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 
 
 class Carry(NamedTuple):
-    """What chunks hand on; None where not asked for."""
+    """The values that each chunk passes to the next; None if not computed."""
 
     rows: CallRows
     held: Array | None  # (N, D): input's rows, then d_input's
@@ -44,8 +44,12 @@ class Carry(NamedTuple):
 
 
 def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
-    of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
+    """Runs plan A, or plan B if no gradient is needed: (29)-(33).
+
+    Returns:
+        The weighted loss of each row (N,); the statistics of the rows, in which the largest logits are inf unless
+        `statistics`; and the gradients of the sum.
+    """
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
     chunks = -(-tokens // config.rows)
@@ -82,8 +86,8 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
 
 
 def _call_rows(problem: Problem) -> tuple[Array, Array]:
-    """Returns the targets, int32, -1 where they are no class, and the row weights, (P,) each: they go on as far as the
-    tiles of the last chunk's kernels do."""
+    """Returns the targets, int32, -1 where they are not a class, and the row weights, (P,) each, padded to the end of
+    the last chunk's tiles."""
     config, target = plan_of(problem).scaled_exp_config, problem.target
     last = (problem.tokens - 1) // config.rows * config.rows
     end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
@@ -93,8 +97,10 @@ def _call_rows(problem: Problem) -> tuple[Array, Array]:
 
 
 def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
-    """Returns in which places the Hopper kernel writes what the targets have, for all chunks; None for the other
-    kernels, which have one place, and where there are so many chunks that each makes its own."""
+    """Returns the places where the Hopper kernel writes the targets' logits and summands, for all chunks.
+
+    It is None for the other kernels, which have one place, and for many chunks, where each chunk computes its own.
+    """
     if not plan_of(problem).hopper or chunks > CALL_PLACES:
         return None
     from jax_pallas import hopper_logits
@@ -105,7 +111,7 @@ def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
 def _target_places(
     problem: Problem, target: Array, chunk: Slice, size: int, call_places: Array | None
 ) -> TargetPlaces | None:
-    """Returns the places of a chunk of `size` rows: one of the call's, if these are there."""
+    """Returns the places of a chunk of `size` rows, from `call_places` if not None."""
     plan = plan_of(problem)
     if not plan.hopper:
         return None
@@ -119,7 +125,7 @@ def _target_places(
 
 
 def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
-    """Returns what kernels of tiles of logits know when a call is traced."""
+    """Returns the static arguments of the kernels that compute tiles of logits."""
     return {
         "rows": rows,
         "classes": classes,
@@ -132,14 +138,14 @@ def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
 def _chunk(
     problem: Problem, carry: Carry, chunk: Slice, places: Array | None, *, first: bool, gradients: bool
 ) -> Carry:
-    """Does one chunk of rows."""
+    """Computes one chunk of rows."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size = config.kernel_rows(chunk.size)
     if carry.held is not None:
         x, start = carry.held, chunk.start
     elif gradients:
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
-    else:  # what a row holds reaches no sum but its own
+    else:  # a row reaches no sum but its own, so rows that do not contribute may stay
         x, start = problem.input, chunk.start
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
@@ -169,14 +175,14 @@ def _store_exponentials(
     *,
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Again]:
-    """Returns a chunk's exponentials e (n, padded(K)), if stored, and what their sums and its targets give; x holds its
-    rows from place[FIRST_OF_X] on.
+    """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
-    The chunk may go on past the last row: exponentials under a reference exponent of inf are zeros. The Hopper kernels
-    may add further rows of zeros to e.
+    The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
+    reference exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
 
-    Row blocks with a sum that leaves the range are done again under reference exponents made of their largest logits.
-    The host does not know which: the launches that see to it find nothing to do where none is.
+    Row blocks whose sums leave the range are computed again with reference exponents from their largest logits. The
+    host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
+    nothing to do.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     part = Slice(chunk.start, size, None)

@@ -204,9 +204,7 @@ class ScaledExpConfig:
 # call. Then they are compiled once. Two matmuls compute the additional rows; the one of d_weight skips them.
 COMPILED_FRACTION = 50
 
-D_INPUT_FRACTION = (
-    16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
-)
+D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input: with more of it, chunks get too small
 
 PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
