@@ -4,12 +4,12 @@ The rows are processed in chunks. Within a chunk of rows the vocabulary is proce
 tile of the logits exists at a time:
 
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
-                                  float32 between the passes, 4 where they are computed again for the second
+                                  float32 between the passes, 4 where the second pass recomputes them
     plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 matmuls
+    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
 
-A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They process
-the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
+All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
+`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
 merged by the same code.
 
 The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
@@ -250,14 +250,14 @@ def chunk_gradients(
 
 
 def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
+    """Plan B without the loss: returns the statistics of each row."""
     parts = [
         row_math.finish(
             chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles),

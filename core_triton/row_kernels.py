@@ -1,6 +1,6 @@
-"""Triton kernels that multiply no matrices: what happens to rows and classes between the matmuls.
+"""Triton kernels without matmuls: the work on rows and classes between the matmuls.
 
-They read and write each number once or a few times, and sum in one fixed order. Equations: linear_ce/MATH.md.
+They read and write each number once or a few times, and sum in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 import torch
@@ -22,7 +22,7 @@ BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's reference; below it the ratio may overflow
 
 
-# A vector's alignment would decide how a block is shared by threads, and so the order of the denominator's sum.
+# With specialization the alignment of a vector would decide how threads divide a block, and so the order of the sum.
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["target_ptr", "class_weight_ptr"])
 def row_weights_kernel(
     target_ptr,
@@ -37,10 +37,10 @@ def row_weights_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes row_weight (N,) float32, what each row's loss is multiplied by: (5), (8), (9).
+    """Writes row_weight (N,) float32, the factor of each row's loss: (5), (8), (9).
 
-    Reads target (N,), class_weight (K,) float32, token_weight (N,) and normalizer (), where they are there. A program
-    owns BLOCK_N rows, and sums the denominator of all rows itself, in one fixed order.
+    Reads target (N,), and class_weight (K,) float32, token_weight (N,) and normalizer () if they are not None. One
+    program owns BLOCK_N rows. Every program sums the denominator of all rows, in a fixed order.
     """
     valid_rows = tl.zeros((), tl.int64)
     denominator = tl.zeros((), tl.float32)
@@ -111,11 +111,11 @@ def pack_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
+    """Packs the rows: first those that contribute (row_weight is not 0), then the others, both in order.
 
-    Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes zeros (zeros,) and hit (hits,), int32. A program owns BLOCK_N rows, and
-    counts those of the first kind, all and before its own, itself.
+    Writes for each packed row its row of the call, order (N,) int64, its target (int64) and its row_weight (float32).
+    Writes count (), how many rows contribute. Sets zeros (zeros,) and hit (hits,), int32, to 0. One program owns
+    BLOCK_N rows. Every program counts the contributing rows, all of them and those before its own.
     """
     first = tl.program_id(0) * BLOCK_N
     count, before = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
@@ -137,7 +137,7 @@ def pack_kernel(
     inside = row < tokens
     weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
     counts = (weight != 0).to(tl.int32)
-    rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
+    rank = before + tl.cumsum(counts, 0) - counts  # contributing rows before this one
     place = tl.where(counts != 0, rank, count + row - rank)
     tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
     tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
@@ -192,13 +192,13 @@ def pick_kernel(
     HALF: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Writes the rows row (n,) int64 of input (N, D) to result (n, D), zeros where row_weight (n,) is 0: such a row may
-    hold anything.
+    """Copies the rows row (n,) int64 of input (N, D) to result (n, D), with zeros where row_weight (n,) is 0, because
+    such a row may hold any values.
 
-    Also writes each row's target logit, NaN where the target (int64) is no class, and the integer reference exponent
-    that it gives, 0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One
-    program owns a row. Where hit is there, int32 of (chunks, halves of row blocks, class blocks) bytes, the bit of the
-    quarter of a half tile's classes that holds the target is set, in bytes from hit_first on.
+    Also writes the target logit of each row, NaN where the target (int64) is not a class, and the reference exponent
+    from that logit, 0 where there is none: (29). Writes -inf to top (n,). Reads the targets' rows of weight (V, D). One
+    program owns a row. If hit is not None, it has a byte for each (chunk, half row block, class block), packed into
+    int32. The kernel sets the bit of the quarter of the classes that holds the target, in the bytes from hit_first on.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -283,7 +283,7 @@ def pick(
 
 @triton.jit
 def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in one fixed order."""
+    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in a fixed order."""
     acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for start in range(0, class_blocks, BLOCK_T):
         blocks = start + tl.arange(0, BLOCK_T)
@@ -306,7 +306,7 @@ def column_maxima(max_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, B
 
 @triton.jit
 def log1p(t):
-    """Returns log(1 + t) of t >= 0, as accurate where t is small."""
+    """Returns log(1 + t) for t >= 0, accurate for small t too."""
     u = 1.0 + t
     return tl.where(u == 1.0, t, tl.log(u) * (t / (u - 1.0)))
 
@@ -346,12 +346,12 @@ def finish_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Finishes packed rows: loss, lse, target_logit and, if there, the largest logit top (N,) go to their rows of the
-    call, row (rows,) int64, with zeros for rows of row_weight 0: (6), (10), (27), (29).
+    """Writes the results of packed rows: (6), (10), (27), (29).
 
-    With GRADIENTS also writes rho and theta, (rows,) float32, both times the scale: (31), and zeroes the target's
-    column of e (rows, V), whose term theta is. With SCALES multiplies x (rows, D) by rho, rounded once, zeros where rho
-    is 0. One program owns BLOCK_N rows.
+    Writes loss, lse, target_logit and, if not None, the largest logit top (N,) at the rows row (rows,) int64 of the
+    call. They are 0 for rows of row_weight 0. With GRADIENTS also writes rho and theta, (rows,) float32, both times the
+    scale: (31). It sets the target's column of e (rows, V) to 0, because theta is its term. With SCALES multiplies x
+    (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
@@ -360,7 +360,7 @@ def finish_rows_kernel(
     ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
-    summand = tl.exp2(target_logit * LOG2_E - ref_exponent)  # the target's own, one of those that `total` is the sum of
+    summand = tl.exp2(target_logit * LOG2_E - ref_exponent)  # the target's summand, one of the summands of `total`
     usable = (summand > LEAST_SUMMAND) & (total == total)  # a maximum would hide NaN
     rest = tl.where(usable, tl.maximum(total - summand, 0.0), 0.0)
     lse = (ref_exponent + tl.log2(total)) * LN_2
@@ -542,8 +542,8 @@ def finish_call_kernel(
     row_weight_ptr, d_input_ptr, loss_ptr, sum_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes the rows of d_input (N, D) whose row_weight (N,) is 0, and writes the sum of loss (N,) to sum (), float32,
-    in one fixed order: each where it is there. One program owns BLOCK_N rows, and the first sums."""
+    """Sets the rows of d_input (N, D) whose row_weight (N,) is 0 to 0, and writes the sum of loss (N,) to sum (),
+    float32, in a fixed order. Either may be None. One program owns BLOCK_N rows, and the first program sums."""
     if d_input_ptr is not None:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         excluded = tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
@@ -726,10 +726,10 @@ def scale_kernel(
     d_input_ptr, d_weight_ptr, d_bias_ptr, input_factor_ptr, head_factor_ptr, new_d_input_ptr, new_d_weight_ptr,
     new_d_bias_ptr, inputs, weights, biases, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies gradients by scalars of the device in float32, rounded once; in place, not where that is exactly 1.
+    """Multiplies gradients by scalars on the device in float32, rounded once. In place it skips a factor of exactly 1.
 
-    Reads d_input (inputs,), d_weight (weights,) and d_bias (biases,), where they are there, and the factors () of the
-    first and of the others; writes the new ones.
+    Reads d_input (inputs,), d_weight (weights,) and d_bias (biases,), each if not None, and the factor () of d_input
+    and that of the other two. Writes the new gradients.
     """
     if d_input_ptr is not None:
         scale_array(d_input_ptr, input_factor_ptr, new_d_input_ptr, inputs, IN_PLACE, BLOCK)

@@ -4,12 +4,12 @@ The rows are processed in chunks. Within a chunk of rows the vocabulary is proce
 tile of the logits exists at a time:
 
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
-                                  float32 between the passes, 4 where they are computed again for the second
+                                  float32 between the passes, 4 where the second pass recomputes them
     plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 matmuls
+    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
 
-A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They process
-the classes from `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
+All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
+`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
 merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
 in `recompute.py`.
 
@@ -29,7 +29,7 @@ from jax_pallas.row_math import Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
 from linear_ce.chunking import ChunkConfig
 
-FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
@@ -90,13 +90,14 @@ def _d_logits(
 
 
 class Tiles(NamedTuple):
-    """How a chunk's rows x (n, D) and their targets (n,) meet a vocabulary chunk of the head.
+    """The functions that compute a tile: a chunk's rows x (n, D) and targets (n,) against a vocabulary chunk.
 
     Args:
-        partial: statistics of the tile, and its logits (n, v), None from what does not store them.
-        d_logits: the tile's d_logits (n, v) in input's dtype, or more rows and columns of zeros, and their sum over
-            rows for d_bias, (v,) float32, if wanted; from its logits, or None to compute them.
-        add_d_weight: `problem.add_d_weight`, of such d_logits.
+        partial: returns the statistics of the tile and its logits (n, v), None if it does not store them.
+        d_logits: returns the tile's d_logits (n, v) in input's dtype, perhaps with more rows and columns of zeros, and
+            their sum over rows for d_bias, (v,) float32, if needed. It takes the tile's logits, or None to compute
+            them.
+        add_d_weight: `problem.add_d_weight` for these d_logits.
     """
 
     partial: Callable[..., tuple[Partial, Array | None]]
@@ -108,14 +109,14 @@ XLA_TILES = Tiles(_partial, _d_logits, add_d_weight)
 
 
 class RowGradient(NamedTuple):
-    """What a chunk's second pass knows of its rows, (n,) each.
+    """The values of a chunk's rows that its second pass needs, (n,) each.
 
     Args:
-        lse: of the whole vocabulary.
-        coefficients: of (23), times the logit scale.
-        contributes: bool; other rows' d_logits are 0.
-        bias: d_bias is needs_grad.
-        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+        lse: log-sum-exp over the whole vocabulary.
+        coefficients: those of (23), times the logit scale.
+        contributes: bool; the d_logits of other rows are 0.
+        bias: whether d_bias is computed.
+        bias_scale: factors of the rows' d_logits in d_bias; None is 1.
     """
 
     lse: Array
@@ -134,7 +135,8 @@ def chunk_statistics(
     keep: bool = False,
     tiles: Tiles = XLA_TILES,
 ) -> tuple[Partial, Array | None]:
-    """First pass over a chunk: statistics of its rows over this vocabulary chunk, its kept logits (n, K)."""
+    """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
+    K) if `keep`."""
     x, target = problem.rows(chunk), chunk.of(problem.target)
     empty = row_math.empty_partial(target, problem.spec, entropy=entropy)
     classes = problem.local_classes
@@ -192,11 +194,11 @@ def chunk_gradients(
     """Second pass over a chunk: returns its rows of d_input, (n, D) float32, and the head's sums with it added.
 
     Args:
-        lse: (n,) of the whole vocabulary.
-        coefficients: (n,) each; they carry the upstream gradient.
+        lse: (n,) log-sum-exp over the whole vocabulary.
+        coefficients: (n,) each, times the upstream gradient.
         d_input: whether d_input is computed.
         kept: (n, K) logits of the first pass; None computes them again.
-        scales: () factors on d_input and on the gradients of the head.
+        scales: () factors of d_input and of the gradients of the head.
     """
     dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
     contributes = problem.chunk_row_weight(chunk) != 0
@@ -243,14 +245,14 @@ def chunk_gradients(
 
 
 def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
+    """Plan B without the loss: returns the statistics of each row."""
 
     def body(carry: None, chunk: Slice) -> tuple[None, RowStatistics]:
         partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles)

@@ -1,9 +1,8 @@
-"""Kernels of Pallas' Triton backend that multiply no matrices: what happens to rows between the matmuls of
-`scaled_exp.py`.
+"""Kernels of Pallas' Triton backend without matmuls: the work on rows between the matmuls of `scaled_exp.py`.
 
-They serve both families of matmul kernels. They read and write each number once or a few times, and sum in one fixed
-order. What belongs to a row of the call is in an array (P,), which goes on as far as the kernels of the last chunk do.
-Equations: linear_ce/MATH.md.
+Both families of matmul kernels use them. They read and write each number once or a few times, and sum in a fixed order.
+The values of the call's rows are in arrays (P,), padded to the end of the last chunk's tiles. Equations:
+linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +19,8 @@ from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
-# A row's sum is done again where it leaves these: far inside float32's range, far outside of what reference exponents
-# near the largest logit give.
+# A row is computed again if its sum is outside of these limits. They are far inside float32's range, and far outside of
+# the sums that reference exponents near the largest logit give.
 LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
 
 SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
@@ -34,9 +33,9 @@ FINISHED_COLUMNS = 512  # of the input that it scales at a time
 
 
 class CallRows(NamedTuple):
-    """What there is one of for each row of a call, (P,) float32 where nothing else is said."""
+    """The values of the rows of a call, (P,) float32 unless noted."""
 
-    target: Array  # int32, -1 where it is no class or there is no row
+    target: Array  # int32, -1 where it is not a class or there is no row
     row_weight: Array  # 0 where there is no row
     ref_exponent: Array  # inf where there is no row: its exponentials are zeros
     top: Array  # the largest logit of rows whose reference exponent is too low, -inf before it is found
@@ -44,21 +43,21 @@ class CallRows(NamedTuple):
     flag: Array
     loss: Array
     lse: Array
-    target_logit: Array  # NaN where the target is no class
+    target_logit: Array  # NaN where the target is not a class
     largest: Array | None  # logit
     theta: Array | None
 
 
 class Exponentials(NamedTuple):
-    """What a chunk's logits leave, of the kernels of either family.
+    """The results of a chunk's logits, from the kernels of either family.
 
     Args:
-        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None: not asked for.
+        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None if not stored.
         sums: of the exponentials before they are rounded, (class blocks, rows or more) float32.
-        tops: the rows' largest logits, likewise; None: not asked for.
-        target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, anything where
+        tops: the rows' largest logits, (class blocks, rows or more) float32; None if not computed.
+        target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
             there is no target.
-        target_logit: and their logits.
+        target_logit: the targets' logits, likewise.
     """
 
     e: Array | None
@@ -83,14 +82,14 @@ HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.places`
 
 
 class Joined(NamedTuple):
-    """What the class blocks of a chunk's rows give together, (rows,) float32."""
+    """The sums of a chunk's rows over all class blocks, (rows,) float32."""
 
     total: Array  # of exponentials
     largest: Array | None  # logit
 
 
 class Again(NamedTuple):
-    """What `kernels.repair` finds of the flagged blocks of a chunk's rows, float32."""
+    """The results of `kernels.repair` for the flagged blocks of a chunk's rows, float32."""
 
     sums: Any  # (class blocks, rows)
     target_exp: Any  # (1, rows)
@@ -103,7 +102,7 @@ def chunk_flags(chunk_rows: int) -> int:
 
 
 class Pick(NamedTuple):
-    """What `pick_kernel` knows when the call is traced."""
+    """The static arguments of `pick_kernel`."""
 
     classes: int
     vocab_axis: int
@@ -116,9 +115,11 @@ def pick_kernel(
     pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, ref_exponent_ref: Any,
     top_ref: Any, flag_ref: Any, held_ref: Any, *_: Any,
 ) -> None:  # fmt: skip
-    """Writes a row of held, zeros where it does not contribute: it may hold anything. Also the integer reference
-    exponent that its target gives, 0 where it gives none: (29); -inf to top, and a zero to flag. A program owns a row.
-    The other results are only made here: those of `finish_rows_kernel`, which it writes a chunk at a time."""
+    """Writes a row of held, zeros if the row does not contribute, because it may then hold any values.
+
+    Also writes the reference exponent from the target's logit, 0 if there is none: (29). Writes -inf to top and 0 to
+    flag. One program owns a row. The other results are only allocated here: `finish_rows_kernel` writes them.
+    """
     row, (tokens, hidden) = pl.program_id(0), x_ref.shape
     target, contributes = target_ref[row], row_weight_ref[row] != 0
     x_row, y = lax.min(row, jnp.int32(tokens - 1)), lax.max(target, jnp.int32(0))
@@ -167,7 +168,7 @@ def pick(
 
 
 def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:
-    """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in one fixed order; zeros
+    """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in a fixed order; zeros
     where it is not needed."""
 
     def step(index: Any, total: Array) -> Array:
@@ -195,9 +196,9 @@ def join_blocks_kernel(
     _options: None, place_ref: Any, sum_ref: Any, top_ref: Any, row_weight_ref: Any, _: Any, flag_ref: Any,
     total_ref: Any, largest_ref: Any,
 ) -> None:  # fmt: skip
-    """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits; raises the flags of the
-    row blocks with a sum that leaves the range: (30). A program owns SMALL_BLOCK rows. Flags are only ever raised to 1,
-    so their order does not matter."""
+    """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits. Sets the flags of the row
+    blocks with a sum that leaves the range: (30). One program owns SMALL_BLOCK rows. Flags are only set to 1, so the
+    order of the programs does not matter."""
     first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[FIRST_FLAG]
     row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
     inside = row < place_ref[SIZE]
@@ -225,7 +226,7 @@ def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Arra
 
 
 class FinishRows(NamedTuple):
-    """What `finish_rows_kernel` knows when the call is traced: options of the loss."""
+    """The static arguments of `finish_rows_kernel`: options of the loss."""
 
     z_loss_weight: float
     logit_scale: float
@@ -238,12 +239,12 @@ def finish_rows_kernel(
     target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Finishes a chunk's rows: loss, lse, target_logit and, if there, the largest logit, zeros for rows of row_weight
-    0: (6), (10), (27), (29).
+    """Writes the results of a chunk's rows: (6), (10), (27), (29).
 
-    With gradients also writes rho (rows,), and theta to its place in the call, both times the scale: (31), and zeroes
-    the target's column of e (rows, padded), whose term theta is. It multiplies the rows of x by rho, rounded once,
-    zeros where rho is 0, where that is asked for. A program owns FINISHED_ROWS rows.
+    Writes loss, lse, target_logit and, if there, the largest logit. They are 0 for rows of row_weight 0. With gradients
+    also writes rho (rows,), and theta at its place in the call, both times the scale: (31). It sets the target's column
+    of e (rows, padded) to 0, because theta is its term. If x is given, multiplies its rows by rho, rounded once, with
+    zeros where rho is 0. One program owns FINISHED_ROWS rows.
     """
     loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
@@ -314,7 +315,7 @@ def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
 
 
 def repaired_ref_exponent(top: Array) -> Array:
-    """Returns the reference exponents of rows that are done again, of their largest logits: (30)."""
+    """Returns the reference exponents of rows that are computed again, from their largest logits: (30)."""
     return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
 
 
@@ -323,7 +324,7 @@ def finish_rows(
     joined: Joined, again: Again, x: Array | None,
 ) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
-    call, e, x times rho and rho, each None where it is not asked for."""
+    call, e, x times rho and rho, each None if not computed."""
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])

@@ -1,7 +1,7 @@
-"""Kernels of Pallas' Triton backend that add the targets' terms to the head's gradient: rows sorted by target, then
-sums of their runs.
+"""Kernels of Pallas' Triton backend that add the targets' terms to the head's gradient: they sort rows by target, then
+sum equal targets.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
+There are no atomics: one program adds the terms of a row of d_weight, in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ from jax.experimental import pallas as pl
 
 from jax_pallas.triton_launch import arange, load, run, store
 
-SEGMENT = 2**13  # rows whose targets are compared each with each; of two segments only by bisection
+SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
 SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = 32, 256, 128  # of a program, that it compares at a time, of one that merges
 
-FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
+FEW, MANY, SPLIT = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
 
 
 class Sort(NamedTuple):
-    """What the kernels that sort know when the call is traced."""
+    """The static arguments of the kernels that sort."""
 
     count: int  # of rows
     classes: int
@@ -29,7 +29,7 @@ class Sort(NamedTuple):
 
 
 def keys_of(sort: Sort, target_ref: Any, row_weight_ref: Any, row: Array) -> Array:
-    """Returns what rows are sorted by, int32: their target, and `classes` where it is none or does not contribute."""
+    """Returns the sort keys of rows, int32: the target, or `classes` where it is not a class or does not contribute."""
     inside = row < sort.count
     target, weight = load(target_ref, row, mask=inside), load(row_weight_ref, row, mask=inside)
     return jnp.where((target >= 0) & (weight != 0), target, sort.classes).astype(jnp.int32)
@@ -69,8 +69,10 @@ def merge_segments_kernel(
     sort: Sort, target_ref: Any, row_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Merges the segments that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
-    every other segment, by bisection."""
+    """Merges the segments that `sort_kernel` sorted. Rows with equal targets keep their order.
+
+    Each row finds its place in every other segment by bisection.
+    """
     first = pl.program_id(0) * MERGED_ROWS
     position = arange(first, MERGED_ROWS)
     inside = position < sort.count
@@ -153,22 +155,23 @@ def target_rows_kernel(
 ) -> None:
     """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
 
-    A program has a position and some columns. Most runs are short: the program at a run's first position sums it. A few
-    run through a tenth of the rows: the programs at the first SHARES positions share the columns of those of MANY rows.
+    A program owns a position and some columns. Most runs of equal targets are short: the program at the first position
+    of the run sums it. A few runs contain a tenth of all rows. In runs of MANY rows or more, the programs at the first
+    SPLIT positions divide the columns.
     """
     io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref)
     count, width = target_ref.shape[0], io.width
     position, column = pl.program_id(0), pl.program_id(1) * width
     target = target_ref[position]
-    before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
+    before = position - 1 - jnp.arange(SPLIT, dtype=jnp.int32)
     equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
-    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
+    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SPLIT
     first = position - offset
     last = first + MANY - 1
     long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
     is_class = (target >= 0) & (target < io.classes)
-    part = width // SHARES
-    pl.when(is_class & long & (offset < SHARES))(
+    part = width // SPLIT
+    pl.when(is_class & long & (offset < SPLIT))(
         lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
     )
     pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
