@@ -3,9 +3,9 @@
     d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
 
-Both compute transposed tiles, 128 columns of D by 256 of the other axis: D of real models has multiples of 128 where it
-has none of 256. As in `hopper_common.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of
-a chunk that take part are counted on the device: what lies past them is skipped.
+Both compute transposed tiles, 128 columns of D by 256 of the other axis, because D of some models is a multiple of 128
+and not of 256. As in `hopper_common.py` one warp loads and two warpgroups multiply, 64 columns of D each. The number of
+active rows of a chunk is in device memory. The kernels skip the rows after them.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +40,8 @@ from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, StreamKSchedule
 
-# A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.
+# A tile's steps are in parts. Between parts a quarter of the previous tile is stored and a quarter of the old d_weight
+# is loaded.
 PARTS = gl.constexpr(5)
 
 # Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held beside the sums.
@@ -98,7 +99,7 @@ def old_quarters(e_ring, stage, d_weight_desc):
 
 @gluon.jit
 def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.constexpr, i: gl.constexpr):
-    """Stores the quarter `i` of the warpgroup's half of a tile; a tile past the last is dropped."""
+    """Stores the quarter `i` of the warpgroup's half of a tile. A tile past the last is not stored."""
     WIDTH: gl.constexpr = d_weight_desc.block_type.shape[0]
     HALF: gl.constexpr = d_weight_desc.block_type.shape[1]
     d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * (4 * WIDTH)
@@ -176,12 +177,12 @@ def d_weight_kernel(
 ):  # fmt: skip
     """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33).
 
-    Reads x (rows, D), already times rho, and e (rows, V), of them the first count - start rows, and `least` at least;
-    writes d_weight (V, D), each tile from one program. Rows up to the next multiple of a step must be numbers, and
-    those of x zero.
+    Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
+    V). Writes d_weight (V, D), each tile from one program. Up to the next multiple of a step the rows of e must be
+    numbers and those of x zeros.
 
-    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the matmuls,
-    and the finished one waits there, packed, to be stored under those of the next.
+    The tensor cores wait only for the addition. The old tile is loaded into registers, packed, during the matmuls. The
+    finished tile stays in registers, packed, and is stored during the matmuls of the next tile.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
@@ -386,7 +387,7 @@ def d_input_kernel(
     (`work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. Rows past count - start are left alone.
+    which row of d_input (N, D) a row is. Rows past count - start are not written.
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)

@@ -1,10 +1,11 @@
 """Kernels of `kernels.py` for Hopper (sm_90), in Triton's Gluon dialect: the same outputs, with epilogues that overlap.
 
-A tile of BLOCK_N rows x BLOCK_V classes takes 16 cycles per unit of hidden size on the tensor cores, and 2048 for the
-exponentials of its epilogue, whatever the hidden size: a seventh of the time at 896. Triton's own pipelining leaves the
-tensor cores idle meanwhile. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's rows
-and all of its columns. The ring of loaded tiles lets one run ahead of the other, and so they settle: while one is in
-its epilogue the other has the tensor cores to itself. (To start one late changes nothing measurable.)
+A tile of BLOCK_N rows x BLOCK_V classes takes 16 cycles per hidden unit on the tensor cores. The exponentials of its
+epilogue take 2048 cycles for any hidden size: a seventh of the time at 896. With Triton's pipelining the tensor cores
+are idle during the epilogue. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's
+rows and all of its columns. The ring of loaded tiles lets one warpgroup run ahead of the other. They end up
+alternating: one uses the tensor cores while the other is in its epilogue. (Starting one of them late makes no
+measurable difference.)
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from core_triton.problem import Problem, plan_of
 
 
 class Head(NamedTuple):
-    """What turns x @ w into logits: MATH.md (1), (2)."""
+    """The parameters that turn x @ w into logits: MATH.md (1), (2)."""
 
     bias_ptr: Any
     scale: Any
@@ -73,15 +74,15 @@ def targets_of(target_ptr, row_ids, first, sizes, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns):
-    """Writes target_logit (rows,) for the rows whose target is among these columns: the very logits that are summed, so
-    that the loss is the logarithm of a ratio that is never below 1."""
+    """Writes target_logit (rows,) for the rows whose target is among these columns. These are the same logits that are
+    summed, so the loss is the logarithm of a ratio that is never below 1."""
     here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
     gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @gluon.jit
 def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr):
-    """Returns a quarter's logits with -inf past the last class, where the tile that begins at `column` has such."""
+    """Returns a quarter's logits, with -inf past the last class. The tile begins at `column`."""
     if column + BLOCK_V > classes:
         logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
     return logits
@@ -161,8 +162,8 @@ def exponentials_kernel(
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`kernels.exponentials_kernel`, for the row blocks that hold one of the first count - start rows,
-    and for `least` of them at least."""
+    """`kernels.exponentials_kernel` for the row blocks that hold one of the first count - start rows, but at least
+    `least` rows."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes)
     tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
@@ -440,8 +441,8 @@ def d_logits(
 
 
 def _blocks(problem: Problem) -> TileBlocks:
-    """Returns how the kernels of this file take a tile: by halves of its rows, and by quarters of a half on the way
-    out."""
+    """Returns the blocks and constexprs of the kernels of this file. They load halves of a tile's rows and store
+    quarters of a half."""
     tile = plan_of(problem).tile
     assert tile is not None
     half, step = tile.block_n // 2, tile_config.LOGITS_STEP

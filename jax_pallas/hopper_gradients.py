@@ -3,8 +3,8 @@
     d_weight = E^T (rho x)                      (V, D), summed over rows
     d_input = rho (E W) + theta w_target        (n, D), summed over classes
 
-Both compute transposed tiles, 128 columns of D by up to 256 of the other axis: D of real models has multiples of 128
-where it has none of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
+Both compute transposed tiles, 128 columns of D by up to 256 of the other axis, because D of some models is a multiple
+of 128 and not of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
 
 `d_input_kernel` follows a stream-K schedule (`tile_config.StreamKSchedule`). A work unit of a program is a whole tile,
 or a part of one, whose partial tile, float32, goes to a slot in memory (`work_unit_of`). The fix-up,
@@ -57,12 +57,12 @@ def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
 
 OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
 
-OLD_AHEAD = 1  # how many pieces before they are wanted
+OLD_AHEAD = 1  # how many pieces before they are needed
 
 
 @dataclass(frozen=True)
 class DWeightKernel:
-    """`d_weight_kernel` as it is known when the call is traced: arguments of `add_d_weight`.
+    """The static arguments of `d_weight_kernel`, from the arguments of `add_d_weight`.
 
     Args:
         steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.old_offset`.
@@ -173,7 +173,7 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
 
 
 def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
-    """Loads a piece of the old tile that is wanted while tile `index` is multiplied, if there is any."""
+    """Loads a piece of the old tile that is needed while tile `index` is multiplied, if there is any."""
     if own.old is None:
         return
     index, piece = index + piece // PIECES, piece % PIECES
@@ -254,8 +254,8 @@ def d_weight_kernel(
 ) -> None:
     """Writes e^T x, or adds it to what is there.
 
-    A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
-    matmul of the next tile (`hopper_common.over_steps`).
+    A tile's sums stay in registers. During the matmul of the next tile they are added to the old tile, rounded and
+    stored in pieces (`hopper_common.over_steps`).
     """
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
@@ -414,7 +414,7 @@ def num_work_units(schedule: StreamKSchedule) -> Any:
 
 @dataclass(frozen=True)
 class DInputKernel:
-    """`d_input_kernel` and `d_input_sum_kernel` as they are known when the call is traced.
+    """The static arguments of `d_input_kernel` and `d_input_sum_kernel`.
 
     Args:
         schedule: how programs divide the tiles.

@@ -1,13 +1,12 @@
 """Kernels for Hopper (sm_90) whose epilogues take tiles of logits: exponentials, statistics and d_logits.
 
-In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 192 classes
-(`hopper_tiles.Tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its matmul 12 per unit of it.
-All three are one kernel, `logits_kernel`, with an epilogue of their own: each epilogue is above its launcher. What the
-kernel calls on the device is in `hopper_tiles.py`.
+They are in Pallas' Mosaic dialect. core_triton/hopper_logits.py has the same kernels in Triton's Gluon dialect. A tile
+is 128 rows x 192 classes (`hopper_tiles.Tiles`). Its exponentials take 1536 cycles for any hidden size, and its matmul
+takes 12 cycles per hidden unit. All three are one kernel, `logits_kernel`, with different epilogues. Each epilogue is
+above its launcher. The functions that the kernel calls on the device are in `hopper_tiles.py`.
 
-What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows).
-`row_kernels.join_blocks` and XLA join the blocks: nothing is added in an order that could change. Equations:
-linear_ce/MATH.md.
+A kernel writes the sums of a row as one number for each class block, (class blocks, rows). `row_kernels.join_blocks`
+and XLA add the blocks in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 from collections.abc import Callable
@@ -62,10 +61,10 @@ OF_TARGETS = ("target_exps", "target_logits")
 def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
     """Runs an epilogue on every tile of x @ w.
 
-    Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
-    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and the
-    epilogue takes them a piece at a time, under the matmul of the next tile: the two warpgroups end their tiles at the
-    same time, and the tensor cores would stand idle for as long as an epilogue takes.
+    Each multiprocessor runs one program, which computes one tile after the other. One warpgroup loads, and two
+    multiply, each half of a tile's rows and all of its columns. The float32 sums stay in registers. The epilogue
+    processes them in pieces during the matmul of the next tile, because the two warpgroups end their tiles at the same
+    time and the tensor cores would otherwise be idle during the epilogue.
     """
     tiles, interpret = kernel.tiles, kernel.interpret
     refs = dict(zip(kernel.names, rest, strict=False))
@@ -211,7 +210,7 @@ def exponentials_epilogue(
 ) -> tuple[Any, Array | None]:
     """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
-    # Masked afterwards: whole and cut tiles then round alike, each logit and its reference exponent once.
+    # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
     values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("ref_exponent")), piece, 0.0)
     found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
     if switches.largest:
@@ -254,9 +253,9 @@ def exponentials(
         target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
-        rows, classes, vocab_axis, logit_scale, softcap: as known when the call is traced.
-        stores: whether the exponentials are wanted.
-        largest: whether the largest logits are.
+        rows, classes, vocab_axis, logit_scale, softcap: static arguments.
+        stores: whether the exponentials are stored.
+        largest: whether the largest logits are computed.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
@@ -356,8 +355,8 @@ def statistics(
         first_class, classes: the chunk is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
             where `vocab_axis` is 1 `first_class` is a multiple of 64.
         skip: how many classes at the chunk's start are left out.
-        weighted: whether the sum of class_weight * logits is wanted.
-        entropy: whether the sum of exp(logits - max) * (logits - max) is.
+        weighted: whether the sum of class_weight * logits is computed.
+        entropy: whether the sum of exp(logits - max) * (logits - max) is computed.
         target: (rows,) int32, columns of the chunk, none of which is left out, -1 for none; or None.
 
     Returns:

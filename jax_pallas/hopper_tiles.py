@@ -43,7 +43,8 @@ GROUP_BYTES = 2**24  # of rows that share a block of classes before the next com
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the logits of a call are cut: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis 1."""
+    """The tiles of the logits of a call: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis
+    1."""
 
     rows: int
     hidden: int
@@ -207,7 +208,7 @@ Epilogue = Callable[[Half, int, Array, Any], tuple[Any, Array | None]]
 
 @dataclass(frozen=True)
 class LogitsKernel:
-    """A kernel over tiles of logits, as it is known when the call is traced.
+    """The static arguments of a kernel over tiles of logits.
 
     Args:
         tiles: of the call.
@@ -327,7 +328,7 @@ class Finishing(NamedTuple):
     row: Array
     whole: Half  # as the epilogue sees it where all columns count
     masked: Half  # where not
-    cut: Array  # () bool: not all columns count
+    is_partial: Array  # () bool: not all columns count
 
 
 def finishing(own: Program, done: Done) -> Finishing:
@@ -341,11 +342,11 @@ def finishing(own: Program, done: Done) -> Finishing:
     whole = Half(refs, rows, row, class_block, None, tiles.classes)
     left_out = own.offsets()[2]
     masked = replace(whole, first=left_out)
-    cut = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+    is_partial = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
     if "places" in refs:
         place = refs["places"][2 * row_block + own.warpgroup, class_block]
-        masked, cut = replace(masked, place=place), cut | (place >= 0)
-    return Finishing(done, row, whole, masked, cut)
+        masked, is_partial = replace(masked, place=place), is_partial | (place >= 0)
+    return Finishing(done, row, whole, masked, is_partial)
 
 
 def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
@@ -356,8 +357,8 @@ def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
         new, values = kernel.epilogue(half, piece, done.raw[piece], carried)
         return new, None if values is None else values.astype(kernel.stored)
 
-    # Where no tile is cut too: without the branch ptxas waits for every matmul, C7514.
-    carried, values = either(found.cut, lambda: of(found.masked), lambda: of(found.whole))
+    # The branch is also there if all tiles are full: without it ptxas waits for every matmul, C7514.
+    carried, values = either(found.is_partial, lambda: of(found.masked), lambda: of(found.whole))
     if values is not None:
         store_piece(own, values, found.row + done.shift, found.whole.column + piece * PIECE, piece)
     return carried

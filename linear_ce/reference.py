@@ -1,8 +1,8 @@
 """The loss and the log-probabilities in NumPy, with materialised logits and analytic gradients.
 
-In float64 (`EXACT`) this is the truth that every backend is judged against. The same lines, run in float32 with
-d_logits and the gradients rounded to the storage dtype (`unfused`), are the error that an unfused computation of that
-dtype makes: the measure of every tolerance. Equation numbers are MATH.md's.
+In float64 (`EXACT`) this is the reference for every backend. The same code in float32, with d_logits and the gradients
+rounded to the storage dtype (`unfused`), gives the error of an unfused computation of that dtype, and all tolerances
+are multiples of that error. Equation numbers are those of MATH.md.
 """
 
 from typing import NamedTuple
@@ -56,7 +56,7 @@ class LogProbsResult(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """One flattened problem: rows that take no part are zeroed, padding of the vocabulary is cut off."""
+    """One flattened problem, with zeros in rows that do not contribute and without the padding of the vocabulary."""
 
     x: np.ndarray  # (N, D)
     w: np.ndarray  # (K, D)
@@ -254,7 +254,7 @@ def _problem(
     """Returns logits, lse and probabilities, (1)-(4)."""
     classes = spec.classes(linear_weight.shape[0])
     x = input.reshape(-1, input.shape[-1]).astype(real)
-    x[~contributes] = 0  # selected out: NaN or inf in such a row must not reach a matmul
+    x[~contributes] = 0  # excluded: NaN or inf in such a row must not reach a matmul
     w = linear_weight[:classes].astype(real)
     raw_logits = x @ w.T
     if linear_bias is not None:
