@@ -296,7 +296,7 @@ def loss_and_gradients(
 def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
     sums = _sums(problem, needs_grad, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])

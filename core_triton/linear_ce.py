@@ -38,7 +38,7 @@ class LossStats(NamedTuple):
     """
 
     lse: Tensor  # (...,) float32, log-sum-exp of the logits
-    target_logit: Tensor  # (...,) float32, NaN for a target that is no class
+    target_logit: Tensor  # (...,) float32, NaN for a target that is not a class
     z_loss: Tensor  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
     accuracy: Tensor  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Tensor  # () int64, targets that are not ignore_index

@@ -22,7 +22,7 @@ class Problem:
         linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int64, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `row_math.row_weights`; rows of 0 are selected out.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
         class_weight: (K,) float32 of the whole vocabulary, or None.
         spec: the options.
         classes: K of the whole vocabulary.

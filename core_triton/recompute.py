@@ -46,7 +46,7 @@ def _partial(
         top[0],
         sum_exp[0],
         target_logit,
-        None if weighted_sum is None else weighted_sum[0].clone(),  # or all of `part` would live as long
+        None if weighted_sum is None else weighted_sum[0].clone(),  # a clone, so that `part` can be freed
         None if sum_exp_log is None else sum_exp_log[0],
     )
 

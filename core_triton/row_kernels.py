@@ -371,7 +371,7 @@ def finish_rows_kernel(
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
     contributes = row_weight != 0
     is_class = inside & (target >= 0) & (target < classes)
-    kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
+    kept = tl.where(is_class, row_weight, float("nan"))  # NaN for the whole row of a target that is not a class
     if HAS_CLASS_WEIGHT:
         kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
     loss = kept * nll + z_loss_weight * row_weight * lse * lse

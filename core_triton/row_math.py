@@ -31,12 +31,12 @@ class Partial(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None where
-    not asked for."""
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None if
+    not computed."""
 
     lse: Tensor
     target_logit: Tensor  # NaN where the target is not a class
-    nll: Tensor | None  # lse - target_logit, never below 0; NaN where the target is no class
+    nll: Tensor | None  # lse - target_logit, never below 0; NaN where the target is not a class
     max: Tensor | None
     weighted_sum: Tensor | None
     entropy: Tensor | None

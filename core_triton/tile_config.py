@@ -50,7 +50,7 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
 class StreamKSchedule(NamedTuple):
     """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
 
-    d_input has few tiles, and each is a sum over all classes. Whole tiles alone would leave programs idle.
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
 
     Args:
         full_waves: whole tiles that each program computes first, data-parallel.

@@ -304,7 +304,7 @@ def loss_and_gradients(
 def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
 
     def body(carry: tuple[Array | None, HeadSums], chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry

@@ -122,7 +122,7 @@ class DWeightProgram(NamedTuple):
     program: Array
     count: Array  # of its tiles: every `kernel.programs`-th, from number `program` on
     warpgroup: Array
-    scalar_ref: Any  # the pauses, the first row of x, and what of the next three is known to the device alone
+    scalar_ref: Any  # the pauses, the first row of x, and those of the next three that are not static
     first_class: Any
     steps: Any
     old_offset: Any  # classes from a piece to its old one, which is outside where a sum starts: TMA reads zeros there
@@ -309,8 +309,8 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         rows: n; None: as many as e has, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
-        starts: with `old` only, whose place the result then takes whatever it holds. True or False: the kernel is one
-            that starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
+        starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
+            kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
             `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
             multiple of 16 bytes.
@@ -631,7 +631,7 @@ def store_d_input(
         e: (n or more, padded(classes)) bfloat16, zeros past the classes.
         w: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
         held: (N, D) bfloat16; rows start : start + n of it hold the targets' rows of w.
-        rho, theta: (n,) float32. Where one is 0 its term is left out, whatever it would be a multiple of.
+        rho, theta: (n,) float32. Where one is 0 its term is left out, even if the other factor is NaN.
         start: () int32.
         classes: K.
         vocab_axis: of w.

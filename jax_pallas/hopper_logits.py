@@ -191,7 +191,7 @@ def by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Arra
 
 
 class ExponentialsSwitches(NamedTuple):
-    """What `exponentials_epilogue` is asked for.
+    """The options of `exponentials_epilogue`.
 
     Args:
         logit_scale, softcap: of the logits.
@@ -250,7 +250,7 @@ def exponentials(
         w: (V, D), or (D, V) where `vocab_axis` is 1; its first `classes` are classes.
         bias: at least (classes,), or None.
         ref_exponent: (rows,) float32 integers.
-        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of.
+        target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
@@ -281,7 +281,7 @@ def exponentials(
 
 
 class StatisticsSwitches(NamedTuple):
-    """What `statistics_epilogue` is asked for: sums of class_weight * logits and of exp(logits - max) * (logits - max),
+    """The options of `statistics_epilogue`: sums of class_weight * logits and of exp(logits - max) * (logits - max),
     and what the targets have."""
 
     logit_scale: float

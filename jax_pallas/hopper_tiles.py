@@ -148,7 +148,8 @@ class Half:
         by_row: operands that have a value for each row, (HALF,).
         row: its first row, as the call counts them; class_block: the tile's.
         first, last: the columns that count, of the call; None: all do, and `place` is None.
-        place: of `places`, where what the rows' targets have goes; below 0: none of them is here. None: not asked for.
+        place: the place, of `places`, for the values of the rows' targets. Below 0: no target is here. None: not
+            computed.
     """
 
     refs: dict[str, Any]
@@ -365,7 +366,7 @@ def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
 
 
 def store_piece(own: Program, values: Array, row: Array, column: Array, piece: int) -> None:
-    """Stores a piece of "out" through one of the warpgroup's two buffers; whatever lies outside it is dropped."""
+    """Stores a piece of "out" through one of the warpgroup's two buffers; values outside of it are not stored."""
     moved, buffer = own.buffers
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
     buffer[own.warpgroup, piece % 2] = values

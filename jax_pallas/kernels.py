@@ -69,7 +69,7 @@ class LogitsTile(NamedTuple):
 
     logits: Array
     row: Array  # (block_n,)
-    inside: Array  # (block_n,) bool: these rows are there
+    inside: Array  # (block_n,) bool: the row exists
     column: Array  # (block_v,) of w
     place: Array  # (block_v,) within the chunk of classes
     first: Array  # the first of it
@@ -210,7 +210,7 @@ def exponentials(
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
-        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of, in one place.
+        target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
         stores, largest: whether the exponentials, the largest logits are computed.
     """

@@ -40,7 +40,7 @@ class LossStats(NamedTuple):
     """
 
     lse: Array  # (...,) float32, log-sum-exp of the logits
-    target_logit: Array  # (...,) float32, NaN for a target that is no class
+    target_logit: Array  # (...,) float32, NaN for a target that is not a class
     z_loss: Array  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
     accuracy: Array  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Array  # () int32, targets that are not ignore_index
@@ -488,7 +488,7 @@ def _check_unsharded(name: str, array: Array | None) -> None:
 
 
 def _signed(target: Array | np.ndarray) -> Array:
-    """Returns `target` in int32 or int64; what would change its value there is no class, and becomes another such."""
+    """Returns `target` in int32 or int64. A value that does not fit is not a class, and becomes another that is not."""
     range32 = np.iinfo(np.int32)
     if target.dtype in (jnp.uint32, jnp.uint64):
         target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)

@@ -24,7 +24,7 @@ class Problem:
             `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int32, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `row_math.row_weights`; rows of 0 are selected out.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
         class_weight: (K,) float32 of the whole vocabulary, or None.
         spec: the options.
         classes: K of the whole vocabulary.
@@ -143,7 +143,7 @@ def add_d_weight(
 
 
 class HeadSums(NamedTuple):
-    """The gradients of the head while chunks add to them; None where not asked for."""
+    """The gradients of the head while chunks add to them; None if not computed."""
 
     d_weight: Array | None  # float32, or linear_weight's dtype where a float32 sum would not fit the budget
     d_bias: Array | None  # (V,) float32

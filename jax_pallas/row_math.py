@@ -39,7 +39,7 @@ class RowStatistics(NamedTuple):
 
     lse: Array
     target_logit: Array  # NaN where the target is not a class
-    nll: Array | None  # lse - target_logit, never below 0; NaN where the target is no class; None: not asked for
+    nll: Array | None  # lse - target_logit, never below 0; NaN where the target is not a class; None if not computed
     max: Array
     weighted_sum: Array | None
     entropy: Array | None
@@ -132,8 +132,8 @@ def nll_and_lse(
         sum_exp: sums of exponentials of logits, less each row's `reference`.
         target_exp: the target's summand, as it was added; not above `LEAST_SUMMAND`, or NaN, where the target is none.
         target_logit: the target's logit, of the same matmuls as its summand.
-        reference, log_sum: of logits; the logarithm of sum_exp. Both results are made of them, and never of a ratio,
-            where target_exp is too small to divide by.
+        reference, log_sum: of logits; the logarithm of sum_exp. Both results are computed from them, and not from a
+            ratio, where target_exp is too small to divide by.
     """
     divides = target_exp > LEAST_SUMMAND
     rest = jnp.maximum(sum_exp - target_exp, 0.0)
@@ -143,7 +143,7 @@ def nll_and_lse(
 
 
 # What runs outside of the operators is compiled whole: `jax.debug_nans` looks at what each program returns, and these
-# hold NaN in rows that are selected out before they return.
+# hold NaN in rows that are excluded before they return.
 
 
 @partial(jax.jit, static_argnames=("spec", "classes"))

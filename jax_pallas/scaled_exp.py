@@ -264,7 +264,7 @@ def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, hel
 
 def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> Array:
     """Returns held with the targets' rows of the head in the place of a chunk's rows."""
-    if isinstance(chunk.start, int):  # as an operand: with a constant, each chunk would have a kernel of its own
+    if isinstance(chunk.start, int):  # an operand, because each chunk would compile another kernel for a constant
         chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))
     return chunk.put(held, target_rows(problem, chunk.of(rows.target).clip(0)))
 

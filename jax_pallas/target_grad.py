@@ -187,7 +187,7 @@ def add_targets(
         x: (rows, D).
         target: (N,) int32 in ascending order; those that are not below `classes` are skipped.
         row: (N,) int32, whose row of x it is.
-        theta: (N,) float32; where it is 0 nothing is added, whatever x holds.
+        theta: (N,) float32; where it is 0 nothing is added, even if x is NaN.
     """
     if not target.size:
         return d_weight

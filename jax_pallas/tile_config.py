@@ -80,7 +80,7 @@ def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
 class StreamKSchedule:
     """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
 
-    d_input has few tiles, and each is a sum over all classes. Whole tiles alone would leave programs idle.
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
 
     Args:
         tile_rows: rows of a tile. It has 128 columns of D.

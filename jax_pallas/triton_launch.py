@@ -1,6 +1,6 @@
-"""How a kernel of Pallas' Triton backend is launched, and what its body loads and stores by.
+"""Launches kernels of Pallas' Triton backend, and the loads and stores of their bodies.
 
-That backend is deprecated: whoever asks for "pallas_triton" by name has chosen it, and gets no warning. Lowered for a
+JAX deprecates that backend. Calls that name "pallas_triton" have chosen it, so its warning is suppressed. Lowered for a
 CPU, a kernel runs in Pallas' interpreter.
 """
 
@@ -49,7 +49,7 @@ def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
 
 
 def _one_by_one(*leaves: Array, launch: _Launch) -> list[Array]:
-    """Runs a kernel in a program of its own, where nothing else is compiled either."""
+    """Runs a kernel in a separate program, in a context in which nothing else is compiled."""
     platform = next(iter(leaves[0].devices())).platform
     with jax.disable_jit(False):
         return jax.jit(partial(launch, interpret=platform == "cpu"))(*leaves)
@@ -104,7 +104,7 @@ def load(ref: Any, *index: Any, mask: Any = None) -> Array:
 
 
 def raise_to(ref: Any, index: Any, values: Array) -> None:
-    """Makes ref[index] at least `values`, whichever program is first."""
+    """Raises ref[index] to at least `values`, for any order of the programs."""
     plgpu.atomic_max(ref, (index,), values)
 
 

@@ -282,7 +282,7 @@ def _gradients(
     real, scale = arithmetic.real, arithmetic.real(spec.logit_scale)
     d_raw = d_logits if spec.softcap is None else d_logits * (1 - (p.logits / real(spec.softcap)) ** 2)
     d_raw = np.where(contributes[:, None], round_to(d_raw, arithmetic.input_dtype), real(0))
-    # A row of zeros times a head that holds inf would be NaN: such rows are selected out again.
+    # A row of zeros times a head that holds inf would be NaN: such rows are excluded again.
     d_input = np.where(contributes[:, None], scale * (d_raw @ p.w), real(0))
     d_weight = np.zeros((rows, p.w.shape[1]), real)
     d_weight[: len(p.w)] = scale * (d_raw.T @ p.x)

@@ -76,7 +76,7 @@ class LossSpec:
         vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
-        # Plain Python values, so that equal calls hash and compare equal whatever number types they came in.
+        # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
