@@ -89,7 +89,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tiles(x_desc, w_desc, ring, sizes, tiling):
-    """The loading warp: streams the steps of all tiles of this program through the ring."""
+    """The loading warp: loads the steps of all tiles of this program into the ring."""
     STAGES: gl.constexpr = ring.b.shape[0]
     HALF: gl.constexpr = ring.a.shape[1]
     BLOCK_D: gl.constexpr = ring.a.shape[2]

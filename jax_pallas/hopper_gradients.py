@@ -51,7 +51,7 @@ from jax_pallas.tile_config import D_BLOCK, HALF, STEP, StreamKSchedule, cdiv, c
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
-    """Returns the index of classes and of columns of D as an array with this vocab_axis has them."""
+    """Returns the indices of classes and of columns of D in the order of an array with this vocab_axis."""
     return (first, second) if vocab_axis == 0 else (second, first)
 
 
@@ -98,7 +98,7 @@ class DWeightKernel:
 
     @property
     def outside(self) -> int:
-        """A class where a tile has no part of d_weight."""
+        """A class past d_weight: the tiles from there on are outside of it."""
         return cdiv(self.vocab, BLOCK_V) * BLOCK_V
 
     @property
@@ -116,7 +116,7 @@ class OldRing(NamedTuple):
 
 
 class DWeightProgram(NamedTuple):
-    """A program of `d_weight_kernel`: its tiles, and what its warpgroups share."""
+    """A program of `d_weight_kernel`: its tiles, and the memory that its warpgroups share."""
 
     kernel: DWeightKernel
     program: Array
@@ -132,7 +132,8 @@ class DWeightProgram(NamedTuple):
     old: OldRing | None
 
     def tile_at(self, index: Any) -> tuple[Any, Any]:
-        """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
+        """Returns the first column of D and class; the blocks of D come first, so that e is read once and x stays in
+        L2."""
         tile = self.program + index * self.kernel.programs
         return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
 
@@ -169,7 +170,7 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
         load_old(own, own.count, piece)
     if own.old is not None:
         wait_for_all(own.old.empty, OLD_STAGES)
-    wait_for_all(ring.empty, STAGES)  # the interpreter wants no phase of a barrier left unseen
+    wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
 def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
@@ -190,7 +191,7 @@ def old_slot_of(index: Any, piece: int) -> Any:
 
 
 def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
-    """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
+    """Adds the old values to a piece of a tile, and stores it while tile `index` is multiplied."""
     moved, buffers = own.buffers
     if own.old is not None:
         slot = old_slot_of(index, piece)
@@ -208,7 +209,7 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
 
 
 def d_weight_warpgroup(own: DWeightProgram) -> None:
-    """A multiplying warpgroup: its halves of all tiles of this program, each stored under the next."""
+    """A multiplying warpgroup: computes its halves of the program's tiles, and stores each during the next matmul."""
     arrive_at_all(own.ring.empty, STAGES)
     pauses = own_pauses(own.scalar_ref, own.warpgroup)
     if own.old is not None:
@@ -252,7 +253,7 @@ def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry
 def d_weight_kernel(
     kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any
 ) -> None:
-    """Writes e^T x, or adds it to what is there.
+    """Writes e^T x, or adds it to d_weight.
 
     A tile's sums stay in registers. During the matmul of the next tile they are added to the old tile, rounded and
     stored in pieces (`hopper_common.over_steps`).
@@ -297,7 +298,7 @@ def add_d_weight(
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes, rounded once: (33).
 
-    What the last tile of a range has past its end is added to too, by matmuls with zeros.
+    The classes of the last tile past the end of a range are also added to, by matmuls with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
@@ -461,11 +462,11 @@ def load_d_input(kernel: DInputKernel, ring: Ring, w_ref: Any, e_ref: Any) -> No
         return count + unit.length
 
     lax.fori_loop(0, num_work_units(schedule), one_unit, jnp.int32(0))
-    wait_for_all(ring.empty, STAGES)  # the interpreter wants no phase of a barrier left unseen
+    wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
 class DInputIO(NamedTuple):
-    """What `finish` reads and writes."""
+    """The memory that `finish` reads and writes."""
 
     start: Any  # the chunk's first row of held
     rho_ref: Any  # (rows of the tiles,)
@@ -477,7 +478,7 @@ class DInputIO(NamedTuple):
 
 
 def d_input_warpgroup(kernel: DInputKernel, ring: Ring, warpgroup: Array, io: DInputIO, part_ref: Any) -> None:
-    """A multiplying warpgroup: its halves of all work units of this program."""
+    """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
 
     def one_unit(index: Any, count: Any) -> Any:
@@ -527,7 +528,7 @@ def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
 
 
 def clear_after(w: Any, kept: int) -> None:
-    """Makes the classes after the first `kept` of a step, (HALF, STEP), zeros."""
+    """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
     layout = plgpu.Layout.WGMMA
     value = plgpu.load(w, layout=layout)
     index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)
@@ -645,7 +646,7 @@ def store_d_input(
     schedule = schedule or choose_schedule(n, hidden, classes, most, programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
     kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
-    # Rows of the last tile that are not the chunk's stay as they are: 0 * sum + 1 * held.
+    # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
     after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]

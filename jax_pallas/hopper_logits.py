@@ -139,18 +139,20 @@ def to_logits(
 
 
 def places_of(target: Array, classes: int) -> Array:
-    """Returns (half row blocks, class blocks) int32: which of HALF places has what the targets of the half row block
-    have in the class block, -1 where there is none of them; `target` (half row blocks * HALF,) int32, -1 for none."""
+    """Returns (half row blocks, class blocks) int32: which of HALF places stores the values of the targets of a half
+    row block in a class block, -1 if there is no target. `target` is (half row blocks * HALF,) int32, -1 for none."""
     block = jnp.where(target < 0, -1, target // BLOCK_V).reshape(-1, HALF, 1)
     here = block == jnp.arange(cdiv(classes, BLOCK_V), dtype=jnp.int32)
-    return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
+    return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(
+        1
+    )  # the last of the rows that share the class block
 
 
 def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
     """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,).
 
-    Where a chunk does not end with a half row block, that half has places for rows past the chunk too. What is written
-    there is never read.
+    If a chunk does not end with a half row block, that half also has places for rows past the chunk. The values written
+    there are never read.
     """
     halves = 2 * cdiv(rows, BLOCK_N)
     row = jnp.arange(chunks)[:, None] * rows + jnp.arange(halves * HALF)
@@ -160,7 +162,7 @@ def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
 
 def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Array:
     """Returns (HALF,) logits of the rows' targets in this piece or an earlier one, 0 for those elsewhere, of `capped`
-    (HALF, PIECE). Most half tiles hold no target, and hand on zeros."""
+    (HALF, PIECE). Most half tiles hold no target, and return zeros."""
     if half.place is None:
         zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROW)
         return zeros if carried is None else carried["target_logits"]
@@ -171,8 +173,8 @@ def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Arr
 
 
 def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], target_logits: Array) -> None:
-    """Writes, with the last piece, what the targets of a half tile have to its place: logits, and what the same
-    instructions make of these as of all others."""
+    """Writes, with the last piece, the targets' logits and summands of a half tile to its place. The same instructions
+    compute these summands and all others."""
     if half.place is None or piece < PIECES - 1:
         return
     place = half.place
@@ -184,7 +186,7 @@ def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], tar
 
 
 def by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Array:
-    """Returns (rows,) of what `store_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
+    """Returns the values (rows,) that `store_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
     row = jnp.arange(tiles.rows, dtype=jnp.int32)
     place = places[row // HALF, target.clip(0) // BLOCK_V].clip(0)
     return jnp.where(target >= 0, values[place, row], 0.0)
@@ -312,7 +314,7 @@ def statistics_epilogue(
     if switches.weighted:
         terms = capped * half.of_columns("class_weight", piece) if switches.has_class_weight else capped
         found["weighted_sums"] = half.masked(terms, piece, 0.0).sum(1)
-    if carried is not None:  # pieces are joined as chunks of the vocabulary are: (26)
+    if carried is not None:  # pieces are merged as vocabulary chunks are: (26)
         moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
         factor = jnp.exp2(moved * LOG2_E)
         found["sums"] += factor * carried["sums"]

@@ -15,9 +15,13 @@ from jax_pallas.triton_launch import arange, load, run, store
 
 SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
-SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = 32, 256, 128  # of a program, that it compares at a time, of one that merges
+SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = (
+    32,
+    256,
+    128,
+)  # rows of a program, rows it compares with at a time, rows of a merging program
 
-FEW, MANY, SPLIT = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
+FEW, MANY, SPLIT = 4, 32, 4  # rows at a time of short runs, of long runs; programs of a long run
 
 
 class Sort(NamedTuple):
@@ -103,8 +107,8 @@ def merge_segments_kernel(
 def sort_by_target(
     target: Array, row_weight: Array, theta: Array, count: int, classes: int
 ) -> tuple[Array, Array, Array]:
-    """Returns the targets (N,) int32 of the first `count` rows in ascending order, the rows that they are of, (N,)
-    int32, and their theta. Targets below 0 and those of rows of row_weight 0 come last, as `classes`."""
+    """Returns the targets (N,) int32 of the first `count` rows in ascending order, their rows (N,) int32, and their
+    theta. Targets below 0 and targets of rows of row_weight 0 come last, as `classes`."""
     sort = Sort(count, classes, SEGMENT)
     results = tuple(jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32))
     operands, grid = (target, row_weight, theta), (pl.cdiv(count, SORTED_ROWS),)
@@ -116,7 +120,7 @@ def sort_by_target(
 
 
 class TargetRows(NamedTuple):
-    """What `target_rows_kernel` knows when the call is traced, and reads and writes."""
+    """The static arguments and the arrays of `target_rows_kernel`."""
 
     vocab_axis: int  # of d_weight
     width: int  # columns of a program

@@ -1,7 +1,7 @@
-"""Which kernels a call launches on a GPU, with which arguments, and what they compile to: without a GPU.
+"""Records which kernels a call launches on a GPU and with which arguments, and compiles them, without a GPU.
 
-The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so that the shapes of
-models cost nothing; their launches are recorded instead of run.
+The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so the shapes of real
+models need no memory. Launches are recorded instead of run.
 """
 
 import re
@@ -96,7 +96,7 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
 
 
 def no_matmul(*_: Any, first: bool) -> None:
-    """Stands for a matmul into memory that is there. A mock would keep its arguments alive."""
+    """Replaces a matmul into existing memory. A mock would keep its arguments alive."""
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Launch:
