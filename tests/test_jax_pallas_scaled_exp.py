@@ -18,7 +18,6 @@ from jax_problem import planned
 
 from jax_pallas import (
     chunked,
-    hopper,
     hopper_gradients,
     hopper_logits,
     recompute,
