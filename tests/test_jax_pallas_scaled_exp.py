@@ -18,6 +18,7 @@ from jax_problem import planned
 
 from jax_pallas import (
     chunked,
+    hopper_common,
     hopper_gradients,
     hopper_logits,
     recompute,
@@ -55,7 +56,7 @@ CASES = [
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the Hopper kernels run in Pallas' interpreter, each to its end: what its caller would start meanwhile can
     wait for the kernel, and the interpreter, which starts operations of its own, for that."""
-    for module in (hopper, hopper_gradients):
+    for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
         hopper_logits: ("exponentials", "statistics", "d_logits"),
