@@ -1,5 +1,7 @@
-"""How a call of the `chunked` implementation is cut: a pure function of shapes, dtypes and the memory budget. Nothing
-here changes a result beyond rounding.
+"""How a call of the `chunked` implementation is divided into chunks: a pure function of shapes, dtypes and the memory
+budget.
+
+It determines speed and memory. It changes results only by rounding.
 """
 
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
@@ -34,29 +36,29 @@ def workspace_model(
         entropy: the entropy is computed, or differentiated.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
-        upcasts: products run on float32 copies (16-bit input on a device without float32-output products).
+        upcasts: matmuls run on float32 copies (16-bit input on a device without float32-output matmuls).
     """
     half = itemsize == 2
     copy = 4 * upcasts  # float32 copy of an operand
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
     per_row = hidden * (itemsize + copy) + 128  # rows with the ignored ones zeroed; statistics and coefficients
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
+        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * (4 + itemsize + copy)  # those rows
-    per_slab = hidden * (cast + copy + (4 if d_weight else 0)) + 32
+    per_class = hidden * (cast + copy + (4 if d_weight else 0)) + 32
     first_pass = 4 + 4 * entropy  # exponentials; shifted logits
     rounded = itemsize + copy if half else 0
     second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
-    per_tile = 4 * (not keeps_logits) + max(first_pass, second_pass)
+    per_logit = 4 * (not keeps_logits) + max(first_pass, second_pass)
     needs_sum = d_weight and weight_itemsize < 4
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
+        per_class=per_class,
+        per_logit=per_logit,
         float32_sum=4 * classes * hidden if needs_sum else 0,
     )
 

@@ -1,19 +1,19 @@
-"""The loss with PyTorch's own products: the path for every device without a kernel, and the baseline that the kernels
-are held against.
+"""The loss with PyTorch's matmuls: the path for devices without kernels, and the baseline for the kernels.
 
-Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
+The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
+tile of the logits exists at a time:
 
-    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
-                                  float32 between the passes, 4 where they are computed again for the second
-    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
+                                  float32 between the passes, 4 where the second pass recomputes them
+    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
 
-A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
-vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code.
+All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
+`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
+merged by the same code.
 
-Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
-value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
+of its value. At the logits of a trained model that is several times the error of everything else.
 """
 
 from collections.abc import Callable
@@ -22,29 +22,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import rows
+from core_triton import row_math
 from core_triton.problem import (
     Gradients,
     GradientSums,
     NeedsGrad,
     Problem,
-    add_product,
+    add_matmul,
+    float32_matmul,
     operand,
-    product_of,
 )
-from core_triton.rows import Coefficients, Partial, RowStatistics
+from core_triton.row_math import Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
-FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
-def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
-    """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
-    logits = product_of(x, w.T)
+def logits_tile(problem: Problem, x: Tensor, w: Tensor, vocab_chunk: slice) -> Tensor:
+    """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
+    (2)."""
+    logits = float32_matmul(x, w.T)
     if problem.linear_bias is not None:
-        logits += problem.linear_bias[slab]
+        logits += problem.linear_bias[vocab_chunk]
     if problem.spec.logit_scale != 1.0:
         logits *= problem.spec.logit_scale
     if problem.spec.softcap is not None:
@@ -52,15 +53,15 @@ def logits_tile(problem: Problem, x: Tensor, w: Tensor, slab: slice) -> Tensor:
     return logits
 
 
-def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, *, entropy: bool) -> Partial:
+def tile_partial(problem: Problem, logits: Tensor, target: Tensor, vocab_chunk: slice, *, entropy: bool) -> Partial:
     """Returns the statistics of one tile of logits: MATH.md (25)."""
     top = logits.amax(1)
     shift = torch.where(top == -torch.inf, 0.0, top)  # all -inf: sums of 0, not NaN
-    local, inside = _local_target(problem, target, slab)
+    local, inside = _local_target(problem, target, vocab_chunk)
     target_logit = torch.where(inside, logits.gather(1, local[:, None])[:, 0], 0.0)
     weighted_sum = None
     if problem.spec.label_smoothing:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         weighted_sum = logits.sum(1) if class_weight is None else logits @ class_weight
     shifted = logits - shift[:, None]
     if not entropy:
@@ -71,19 +72,32 @@ def tile_partial(problem: Problem, logits: Tensor, target: Tensor, slab: slice, 
 
 
 def _partial(
-    problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: list[Tensor] | None, *, entropy: bool
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    target: Tensor,
+    vocab_chunk: slice,
+    kept: list[Tensor] | None,
+    *,
+    entropy: bool,
 ) -> Partial:
-    logits = logits_tile(problem, x, w, slab)
+    logits = logits_tile(problem, x, w, vocab_chunk)
     if kept is not None:
         kept.append(logits)
-    return tile_partial(problem, logits, target, slab, entropy=entropy)
+    return tile_partial(problem, logits, target, vocab_chunk, entropy=entropy)
 
 
 def _d_logits(
-    problem: Problem, x: Tensor, w: Tensor, chunk: slice, slab: slice, row: "RowGradient", kept: list[Tensor] | None
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    chunk: slice,
+    vocab_chunk: slice,
+    row: "RowGradient",
+    kept: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    logits = logits_tile(problem, x, w, slab) if kept is None else kept.pop(0)
-    d_logits = tile_d_logits(problem, logits, problem.target[chunk], row, problem.contributes(chunk), slab)
+    logits = logits_tile(problem, x, w, vocab_chunk) if kept is None else kept.pop(0)
+    d_logits = tile_d_logits(problem, logits, problem.target[chunk], row, problem.contributes(chunk), vocab_chunk)
     del logits  # d_logits is the same memory: gone when that is
     summed = None
     if row.bias:
@@ -92,12 +106,12 @@ def _d_logits(
 
 
 class Tiles(NamedTuple):
-    """How a chunk's rows meet a slab of the head.
+    """The functions that compute a tile: a chunk of rows against a vocabulary chunk.
 
     Args:
-        partial: statistics of the tile, its logits going to the list `kept`, if there is one.
-        d_logits: the tile's d_logits, (n, v), an operand of products, and their sum over rows for d_bias, (v,), if
-            needs_grad. Takes logits from the list `kept`, if there is one, else computes them.
+        partial: returns the statistics of the tile, and appends its logits to the list `kept` if that is not None.
+        d_logits: returns the tile's d_logits, (n, v), as an operand of matmuls, and their sum over rows for d_bias,
+            (v,), if needed. It takes the logits from the list `kept`, or computes them if that is None.
     """
 
     partial: Callable[..., Partial]
@@ -108,13 +122,13 @@ TORCH_TILES = Tiles(_partial, _d_logits)
 
 
 class RowGradient(NamedTuple):
-    """What a chunk's second pass knows of its rows, (n,) float32 each.
+    """The values of a chunk's rows that its second pass needs, (n,) float32 each.
 
     Args:
-        lse: of the whole vocabulary.
-        coefficients: of (23), times the logit scale.
-        bias: d_bias is needs_grad.
-        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+        lse: log-sum-exp over the whole vocabulary.
+        coefficients: those of (23), times the logit scale.
+        bias: whether d_bias is computed.
+        bias_scale: factors of the rows' d_logits in d_bias; None is 1.
     """
 
     lse: Tensor
@@ -126,26 +140,27 @@ class RowGradient(NamedTuple):
 def chunk_statistics(
     problem: Problem,
     chunk: slice,
-    slab_size: int,
+    vocab_chunk_size: int,
     *,
     entropy: bool = False,
     kept: list[Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
-    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary; its tiles go to `kept`."""
-    # Rows that do not contribute may hold anything: rows do not meet here, and `rows.finish` selects them out.
+    """First pass over a chunk: returns the statistics of its rows over all classes of the problem. Appends its tiles of
+    logits to `kept`."""
+    # Rows that do not contribute may hold any values: rows are independent here, and `row_math.finish` excludes them.
     x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
     merged = None
-    for slab in problem.slabs(slab_size):
-        w = operand(problem.linear_weight[slab], problem.input.dtype)
-        partial = tiles.partial(problem, x, w, target, slab, kept, entropy=entropy)
-        merged = partial if merged is None else rows.merge(merged, partial)
-        del w  # or it would live until the next slab's is there
-    return rows.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
+    for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
+        w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
+        partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, entropy=entropy)
+        merged = partial if merged is None else row_math.merge(merged, partial)
+        del w  # else it stays alive until the next chunk's exists
+    return row_math.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
 
 
 def tile_d_logits(
-    problem: Problem, logits: Tensor, target: Tensor, row: RowGradient, contributes: Tensor, slab: slice
+    problem: Problem, logits: Tensor, target: Tensor, row: RowGradient, contributes: Tensor, vocab_chunk: slice
 ) -> Tensor:
     """Overwrites a tile of logits with d_logits, the cap's slope included, the scale not: MATH.md (23), (15)."""
     lse, coefficients = row.lse, row.coefficients
@@ -159,12 +174,12 @@ def tile_d_logits(
         factor = log_prob.clamp_(min=NO_PROBABILITY).mul(coefficients.beta[:, None]).add_(coefficients.alpha[:, None])
         d_logits = log_prob.exp_().mul_(factor)
     if coefficients.sigma is not None:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         if class_weight is None:
             d_logits -= coefficients.sigma[:, None]
         else:
             d_logits.addr_(coefficients.sigma, class_weight, alpha=-1)
-    local, inside = _local_target(problem, target, slab)
+    local, inside = _local_target(problem, target, vocab_chunk)
     at_target = d_logits.gather(1, local[:, None]) - torch.where(inside, coefficients.tau, 0.0)[:, None]
     d_logits.scatter_(1, local[:, None], at_target)
     if slope is not None:
@@ -175,7 +190,7 @@ def tile_d_logits(
 def chunk_gradients(
     problem: Problem,
     chunk: slice,
-    slab_size: int,
+    vocab_chunk_size: int,
     lse: Tensor,
     coefficients: Coefficients,
     sums: GradientSums,
@@ -184,20 +199,20 @@ def chunk_gradients(
     scales: tuple[Tensor, Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> None:
-    """Second pass over a chunk: writes its rows of d_input, adds to d_weight and d_bias.
+    """Second pass over a chunk: writes its rows of d_input and adds to d_weight and d_bias.
 
     Args:
-        lse: (n,) of the whole vocabulary.
-        coefficients: (n,) each; they carry the upstream gradient.
-        kept: the first pass's tiles of logits, consumed; None computes them again.
-        scales: () factors on d_input and on the gradients of the head.
+        lse: (n,) log-sum-exp over the whole vocabulary.
+        coefficients: (n,) each, times the upstream gradient.
+        kept: the tiles of logits of the first pass, which are removed from the list; None: they are recomputed.
+        scales: () factors of d_input and of the gradients of the head.
     """
     dtype, x, contributes = problem.input.dtype, problem.rows(chunk), problem.contributes(chunk)
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    input_scale = head_scale = bias_scale = None  # the factors that are applied after the matmuls of float16
     if dtype == torch.float16:
-        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
         if sums.d_weight is not None:
@@ -214,18 +229,18 @@ def chunk_gradients(
     row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
     x, x_head = operand(x, dtype), operand(x_head, dtype)
     d_input, first = None, chunk.start == 0
-    for slab in problem.slabs(slab_size):
-        w = operand(problem.linear_weight[slab], dtype)
-        d_logits, summed = tiles.d_logits(problem, x, w, chunk, slab, row, kept)
+    for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
+        w = operand(problem.linear_weight[vocab_chunk], dtype)
+        d_logits, summed = tiles.d_logits(problem, x, w, chunk, vocab_chunk, row, kept)
         if sums.d_bias is not None and summed is not None:
-            sums.d_bias.put(slab, summed, first=first)
+            sums.d_bias.put(vocab_chunk, summed, first=first)
         if sums.d_input is not None and d_input is None:
-            d_input = product_of(d_logits, w)
+            d_input = float32_matmul(d_logits, w)
         elif d_input is not None:
-            add_product(d_input, d_logits, w, first=False)
+            add_matmul(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
-            sums.d_weight.put_product(slab, d_logits.T, x_head, head_scale, first=first)
-        del w, d_logits  # or they would live until the next slab's are there
+            sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
+        del w, d_logits  # else they stay alive until the next chunk's exist
     if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
         sums.d_input[chunk] = 0
     elif sums.d_input is not None and d_input is not None:
@@ -235,17 +250,17 @@ def chunk_gradients(
 
 
 def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
-    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
+    return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
+    """Plan B without the loss: returns the statistics of each row."""
     parts = [
-        rows.finish(
-            chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles),
+        row_math.finish(
+            chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles),
             problem.target[chunk],
             problem.row_weight[chunk],
             problem.classes,
@@ -264,12 +279,14 @@ def loss_and_gradients(
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
-        partial = chunk_statistics(problem, chunk, config.first_slab, kept=kept, tiles=tiles)
-        part = rows.finish(partial, target, row_weight, classes)
-        losses.append(rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
-        coefficients = rows.loss_coefficients(problem.spec, part.lse, target, row_weight, problem.class_weight, classes)
+        partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, kept=kept, tiles=tiles)
+        part = row_math.finish(partial, target, row_weight, classes)
+        losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        coefficients = row_math.loss_coefficients(
+            problem.spec, part.lse, target, row_weight, problem.class_weight, classes
+        )
         chunk_gradients(
-            problem, chunk, config.slab, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
+            problem, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
         )
         parts.append(part)
     loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
@@ -279,11 +296,11 @@ def loss_and_gradients(
 def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Tensor, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
     sums = _sums(problem, needs_grad, config)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
-        chunk_gradients(problem, chunk, config.slab, lse[chunk], part, sums, tiles=tiles)
+        chunk_gradients(problem, chunk, config.vocab_chunk, lse[chunk], part, sums, tiles=tiles)
     return sums.result(empty=problem.input.shape[0] == 0)
 
 
@@ -292,10 +309,11 @@ def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> Gradi
     return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
 
 
-def _local_target(problem: Problem, target: Tensor, slab: slice) -> tuple[Tensor, Tensor]:
-    """Returns each row's target as a column of the slab, within bounds, and whether it lies in the slab."""
-    local = target - (problem.vocab_offset + slab.start)
-    width = slab.stop - slab.start
+def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:
+    """Returns each row's target as a column of the vocabulary chunk, within bounds, and whether it lies in the
+    vocabulary chunk."""
+    local = target - (problem.vocab_offset + vocab_chunk.start)
+    width = vocab_chunk.stop - vocab_chunk.start
     return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 

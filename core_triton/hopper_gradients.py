@@ -3,9 +3,9 @@
     d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
     d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
 
-Both compute transposed tiles, 128 columns of D by 256 of the other axis: D of real models has multiples of 128 where it
-has none of 256. As in `hopper.py` one warp loads and two warpgroups multiply, 64 columns of D each. The rows of a chunk
-that take part are counted on the device: what lies past them is skipped.
+Both compute transposed tiles, 128 columns of D by 256 of the other axis, because D of some models is a multiple of 128
+and not of 256. As in `hopper_common.py` one warp loads and two warpgroups multiply, 64 columns of D each. The number of
+active rows of a chunk is in device memory. The kernels skip the rows after them.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
-from core_triton.hopper import (
+from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
@@ -38,9 +38,10 @@ from core_triton.hopper import (
 from core_triton.kernels import Active, head_blocks
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
-from core_triton.tile_config import ScaledExpConfig, Shares
+from core_triton.tile_config import ScaledExpConfig, StreamKSchedule
 
-# A tile's steps are cut in parts: between them a quarter of the tile before leaves, and a quarter of the old one comes.
+# A tile's steps are in parts. Between parts a quarter of the previous tile is stored and a quarter of the old d_weight
+# is loaded.
 PARTS = gl.constexpr(5)
 
 # Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held beside the sums.
@@ -63,14 +64,14 @@ def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, 
     d_blocks = gl.cdiv(hidden, 2 * HALF)
     tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
     steps = gl.cdiv(active, BLOCK_N)
-    share = steps // PARTS
+    part_steps = steps // PARTS
     stage = 0
     phase = 0
     if active > 0:
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             d, v = (tile % d_blocks) * (2 * HALF), (tile // d_blocks) * BLOCK_V
             for part in gl.static_range(PARTS):
-                for step in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
+                for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
                     k = step * BLOCK_N
                     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                     bar = ring.full.index(stage)
@@ -98,7 +99,7 @@ def old_quarters(e_ring, stage, d_weight_desc):
 
 @gluon.jit
 def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.constexpr, i: gl.constexpr):
-    """Stores the quarter `i` of the warpgroup's half of a tile; a tile past the last is dropped."""
+    """Stores the quarter `i` of the warpgroup's half of a tile. A tile past the last is not stored."""
     WIDTH: gl.constexpr = d_weight_desc.block_type.shape[0]
     HALF: gl.constexpr = d_weight_desc.block_type.shape[1]
     d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * (4 * WIDTH)
@@ -122,7 +123,7 @@ def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, AD
     d_blocks = gl.cdiv(hidden, 2 * HALF)
     tiles = d_blocks * gl.cdiv(classes, BLOCK_V)
     steps = gl.cdiv(active, BLOCK_N)
-    share = steps // PARTS
+    part_steps = steps // PARTS
     stage = 0
     phase = 0
     done_tile = tiles  # outside: the first stores are dropped
@@ -133,14 +134,14 @@ def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, AD
             acc = gl.zeros([HALF, BLOCK_V], gl.float32, layout)
             old = ()
             for part in gl.static_range(PARTS):
-                for k in range(part * share, steps if part == PARTS - 1 else (part + 1) * share):
+                for k in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
                     mbarrier.wait(ring.full.index(stage), phase)
                     x = ring.a.index(2 * stage + WHICH).permute((1, 0))
                     acc = warpgroup_mma(x, ring.b.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     before = stage - 1
                     if ADDS and part > 0:
-                        before = gl.where(k == part * share, stage - 2, before)  # past the old quarter
+                        before = gl.where(k == part * part_steps, stage - 2, before)  # past the old quarter
                     before = gl.where(before < 0, before + STAGES, before)
                     mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
                     stage, phase = next_stage(stage, phase, STAGES)
@@ -176,12 +177,12 @@ def d_weight_kernel(
 ):  # fmt: skip
     """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33).
 
-    Reads x (rows, D), already times rho, and e (rows, V), of them the first count - start rows, and `least` at least;
-    writes d_weight (V, D), each tile from one program. Rows up to the next multiple of a step must be numbers, and
-    those of x zero.
+    Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
+    V). Writes d_weight (V, D), each tile from one program. Up to the next multiple of a step the rows of e must be
+    numbers and those of x zeros.
 
-    Only the addition itself stops the tensor cores: the old tile is read into registers, packed, under the products,
-    and the finished one waits there, packed, to be stored under those of the next.
+    The tensor cores wait only for the addition. The old tile is loaded into registers, packed, during the matmuls. The
+    finished tile stays in registers, packed, and is stored during the matmuls of the next tile.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
@@ -217,74 +218,79 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
     )
 
 
-class Share(NamedTuple):
-    """A program's item of work."""
+class WorkUnit(NamedTuple):
+    """The iterations of one tile that a program computes."""
 
     tile: Any
-    first: Any  # step
-    last: Any
-    slot: Any  # of the partial sums; -1: the whole tile
+    first: Any  # iteration
+    last: Any  # the iteration after the last
+    slot: Any  # of the partial tiles; -1: the unit is a whole tile
 
 
 @gluon.jit
-def share_of(item, shares):
-    """Returns an item of a program's work.
+def work_unit_of(index, schedule):
+    """Returns a program's work unit number `index` of a `StreamKSchedule`.
 
-    Programs first take whole tiles in `rounds` full rounds. The `rest` tiles are cut along the classes: the first
-    `head` steps into `cuts` equal parts, so that programs march through the classes together and share what they read;
-    the last steps of all of them, end to end, are divided among the `spare` programs. Tiles are numbered with the
-    blocks of D first: those that run together share few rows of e, which they then read from memory once, however many
-    rows there are.
+    Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
+    Their first `split_iters` iterations are split into `split_factor` equal parts, so that programs read the same
+    classes at the same time and share what they read. The remaining iterations of all split tiles are laid end to end
+    and divided among the `stream_k_programs` programs. Tiles are numbered with the blocks of D first: tiles that run
+    together then have few rows of e, which are read from memory once.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    tail = shares.steps - shares.head
-    tile = program + item * programs
-    first, last, slot = 0, shares.steps, -1
-    if item >= shares.rounds:
-        if program < shares.cuts * shares.rest:
-            part = program // shares.rest
-            tile = shares.rounds * programs + program % shares.rest
-            first, last = shares.head * part // shares.cuts, shares.head * (part + 1) // shares.cuts
-            slot = gl.where(last - first == shares.steps, -1, program)
+    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
+    tile = program + index * programs
+    first, last, slot = 0, schedule.iters_per_tile, -1
+    if index >= schedule.full_waves:
+        if program < schedule.split_factor * schedule.split_tiles:
+            part = program // schedule.split_tiles
+            tile = schedule.full_waves * programs + program % schedule.split_tiles
+            first = schedule.split_iters * part // schedule.split_factor
+            last = schedule.split_iters * (part + 1) // schedule.split_factor
+            slot = gl.where(last - first == schedule.iters_per_tile, -1, program)
         else:
-            turn = program - shares.cuts * shares.rest
-            begin, end = tail * shares.rest * turn // shares.spare, tail * shares.rest * (turn + 1) // shares.spare
-            piece = begin // tail + item - shares.rounds
-            tile = shares.rounds * programs + piece
-            first = shares.head + gl.maximum(begin - piece * tail, 0)
-            last = shares.head + gl.minimum(end - piece * tail, tail)
-            slot = shares.cuts * shares.rest + turn + piece
-    return Share(tile, first, last, slot)
+            worker = program - schedule.split_factor * schedule.split_tiles
+            begin = stream_k_iters * schedule.split_tiles * worker // schedule.stream_k_programs
+            end = stream_k_iters * schedule.split_tiles * (worker + 1) // schedule.stream_k_programs
+            piece = begin // stream_k_iters + index - schedule.full_waves
+            tile = schedule.full_waves * programs + piece
+            first = schedule.split_iters + gl.maximum(begin - piece * stream_k_iters, 0)
+            last = schedule.split_iters + gl.minimum(end - piece * stream_k_iters, stream_k_iters)
+            slot = schedule.split_factor * schedule.split_tiles + worker + piece
+    return WorkUnit(tile, first, last, slot)
 
 
 @gluon.jit
-def items_of(shares):
-    """Returns the number of a program's items of work."""
+def num_work_units(schedule):
+    """Returns how many work units a program has."""
     program = gl.program_id(0)
-    tail = shares.steps - shares.head
-    items = shares.rounds
-    if program < shares.cuts * shares.rest:
-        items += 1
-    elif (shares.spare > 0) & (program < shares.cuts * shares.rest + shares.spare):
-        turn = program - shares.cuts * shares.rest
-        begin, end = tail * shares.rest * turn // shares.spare, tail * shares.rest * (turn + 1) // shares.spare
-        items += (end - 1) // tail - begin // tail + 1
-    return items
+    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
+    units = schedule.full_waves
+    if program < schedule.split_factor * schedule.split_tiles:
+        units += 1
+    elif (schedule.stream_k_programs > 0) & (
+        program < schedule.split_factor * schedule.split_tiles + schedule.stream_k_programs
+    ):
+        worker = program - schedule.split_factor * schedule.split_tiles
+        begin = stream_k_iters * schedule.split_tiles * worker // schedule.stream_k_programs
+        end = stream_k_iters * schedule.split_tiles * (worker + 1) // schedule.stream_k_programs
+        units += (end - 1) // stream_k_iters - begin // stream_k_iters + 1
+    return units
 
 
 @gluon.jit
-def load_d_input(w_desc, e_desc, ring, active, d_blocks, shares, W_BY_CLASS: gl.constexpr):
+def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: gl.constexpr):
     """The loading warp."""
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     BLOCK_V: gl.constexpr = ring.b.shape[2]
     stage = 0
     phase = 0
-    for item in range(items_of(shares)):
-        share = share_of(item, shares)
-        row, d = (share.tile // d_blocks) * BLOCK_N, (share.tile % d_blocks) * 128
+    for index in range(num_work_units(schedule)):
+        unit = work_unit_of(index, schedule)
+        row, d = (unit.tile // d_blocks) * BLOCK_N, (unit.tile % d_blocks) * 128
         if row < active:
-            for step in range(share.first, share.last):
+            for step in range(unit.first, unit.last):
                 k = step * BLOCK_V
                 mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                 bar = ring.full.index(stage)
@@ -315,7 +321,7 @@ class DInputIO(NamedTuple):
 
 @gluon.jit
 def d_input_warpgroup(
-    ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS: gl.constexpr, WHICH: gl.constexpr
+    ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS: gl.constexpr, WHICH: gl.constexpr
 ):
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
@@ -326,12 +332,12 @@ def d_input_warpgroup(
     within = gl.expand_dims(d_within, 1) * BLOCK_N + gl.expand_dims(n_within, 0)
     stage = 0
     phase = 0
-    for item in range(items_of(shares)):
-        share = share_of(item, shares)
-        row, d = (share.tile // d_blocks) * BLOCK_N, (share.tile % d_blocks) * 128 + WHICH * 64
+    for index in range(num_work_units(schedule)):
+        unit = work_unit_of(index, schedule)
+        row, d = (unit.tile // d_blocks) * BLOCK_N, (unit.tile % d_blocks) * 128 + WHICH * 64
         if row < active:
             acc = gl.zeros([64, BLOCK_N], gl.float32, layout)
-            for step in range(share.first, share.last):
+            for step in range(unit.first, unit.last):
                 mbarrier.wait(ring.full.index(stage), phase)
                 w = ring.a.index(2 * stage + WHICH)
                 if W_BY_CLASS:
@@ -339,12 +345,12 @@ def d_input_warpgroup(
                 acc = warpgroup_mma(w, ring.b.index(stage).permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 before = gl.where(stage == 0, STAGES - 1, stage - 1)
-                mbarrier.arrive(ring.empty.index(before), count=1, pred=step > share.first)
+                mbarrier.arrive(ring.empty.index(before), count=1, pred=step > unit.first)
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-            if share.slot >= 0:
-                gl.store(io.part_ptr + share.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
+            if unit.slot >= 0:
+                gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
                 # A quarter of the rows at a time, turned so that a thread holds eight columns of D of a row.
                 left, right = halves(acc)
@@ -369,43 +375,56 @@ def d_input_warpgroup(
                     gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
 
 
-@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *Shares._fields])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *StreamKSchedule._fields])
 def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
-    d_input_ptr, count_ptr, start, rows, hidden, classes, rounds, rest, cuts, head, steps, spare,
+    d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
-    """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a program sums a whole tile
-    of BLOCK_N rows x 128 columns, and its share of the sum, float32, to a slot of part elsewhere (`share_of`).
+    """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
+    whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
+    (`work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
-    which row of d_input (N, D) a row is. Rows past count - start are left alone.
+    which row of d_input (N, D) a row is. Rows past count - start are not written.
     """
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)
     d_blocks = gl.cdiv(hidden, 128)
-    shares = Shares(rounds, rest, cuts, head, steps, spare)
+    schedule = StreamKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs)
     io = DInputIO(
         part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
     )
     gl.warp_specialize(
         [
-            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS, 0)),
-            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, shares, W_BY_CLASS, 1)),
-            (load_d_input, (w_desc, e_desc, ring, active, d_blocks, shares, W_BY_CLASS)),
+            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 0)),
+            (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 1)),
+            (load_d_input, (w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS)),
         ],
         [4, 1],
         [MULTIPLY_REGISTERS, LOAD_REGISTERS],
     )
 
 
-@triton.jit(do_not_specialize=[*NOT_SPECIALIZED, "first_tile", "rest", "cuts", "tail", "spare"])
+@triton.jit(
+    do_not_specialize=[
+        *NOT_SPECIALIZED,
+        "first_tile",
+        "split_tiles",
+        "split_factor",
+        "stream_k_iters",
+        "stream_k_programs",
+    ]
+)
 def d_input_sum_kernel(
     part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
-    count_ptr, start, rows, hidden, classes, first_tile, rest, cuts, tail, spare,
+    count_ptr, start, rows, hidden, classes,
+    first_tile, split_tiles, split_factor, stream_k_iters, stream_k_programs,
     TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Sums the shares of the cut tiles, in order, and finishes them as `d_input_kernel` does the others.
+    """The fix-up of the split tiles: sums their partial tiles in order and finishes them as `d_input_kernel` does whole
+    tiles.
 
     One program owns BLOCK_N rows x BLOCK_D columns of one tile.
     """
@@ -418,14 +437,18 @@ def d_input_sum_kernel(
     if (tile // d_blocks) * TILE_N < active:
         within = d_within[:, None] * TILE_N + n_within[None, :]
         total = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
-        for part in range(cuts):
-            slot = part * rest + index
+        for part in range(split_factor):
+            slot = part * split_tiles + index
             total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        # Spare programs divide the tails evenly: those at this tile's place have a part of it, give or take one.
-        for turn in range(max(index * spare // rest - 1, 0), min((index + 1) * spare // rest + 2, spare)):
-            begin, end = tail * rest * turn // spare, tail * rest * (turn + 1) // spare
-            if (begin < (index + 1) * tail) & (end > index * tail):
-                slot = cuts * rest + turn + index
+        # The stream-K programs divide the iterations evenly: those of this tile, give or take one, have a part of it.
+        for worker in range(
+            max(index * stream_k_programs // split_tiles - 1, 0),
+            min((index + 1) * stream_k_programs // split_tiles + 2, stream_k_programs),
+        ):
+            begin = stream_k_iters * split_tiles * worker // stream_k_programs
+            end = stream_k_iters * split_tiles * (worker + 1) // stream_k_programs
+            if (begin < (index + 1) * stream_k_iters) & (end > index * stream_k_iters):
+                slot = split_factor * split_tiles + worker + index
                 total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
         columns = (tile % d_blocks) * 128 + d_within
         inside = row_ids < active
@@ -455,12 +478,12 @@ def store_d_input(
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are cut, for the packed rows of a chunk."""
+    """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are split, for the packed rows of a chunk."""
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
-    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.product_rows, plan_of(problem).programs
+    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.d_input_rows, plan_of(problem).programs
     w_blocks, by_class = head_blocks(w[:classes], step, tile_config.D_BLOCK // 2, gluon=True)
     tiles = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK)
-    shares = tile_config.choose_shares(tiles, cdiv(classes, step), programs, cut=config.cut)
+    schedule = tile_config.choose_schedule(tiles, cdiv(classes, step), programs, splits_tiles=config.splits_tiles)
     pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
     sizes = active.start, n, hidden, classes
     launch(
@@ -470,22 +493,22 @@ def store_d_input(
         Blocks(e, (tile_rows, step), gluon=True),
         *pointers,
         *sizes,
-        *shares,
+        *schedule,
         STAGES=tile_config.D_INPUT_STAGES,
         W_BY_CLASS=by_class,
         num_warps=4,
     )
-    if shares.slots:
+    if schedule.partial_tiles:
         launch(
             d_input_sum_kernel,
-            (shares.rest, tile_config.D_BLOCK // 32, tile_rows // 64),
+            (schedule.split_tiles, tile_config.D_BLOCK // 32, tile_rows // 64),
             *pointers,
             *sizes,
-            shares.rounds * programs,
-            shares.rest,
-            shares.cuts,
-            shares.steps - shares.head,
-            shares.spare,
+            schedule.full_waves * programs,
+            schedule.split_tiles,
+            schedule.split_factor,
+            schedule.iters_per_tile - schedule.split_iters,
+            schedule.stream_k_programs,
             TILE_N=tile_rows,
             BLOCK_D=32,
             BLOCK_N=64,

@@ -1,10 +1,11 @@
 """Kernels of `kernels.py` for Hopper (sm_90), in Triton's Gluon dialect: the same outputs, with epilogues that overlap.
 
-A tile of BLOCK_N rows x BLOCK_V classes takes 16 cycles per unit of hidden size on the tensor cores, and 2048 for the
-exponentials of its epilogue, whatever the hidden size: a seventh of the time at 896. Triton's own pipelining leaves the
-tensor cores idle meanwhile. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's rows
-and all of its columns. The ring of loaded tiles lets one run ahead of the other, and so they settle: while one is in
-its epilogue the other has the tensor cores to itself. (To start one late changes nothing measurable.)
+A tile of BLOCK_N rows x BLOCK_V classes takes 16 cycles per hidden unit on the tensor cores. The exponentials of its
+epilogue take 2048 cycles for any hidden size: a seventh of the time at 896. With Triton's pipelining the tensor cores
+are idle during the epilogue. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's
+rows and all of its columns. The ring of loaded tiles lets one warpgroup run ahead of the other. They end up
+alternating: one uses the tensor cores while the other is in its epilogue. (Starting one of them late makes no
+measurable difference.)
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
-from core_triton.hopper import (
+from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
@@ -35,7 +36,7 @@ from core_triton.problem import Problem, plan_of
 
 
 class Head(NamedTuple):
-    """What turns x @ w into logits: MATH.md (1), (2)."""
+    """The parameters that turn x @ w into logits: MATH.md (1), (2)."""
 
     bias_ptr: Any
     scale: Any
@@ -73,15 +74,15 @@ def targets_of(target_ptr, row_ids, first, sizes, WIDTH: gl.constexpr):
 
 @gluon.jit
 def store_target_logits(target_logit_ptr, logits, row_ids, columns, target, owns):
-    """Writes target_logit (rows,) for the rows whose target is among these columns: the very logits that are summed, so
-    that the loss is the logarithm of a ratio that is never below 1."""
+    """Writes target_logit (rows,) for the rows whose target is among these columns. These are the same logits that are
+    summed, so the loss is the logarithm of a ratio that is never below 1."""
     here = gl.expand_dims(columns, 0) == gl.expand_dims(target, 1)
     gl.store(target_logit_ptr + row_ids, gl.sum(gl.where(here, logits, 0.0), 1), mask=owns)
 
 
 @gluon.jit
 def masked(logits, columns, column, classes, BLOCK_V: gl.constexpr):
-    """Returns a quarter's logits with -inf past the last class, where the tile that begins at `column` has such."""
+    """Returns a quarter's logits, with -inf past the last class. The tile begins at `column`."""
     if column + BLOCK_V > classes:
         logits = gl.where(gl.expand_dims(columns < classes, 0), logits, float("-inf"))
     return logits
@@ -91,7 +92,7 @@ class ExponentialsIO(NamedTuple):
     """What `exponentials_kernel` reads and writes besides matrices."""
 
     target_ptr: Any
-    anchor_ptr: Any
+    ref_exponent_ptr: Any
     flag_ptr: Any
     sum_ptr: Any
     max_ptr: Any
@@ -124,7 +125,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < sizes.rows
-        anchor = gl.load(io.anchor_ptr + row_ids, mask=inside, other=0.0)
+        ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
@@ -136,7 +137,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             if ((hits >> i) & 1) != 0:  # few quarters have any
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
-            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(anchor, 1))
+            exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
             total += gl.sum(exponentials, 1)
             if switches.statistics:
                 top = gl.maximum(top, gl.max(logits, 1))
@@ -156,18 +157,18 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr,
-    count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
+    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """`kernels.exponentials_kernel`, for the row blocks that hold one of the first count - start rows,
-    and for `least` of them at least."""
+    """`kernels.exponentials_kernel` for the row blocks that hold one of the first count - start rows, but at least
+    `least` rows."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes)
     tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
     switches: gl.constexpr = ExponentialsSwitches(HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
-    io = ExponentialsIO(target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
+    io = ExponentialsIO(target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
     buffers = ring.a  # never used where nothing is stored
     if STORES:
@@ -187,11 +188,11 @@ def exponentials(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     active: Active,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     flag: At,
     sums: At,
     tops: At | None,
@@ -200,9 +201,9 @@ def exponentials(
     hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, anchor, flag, sums, tops, target_logit, hit, *active
+    pointers = target, ref_exponent, flag, sums, tops, target_logit, hit, *active
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem))
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
 class StatisticsIO(NamedTuple):
@@ -307,7 +308,7 @@ def statistics(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     class_weight: Tensor | None,
     target: Tensor,
@@ -320,7 +321,7 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
+    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 
 class DLogitsIO(NamedTuple):
@@ -421,7 +422,7 @@ def d_logits(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     result: Tensor,
     class_weight: Tensor | None,
@@ -436,12 +437,12 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))
+    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))
 
 
 def _blocks(problem: Problem) -> TileBlocks:
-    """Returns how the kernels of this file take a tile: by halves of its rows, and by quarters of a half on the way
-    out."""
+    """Returns the blocks and constexprs of the kernels of this file. They load halves of a tile's rows and store
+    quarters of a half."""
     tile = plan_of(problem).tile
     assert tile is not None
     half, step = tile.block_n // 2, tile_config.LOGITS_STEP

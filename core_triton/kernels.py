@@ -1,11 +1,11 @@
-"""Triton kernels that make logits, for any GPU, each above the function that launches it.
+"""Triton kernels that compute logits, for any GPU. Each kernel is above the function that launches it.
 
-`hopper_logits.py` has the same functions for sm_90. The kernels that multiply nothing are in `row_kernels.py` and
-`target_kernels.py`.
+`hopper_logits.py` has the same functions for sm_90. The kernels without matmuls are in `row_kernels.py` and
+`target_grad.py`.
 
-These share `logits_tile`. Each owns tiles of BLOCK_N rows x BLOCK_V classes, walked by a grid of programs that stay
-(`tile_of`), reads its operands through tensor descriptors (TMA where the card has it), which return zeros outside
-their bounds, and writes each of its outputs from one program: no atomics, so results repeat bit for bit. Equations:
+All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
+BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
+out of bounds. One program writes each output, without atomics on floats, so results repeat bit for bit. Equations:
 linear_ce/MATH.md.
 """
 
@@ -23,28 +23,39 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
-# A tile's sum of exponentials past this has lost touch with its anchor: (30). 2**48 is 33 nats above the target logit;
-# the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16 holds.
+# Where a tile's sum of exponentials is past this, its reference exponents are too low: (30). 2**48 is 33 nats above the
+# target logit; the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16
+# holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
 NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
 
 # Of a chunk; its address is a multiple of 4.
-PLACES = ["target_ptr", "anchor_ptr", "top_ptr", "flag_ptr", "ticket_ptr", "sum_ptr", "max_ptr", "target_logit_ptr"]
+PLACES = [
+    "target_ptr",
+    "ref_exponent_ptr",
+    "top_ptr",
+    "flag_ptr",
+    "ticket_ptr",
+    "sum_ptr",
+    "max_ptr",
+    "target_logit_ptr",
+]
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, products of bfloat16 come out wrong: upcast them
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # there, matmuls of bfloat16 come out wrong: upcast them
 
 
 class Active(NamedTuple):
-    """Which of a chunk's rows take part: those among the call's first `count` packed rows, and `least` at least."""
+    """Which rows of a chunk are computed: those among the first `count` packed rows of the call, and at least
+    `least`."""
 
-    count: Tensor  # () int32, known to the device alone
+    count: Tensor  # () int32, which the host does not read
     start: int  # the chunk's first row
     least: int
 
 
 def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -> tuple[Blocks, bool]:
-    """Returns a head (V, D) in blocks, and whether they are rows of classes; where not, it is stored as (D, V)."""
+    """Returns a head (V, D) in blocks, and whether it is stored as (V, D). Otherwise it is stored as (D, V)."""
     by_class = w.stride(1) == 1
     if by_class:
         return Blocks(w, (block_v, block_d), gluon=gluon), True
@@ -52,12 +63,12 @@ def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -
 
 
 def _precision(x: Tensor) -> str:
-    """Float32 matmuls are float32's unless PyTorch's own switch allows TF32."""
+    """Returns the precision of float32 matmuls: TF32 only if PyTorch's switch allows it."""
     return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 class TileBlocks(NamedTuple):
-    """The blocks in which a kernel that makes logits loads and stores, rows x columns, and its last constexprs."""
+    """The blocks, rows x columns, that a kernel of logits loads and stores, and its last constexprs."""
 
     x: tuple[int, int]
     w: tuple[int, int]
@@ -67,10 +78,10 @@ class TileBlocks(NamedTuple):
 
 
 def _blocks(problem: Problem, *, repair: bool = False) -> TileBlocks:
-    """Returns how the kernels of this file take a tile.
+    """Returns the blocks and constexprs of the kernels of this file.
 
-    With `repair` tiles have half the rows: the kernels of sm_90 have tiles whose halves these are. And registers are
-    not rationed: ptxas would spill a few for the sake of a second program on a multiprocessor.
+    With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
+    then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor.
     """
     tile = plan_of(problem).tile
     assert tile is not None
@@ -93,23 +104,24 @@ def launch_tiles(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     result: tuple[Tensor | None, ...],
     pointers: tuple[Any, ...],
     switches: dict[str, bool],
     blocks: TileBlocks,
 ) -> None:
-    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the slab w (v, D) of the head.
+    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the vocabulary chunk w (v, D) of
+    the head.
 
     Args:
-        result: the matrix (n, v) that it writes, if it takes one.
-        pointers: its arguments between the bias and the sizes.
-        switches: its first constexprs.
+        result: the matrix (n, v) that the kernel writes, if any.
+        pointers: the kernel's arguments between the bias and the sizes.
+        switches: the kernel's first constexprs.
     """
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
     assert tile is not None
-    n, hidden, classes = x.shape[0], x.shape[1], slab.stop - slab.start
+    n, hidden, classes = x.shape[0], x.shape[1], vocab_chunk.stop - vocab_chunk.start
     w_blocks, by_class = head_blocks(w, *blocks.w, gluon=blocks.gluon)
     launch(
         kernel,
@@ -117,9 +129,9 @@ def launch_tiles(
         Blocks(x, blocks.x, gluon=blocks.gluon),
         w_blocks,
         *(None if matrix is None else Blocks(matrix, blocks.result, gluon=blocks.gluon) for matrix in result),
-        None if problem.linear_bias is None else At(problem.linear_bias, slab.start),
+        None if problem.linear_bias is None else At(problem.linear_bias, vocab_chunk.start),
         *pointers,
-        problem.vocab_offset + slab.start,
+        problem.vocab_offset + vocab_chunk.start,
         n,
         hidden,
         classes,
@@ -135,9 +147,9 @@ def launch_tiles(
 
 @triton.jit
 def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
-    """Returns the row block and class block of a tile: GROUP row blocks first, then the next class block.
+    """Returns the row block and class block of a tile: GROUP row blocks of a class block, then the next class block.
 
-    The programs that run together so share few class blocks, whose rows of the head they read from L2.
+    Programs that run at the same time then use few class blocks and read their rows of the head from L2.
     """
     group = tile // (GROUP * class_blocks)
     first = group * GROUP
@@ -152,7 +164,7 @@ def logits_tile(
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Returns the logits from (row, column) on, (BLOCK_N, BLOCK_V) float32: (1), (2); 0 in columns past `classes`,
+    """Returns the tile of logits at (row, column), (BLOCK_N, BLOCK_V) float32: (1), (2). Columns past `classes` are 0
     unless x is not finite."""
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for k in range(0, hidden, BLOCK_D):
@@ -193,7 +205,7 @@ def store_target_logit(
 ):
     """Writes target_logit (rows,) for the rows whose target is among the classes of this tile.
 
-    Few tiles have any, but there must be no branch in a loop that is flattened: Triton 3.6 does not compile it.
+    Few tiles have such rows, but Triton 3.6 does not compile a branch in a flattened loop.
     """
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
     owns = inside & (target >= column) & (target < min(column + BLOCK_V, classes))
@@ -203,18 +215,18 @@ def store_target_logit(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class,
-    rows, hidden, classes, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
+    first_class, rows, hidden, classes, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes scaled exponentials and the float32 sums of them over each tile's classes: (29).
+    """Writes scaled exponentials and their float32 sums over the classes of each tile: (29).
 
-    Reads x (rows, D), w (V, D) or (D, V), anchor (rows,) float32; writes sum (class blocks, rows), target_logit (rows,)
-    of the rows whose target (int64), less `first_class`, is among these classes, and, with STORES, e (rows, V), times
-    the cap's slope: (31). With STATISTICS also max (class blocks, rows). Sets flag (row blocks,) int32 where a sum is
-    not below SUM_LIMIT: the anchor is too low.
+    Reads x (rows, D), w (V, D) or (D, V), ref_exponent (rows,) float32 and target (rows,) int64. Writes sum (class
+    blocks, rows), and target_logit (rows,) of rows whose target minus `first_class` is among these classes. With STORES
+    writes e (rows, V), times the cap's slope: (31). With STATISTICS writes max (class blocks, rows). Sets flag (row
+    blocks,) int32 where a sum is not below SUM_LIMIT: the reference exponent is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -227,17 +239,17 @@ def exponentials_kernel(
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
         inside = row_ids < rows
-        anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+        ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+        exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
         out = class_block.to(tl.int64) * rows + row_ids
         total = tl.sum(exponentials, 1)
         tl.store(sum_ptr + out, total, mask=inside)
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
         if STATISTICS:
             tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-        # The very logit that is summed: the loss is the logarithm of a ratio that is never below 1.
+        # This must be the same logit that is summed: then the loss is the logarithm of a ratio that is never below 1.
         store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
         if STORES:
             if HAS_SOFTCAP:
@@ -249,26 +261,26 @@ def exponentials(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     active: Active,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     flag: At,
     sums: At,
     tops: At | None,
     target_logit: At,
     e: Tensor | None,
 ) -> None:
-    """Launches `exponentials_kernel`. All rows are done here, whichever are active."""
-    pointers = target, anchor, flag, sums, tops, target_logit
+    """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
+    pointers = target, ref_exponent, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(exponentials_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem))
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
 @triton.jit
 def flagged(flag_ptr, row_blocks):
-    """Returns how many row blocks are flagged, of which two have one flag."""
+    """Returns how many row blocks are flagged. Two row blocks have one flag."""
     acc = tl.zeros((128,), tl.int32)
     for start in range(0, tl.cdiv(row_blocks, 2), 128):
         pairs = start + tl.arange(0, 128)
@@ -279,19 +291,20 @@ def flagged(flag_ptr, row_blocks):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, anchor_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
     target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Does the flagged row blocks again, in halves of them, under anchors made of their largest logits: (30).
+    """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
-    With FINDS it computes their logits and raises top (rows,), -inf before, to the largest. With REDOES it computes the
-    logits again and writes what `exponentials_kernel` does: e, sum, max and target_logit; and the new anchor (rows,).
-    One launch does both: programs draw the numbers of tiles from ticket (2,) int32, zeros before, so that all tiles of
-    the first step are somebody's before the first of the second is, and whoever draws one of these waits for those to
-    be done. No program that has not started is waited for. Most chunks have no flag, and there is nothing to do.
+    The FINDS step computes their logits and raises top (rows,), initially -inf, to the largest. The REDOES step
+    recomputes the logits and writes what `exponentials_kernel` writes (e, sum, max and target_logit) and the new
+    ref_exponent (rows,). One launch does both steps. Programs take tile numbers from ticket (2,) int32, initially 0, so
+    all tiles of the first step are taken before the first tile of the second step. A program with a tile of the second
+    step waits until the first step is complete. It never waits for a program that has not started. Most chunks have no
+    flag, and then there is nothing to do.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -324,11 +337,11 @@ def repair_kernel(
                 )
                 if STATISTICS:
                     tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-                # From L2: other multiprocessors have just raised it.
+                # Read from L2, because other multiprocessors have just raised it.
                 top = tl.load(top_ptr + row_ids, mask=inside, other=0.0, cache_modifier=".cg")
-                anchor = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
-                tl.store(anchor_ptr + row_ids, anchor, mask=inside)
-                exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])
+                ref_exponent = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
+                tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=inside)
+                exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
                 tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
                 if STORES:
                     if HAS_SOFTCAP:
@@ -349,10 +362,10 @@ def repair(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     target: At,
-    anchor: At,
+    ref_exponent: At,
     top: At,
     flag: At,
     ticket: At,
@@ -364,9 +377,9 @@ def repair(
     redoes: bool,
 ) -> None:
     """Launches `repair_kernel`."""
-    pointers = target, anchor, top, flag, ticket, sums, tops, target_logit
+    pointers = target, ref_exponent, top, flag, ticket, sums, tops, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(repair_kernel, problem, x, w, slab, (e,), pointers, switches, _blocks(problem, repair=True))
+    launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -379,8 +392,8 @@ def statistics_kernel(
 ):  # fmt: skip
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
-    Reads x (rows, D), w (V, D) or (D, V); target (rows,) int64, and writes the target logit (rows,) of those that, less
-    `first_class`, are among the classes of w. No logit leaves the program.
+    Reads x (rows, D), w (V, D) or (D, V), and target (rows,) int64. Writes target_logit (rows,) of rows whose target
+    minus `first_class` is among the classes of w. The logits are not stored.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -414,7 +427,7 @@ def statistics(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     class_weight: Tensor | None,
     target: Tensor,
@@ -427,7 +440,7 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    launch_tiles(statistics_kernel, problem, x, w, slab, (), pointers, switches, _blocks(problem))
+    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -438,10 +451,11 @@ def d_logits_kernel(
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes d_logits of a slab of classes from logits computed again: (23), (15); zeros in rows of row_weight 0.
+    """Writes d_logits of a vocabulary chunk from recomputed logits: (23), (15); zeros in rows of row_weight 0.
 
-    Reads x (rows, D), w (V, D) or (D, V) of the slab, target (rows,) int64, of which column target - first_class is the
-    target's, lse and the coefficients (rows,) float32, class_weight (V,); writes d_logits (rows, V), rounded once.
+    Reads x (rows, D), w (V, D) or (D, V) of the vocabulary chunk, target (rows,) int64, lse and the coefficients
+    (rows,) float32, and class_weight (V,). The target's column is target - first_class. Writes d_logits (rows, V),
+    rounded once.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -480,7 +494,7 @@ def d_logits(
     problem: Problem,
     x: Tensor,
     w: Tensor,
-    slab: slice,
+    vocab_chunk: slice,
     *,
     result: Tensor,
     class_weight: Tensor | None,
@@ -495,4 +509,4 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    launch_tiles(d_logits_kernel, problem, x, w, slab, (result,), pointers, switches, _blocks(problem))
+    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))

@@ -1,10 +1,10 @@
-"""How a Triton kernel is launched, with little host time.
+"""Launches Triton kernels with little host time.
 
-Triton's own launcher takes 15 to 60 us of host time: it builds dictionaries, specializes each argument and checks
-globals at every launch. `launch` keeps the compiled kernel of each specialization, and launches it again with plain
-numbers as pointers. What is kept is code and never a tensor. The first launch of a specialization goes through Triton,
-and so does every launch under the interpreter, under a profiler's hooks, and with a version of Triton whose launcher
-was not tried (`DIRECT_VERSIONS`).
+Triton's launcher takes 15 to 60 us of host time: at every launch it builds dictionaries, specializes each argument and
+checks globals. `launch` caches the compiled kernel of each specialization and launches it again with plain numbers as
+pointers. The cache holds code and no tensors. Triton's launcher runs the first launch of a specialization. It also runs
+every launch in the interpreter, under a profiler's hooks, and with a version of Triton that was not tested
+(`DIRECT_VERSIONS`).
 """
 
 import inspect
@@ -30,14 +30,14 @@ _knobs: Any = knobs.runtime
 
 
 class At(NamedTuple):
-    """The elements of a contiguous tensor from row `start` on: an argument that costs no view."""
+    """The elements of a contiguous tensor from row `start` on, as an argument, without creating a view."""
 
     tensor: Tensor
     start: int
 
 
 class Blocks:
-    """A matrix that a kernel reads or writes in blocks through a tensor descriptor (TMA where the GPU has it)."""
+    """A matrix that a kernel reads or writes in blocks through a tensor descriptor (TMA if the GPU has it)."""
 
     __slots__ = ("base", "block", "gluon", "shape", "strides")
     padding = "zero"
@@ -94,9 +94,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
     Args:
         kernel: a `triton.jit` or `gluon.jit` function whose constexprs come last.
         grid: up to three numbers of programs.
-        arguments: a Tensor, `At`, `Blocks`, number or None for each parameter that is no constexpr, in order. Kernels
-            take a Tensor's first address and know nothing of its strides, so it must be contiguous, or its strides be
-            arguments too.
+        arguments: a Tensor, `At`, `Blocks`, number or None for each parameter that is not a constexpr, in order. A
+            kernel receives the address of a Tensor and not its strides, so the Tensor must be contiguous, or its
+            strides must be arguments too.
         constexprs: by name, in order, then num_warps and num_stages.
     """
     if not is_direct():
@@ -192,7 +192,7 @@ _nothing = nullcontext()
 
 
 def on_device(device: torch.device) -> Any:
-    """Makes a device current, where launches go."""
+    """Returns a context in which `device` is current, so that launches go to it."""
     if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
         return _nothing
     return torch.cuda.device(device)

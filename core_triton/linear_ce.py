@@ -1,13 +1,17 @@
-"""The public functions: fused linear + cross-entropy for PyTorch, never the N x V logits.
+"""The public functions: fused linear + cross-entropy for PyTorch, without the N x V logits in memory.
 
-A public function checks and flattens its call (`_prepare`), runs one of the functions of `ops.py` (`_loss`), and gives
-the results their shape. Such a function first folds ignore_index, token weights, the reduction and its denominator into
-one weight for each row (`rows.row_weights`). Which one a call takes:
+A public function checks its arguments and flattens their leading axes (`_prepare`), runs one of the functions of
+`ops.py` (`_loss`), and reshapes the results. The functions of `ops.py` fold ignore_index, token weights, the reduction
+and its denominator into one weight for each row (`row_math.row_weights`). This table shows which of them a call runs:
 
-    no gradient asked for                   `losses`, forward alone                     plan B, 1 matmul
+    no gradient needed                      `losses`, forward pass only                 plan B, 1 matmul
     scalar reduction                        `loss_and_gradients`, scaled backward       plan A, 3 matmuls
     reduction="none", frozen head           `loss_and_gradients`, rows scaled backward  2 matmuls
     reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
+
+The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
+`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
+`row_kernels.py` or `target_grad.py`.
 """
 
 from functools import lru_cache
@@ -28,15 +32,15 @@ IMPLEMENTATIONS = ("triton", "chunked")
 
 
 class LossStats(NamedTuple):
-    """What `linear_cross_entropy_with_stats` reports besides the loss; none of it carries a gradient.
+    """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
-    Rows that contribute nothing (ignored, or of token_weight 0) have lse and target_logit 0.
+    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0.
     """
 
     lse: Tensor  # (...,) float32, log-sum-exp of the logits
-    target_logit: Tensor  # (...,) float32, NaN for a target that is no class
+    target_logit: Tensor  # (...,) float32, NaN for a target that is not a class
     z_loss: Tensor  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
-    accuracy: Tensor  # () float32, share of contributing tokens whose target has the largest logit; ties count
+    accuracy: Tensor  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Tensor  # () int64, targets that are not ignore_index
 
 
@@ -56,7 +60,7 @@ class Implementation(NamedTuple):
 
 
 class Explanation(Implementation):
-    """What `explain` returns: an `Implementation`, and the plan of the call, which `str` puts into a few lines."""
+    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
 
     plan: ExecutionPlan
 
@@ -88,45 +92,45 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    r"""Cross-entropy of a linear layer's logits, without the logits.
+    r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
     .. math::
         \ell_i = \mathrm{lse}_i - z_{i,y_i}, \qquad z = \mathrm{cap}(\mathrm{logit\_scale} \cdot (x W^\top + b)), \qquad
         \mathrm{cap}(t) = \mathrm{softcap} \cdot \tanh(t / \mathrm{softcap})
 
-    Where `torch.nn.functional.cross_entropy` has an option its meaning is kept to the last digit, with one deviation:
-    where nothing is counted (no valid target, an empty batch, a zero denominator) the loss is 0 with zero gradients,
-    not NaN.
+    Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
+    token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
-        linear_weight: (V, D) head, any strides; input's dtype, or float32 (then rounded to input's dtype slab by
-            slab, its gradient in float32).
-        target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
-            row's loss and gradients NaN; `check_targets` finds such rows.
+        linear_weight: (V, D) head, any strides; input's dtype or float32. A float32 head is rounded to input's dtype
+            one vocabulary chunk at a time, and its gradient is float32.
+        target: (...,) class indices, any integer dtype. If a target is neither a class nor `ignore_index`, the loss
+            and the gradients are NaN; `check_targets` finds such targets.
         linear_bias: (V,) input's dtype or float32.
         weight: (V,) class weights. With "mean" the denominator is their sum over the counted targets.
-        token_weight: (...,) factor on each token's loss; not in the denominator, not differentiated.
+        token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
         reduction: "mean", "sum" or "none".
-        normalizer: () denominator of "mean" instead of the number of counted tokens (of a global batch, of all
-            micro-batches); not differentiated.
-        ignore_index: target of tokens that contribute nothing, whatever they hold.
+        normalizer: () denominator of "mean" in place of the number of counted tokens, for example the number in a
+            global batch or in all micro-batches. It is not differentiated.
+        ignore_index: target of tokens that do not contribute. Their input may hold any values.
         label_smoothing: in [0, 1].
-        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss; class weights do not touch it.
-        softcap: bound on the logits, or None.
+        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss. Class weights do not apply to it.
+        softcap: bound on the absolute value of the logits, or None.
         logit_scale: factor on the raw logits.
-        vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
-        memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
-        implementation: "triton", "chunked", or None for the best on this device (`explain` tells which). A named one
-            never falls back.
+        vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
+            zero gradient.
+        memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        implementation: "triton", "chunked", or None for the best on this device (`explain` returns which). A named
+            implementation never falls back to another.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
 
     Raises:
-        TypeError: an argument is no tensor, or has a dtype that is not admitted.
-        ValueError: a shape, device, option, or a memory_budget that cannot hold the smallest piece; the message names
-            the argument.
+        TypeError: an argument is not a tensor or has an unsupported dtype.
+        ValueError: a shape, a device or an option is wrong, or memory_budget cannot hold the smallest chunk. The
+            message names the argument.
 
     Example:
         >>> import torch, core_triton
@@ -137,7 +141,7 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-        slab: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
+        chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
@@ -166,13 +170,13 @@ def linear_cross_entropy_with_stats(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, LossStats]:
-    """`linear_cross_entropy` together with the statistics that its pass over the logits leaves behind.
+    """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`; only the loss carries a gradient.
+        The loss and `LossStats`. Only the loss has a gradient.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -221,7 +225,8 @@ def linear_log_probs(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> LogProbs:
-    r"""Log-probability of each target, entropy and log-sum-exp of each row, without the logits; differentiable each.
+    r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
+    logits.
 
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
@@ -229,7 +234,7 @@ def linear_log_probs(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and take no gradient.
+        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -293,13 +298,13 @@ def explain(
     Args:
         input: (..., D).
         linear_weight: (V, D).
-        gradients: whether the gradients of input and linear_weight are wanted.
+        gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:
         TypeError: a dtype that is not admitted.
         ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's device;
-            memory_budget cannot hold the smallest piece.
+            memory_budget cannot hold the smallest chunk.
 
     Example:
         >>> import torch
@@ -390,7 +395,7 @@ def _decide(
     return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
 
 
-_decide_once = lru_cache(maxsize=4096, typed=True)(_decide)
+_cached_decide = lru_cache(maxsize=4096, typed=True)(_decide)
 
 
 class _Call(NamedTuple):
@@ -453,7 +458,7 @@ def _prepare(
         if name in _CONSTANT and tensor.requires_grad:
             raise ValueError(f"{name} is not differentiated and must not require grad; pass {name}.detach()")
         infos.append((name, tensor.shape, tensor.dtype))
-    decide = _decide if compiling else _decide_once
+    decide = _decide if compiling else _cached_decide
     classes, budget, chosen = decide(spec, device, tuple(infos), memory_budget, implementation)
     class_weight = None if weight is None else weight[:classes].float()
     token_weight = None if token_weight is None else _flat(token_weight, 1)

@@ -1,4 +1,4 @@
-"""The loss as a module that owns its head."""
+"""The loss as a module that contains the head."""
 
 import dataclasses
 import math
@@ -17,8 +17,8 @@ class LinearCrossEntropy(nn.Module):
     """A linear head and its cross-entropy, `linear_cross_entropy(input, self.weight, target, linear_bias=self.bias,
     ...)`.
 
-    The parameters are named and initialised as those of `torch.nn.Linear(hidden_size, num_classes)`, so a head's
-    state dict loads as it is; a tied head is set with `module.weight = embedding.weight`.
+    The parameters have the names and the initialization of `torch.nn.Linear(hidden_size, num_classes)`, so the state
+    dict of a head can be loaded unchanged. To tie the head, set `module.weight = embedding.weight`.
 
     Args:
         hidden_size: D.
@@ -30,7 +30,7 @@ class LinearCrossEntropy(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: an option that `linear_cross_entropy` does not admit.
+        TypeError, ValueError: an option that `linear_cross_entropy` rejects.
 
     Example:
         >>> import torch, core_triton
@@ -85,7 +85,7 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
     ) -> Tensor:
-        """Returns the loss of input (..., D) and target (...,), float32."""
+        """Returns the float32 loss of input (..., D) and target (...,)."""
         options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,

@@ -1,8 +1,8 @@
 """The operators that torch.compile sees in place of the functions of `ops.py`.
 
-Each has a fake form. Those of a forward pass have the `torch.autograd.Function` of eager mode as their autograd.
-Operators are registered through `torch.library.Library`: `torch.library.custom_op` checks every result for aliasing,
-which takes 0.85 ms of host time for each call.
+Each operator has a fake implementation. The autograd of a forward operator is the `torch.autograd.Function` of eager
+mode. Operators are registered through `torch.library.Library`: `torch.library.custom_op` checks every result for
+aliasing, which takes 0.85 ms of host time for each call.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from core_triton.ops import (
     scale,
 )
 from core_triton.problem import Gradients, NeedsGrad
-from core_triton.rows import Coefficients, RowStatistics
+from core_triton.row_math import Coefficients, RowStatistics
 
 
 def _losses_op(
@@ -109,8 +109,8 @@ def _loss_and_gradients_autograd(
     if any(arrays.needs_grad()):
         call = arrays, weights, options, statistics, reduce, needs_grad
         results: Any = LossAndGradients.apply(call, *arrays.differentiated())
-        return Losses(*results), Gradients(None, None, None), None  # these are saved, and nobody else's
-    if is_eager(arrays):  # a compiled function's call: the dispatcher's next turn would take its time
+        return Losses(*results), Gradients(None, None, None), None  # autograd has saved the gradients
+    if is_eager(arrays):  # called by a compiled function: another dispatch would take host time
         return run_loss_and_gradients(arrays, weights, options, statistics, reduce, needs_grad)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
@@ -140,8 +140,9 @@ def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad)
 
 
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function in the form of an operator, whose schema knows no groups and no optional results: it takes the
-    fields of each group one after the other, and returns a list of the tensors in its results."""
+    """Returns a function in the form of an operator. The schema of an operator supports neither NamedTuples nor
+    optional results, so the operator takes the fields of each group as separate arguments and returns a list of
+    tensors."""
     kinds = get_type_hints(function)
     del kinds["return"]
     fields: dict[str, Any] = {}

@@ -1,10 +1,10 @@
 """Autograd around the plans: three differentiable functions.
 
-In eager mode a function is a `torch.autograd.Function` that calls the plans. Under torch.compile, and wherever a
-dispatch mode looks on, it is an operator of `operators.py`, which a graph takes as a whole.
+In eager mode a function is a `torch.autograd.Function` that runs the plans. Under torch.compile, and under a dispatch
+mode, it is an operator of `operators.py`, which is one node of a graph.
 
-    `loss_and_gradients`  plan A: the gradients are made in the forward pass, and scaled in the backward pass
-    `losses`              plan B; differentiated, plan C: the backward pass makes logits again
+    `loss_and_gradients`  plan A: computes the gradients in the forward pass, and scales them in the backward pass
+    `losses`              plan B; differentiated, plan C: the backward pass recomputes the logits
     `log_probs`           plan C for log-probabilities
 """
 
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, rows
+from core_triton import chunked, row_math
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
-from core_triton.rows import Coefficients, RowStatistics
+from core_triton.row_math import Coefficients, RowStatistics
 from linear_ce.spec import LossSpec
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call; their gradients come in this order too."""
+    """The arrays of a call. Their gradients have the same order."""
 
     input: Tensor  # (N, D)
     linear_weight: Tensor  # (V, D)
@@ -35,7 +35,7 @@ class Arrays(NamedTuple):
     class_weight: Tensor | None  # (K,) float32
 
     def needs_grad(self) -> NeedsGrad:
-        """Which gradients a backward pass will ask for."""
+        """Returns which gradients a backward pass may need."""
         if not torch.is_grad_enabled():
             return NO_GRADIENTS
         input, linear_weight, bias = self.differentiated()
@@ -46,14 +46,14 @@ class Arrays(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """What `rows.row_weights` takes besides the targets and the classes' weights."""
+    """The arguments of `row_math.row_weights` besides the targets and the class weights."""
 
     token_weight: Tensor | None  # (N,)
     normalizer: Tensor | None  # ()
 
 
 class Options(NamedTuple):
-    """The options of a call, in types that an operator's schema knows."""
+    """The options of a call, in types that the schema of an operator supports."""
 
     mean: bool  # the reduction's denominator is part of a row's weight
     ignore_index: int
@@ -72,10 +72,10 @@ class Options(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, but for a reduced loss.
+    """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, or () for a reduced loss.
 
-    The first two of the optional ones are there where statistics are asked for or the backward pass needs them, the
-    others where statistics are asked for.
+    row_weight and lse are None unless `statistics` or the backward pass needs them. target_logit and max are None
+    unless `statistics`.
     """
 
     loss: Tensor  # weighted; () where reduced
@@ -100,9 +100,10 @@ class LogProbs(NamedTuple):
 def loss_and_gradients(
     arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
 ) -> Losses:
-    """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, whose gradients are made in this pass.
+    """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, and computes its gradients in the same pass.
 
-    Without `reduce` the gradients are of input alone: each row's is its loss's upstream gradient times what is saved.
+    Without `reduce` only the gradient of input is computed. The backward pass multiplies each of its rows by the
+    upstream gradient of the row's loss.
     """
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
@@ -146,7 +147,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 def _no_double_backward(backward: Backward) -> Backward:
-    """Refuses create_graph=True: the gradients are made without a graph, so a second derivative would silently be 0."""
+    """Raises for create_graph=True: the gradients have no graph, so a second derivative would silently be 0."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
@@ -187,7 +188,7 @@ class LossAndGradients(torch.autograd.Function):
         if d_loss is None:
             return None, None, None, None
         row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
-        if not ctx.reduce:  # a row that does not contribute takes nothing from any upstream gradient
+        if not ctx.reduce:  # rows that do not contribute ignore the upstream gradient, which may be NaN
             d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
         return None, *_scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.memory_budget)
@@ -217,7 +218,7 @@ class RowLosses(torch.autograd.Function):
         *saved, row_weight, lse = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        coefficients = rows.loss_coefficients(
+        coefficients = row_math.loss_coefficients(
             options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
         )
         needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
@@ -246,7 +247,7 @@ class RowLogProbs(torch.autograd.Function):
     def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
-        coefficients = rows.log_prob_coefficients(
+        coefficients = row_math.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
         needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
@@ -269,7 +270,7 @@ def _gradients(
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for the rows' `rows.Coefficients`."""
+    """Plan C's backward pass: the gradients for the rows' `row_math.Coefficients`."""
     if is_eager(arrays):
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
@@ -280,7 +281,7 @@ PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a larg
 
 
 class Factors(NamedTuple):
-    """What the saved gradients are multiplied by, () or (N, 1) float32 on their device: as autograd gives them."""
+    """The factors of the saved gradients, () or (N, 1) float32 on their device."""
 
     input: Tensor
     head: Tensor
@@ -291,7 +292,7 @@ class Factors(NamedTuple):
 
 
 def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
-    """Returns saved * factors: in place where no second backward pass can come, otherwise in new tensors."""
+    """Returns saved * factors: in place if no second backward pass can follow, otherwise in new tensors."""
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
         found = torch.ops.linear_ce.scaled(*factors, *saved, memory_budget)
@@ -324,7 +325,7 @@ def scale(saved: Gradients, factors: Factors, results: Gradients, memory_budget:
 
 
 def _scaled_by_kernel(saved: Gradients, factors: Factors) -> bool:
-    """Whether `row_kernels.scale` can do it; the gradients are on their factors' device."""
+    """Whether `row_kernels.scale` can scale the gradients, which are on their factors' device."""
     factor = factors.input
     if factor.ndim or not factor.is_cuda or triton_obstacle(factor.device) is not None:
         return False
@@ -353,8 +354,11 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 def run_loss_and_gradients(
     arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
-    """Plan A. Returns the loss and the gradients of the sum of the rows' losses, times a power of two for float16:
-    the third result holds that of d_input, and that of the head's gradients."""
+    """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
+
+    For float16 the gradients are multiplied by powers of two. The scales (2,) are that of d_input and that of the
+    head's gradients. They are None for other dtypes.
+    """
 
     def run() -> tuple[Any, ...]:
         row_weight = _row_weights(arrays, weights, options)
@@ -365,7 +369,7 @@ def run_loss_and_gradients(
                 loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
             else:
                 if arrays.input.dtype == torch.float16:
-                    pair = rows.saved_scales(row_weight)
+                    pair = row_math.saved_scales(row_weight)
                 loss, found, gradients = chunked.loss_and_gradients(
                     _tiles(plan), problem, plan.chunk_config, needs_grad, pair
                 )
@@ -386,13 +390,13 @@ def run_losses(
     *,
     reduce: bool = False,
 ) -> Losses:
-    """Plan B; the loss is () with `reduce`. `needs_grad` says which gradients a backward pass will make, because the
-    budget must hold them too."""
+    """Plan B. The loss is () with `reduce`. `needs_grad` says which gradients a backward pass will compute: this raises
+    if the memory budget cannot hold that pass."""
 
     def run() -> Losses:
         row_weight = _row_weights(arrays, weights, options)
         if any(needs_grad):
-            _problem("gradients", arrays, options, row_weight, needs_grad)  # refuses what a backward pass could not do
+            _problem("gradients", arrays, options, row_weight, needs_grad)  # raises if the backward pass could not run
         problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics)
         plan = plan_of(problem)
         with _no_autocast(plan, arrays.input):
@@ -407,9 +411,9 @@ def run_losses(
 
 
 def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
-    """Returns `rows.row_weights`, by one kernel where there are kernels."""
+    """Returns `row_math.row_weights`, computed by one kernel unless the implementation is "chunked"."""
     if options.implementation == "chunked":
-        return rows.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
+        return row_math.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
     from core_triton import row_kernels  # Triton is not on every machine that has PyTorch
 
     given = arrays.target, arrays.class_weight, *weights
@@ -428,14 +432,14 @@ def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Ten
 
 
 def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
-    """Returns what is kept of a pass: the rest need not outlive it."""
+    """Returns the results of a pass that are kept. The others are freed."""
     made = loss, row_weight, found.lse, found.target_logit, found.max
     there = _losses_there(statistics=statistics, backward=backward)
     return Losses(*(one if kept else None for one, kept in zip(made, there, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
 def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
-    """Returns which of the `Losses` are there; `backward`: the backward pass needs those of each row."""
+    """Returns which of the `Losses` are not None. `backward`: the backward pass needs those of each row."""
     rows = statistics or backward
     return True, rows, rows, statistics, statistics
 
@@ -455,7 +459,7 @@ def _recorded(
     options: Options,
     run: Callable[[], tuple[Any, ...]],
 ) -> tuple[Any, ...]:
-    """Returns the results of `run`; on a GPU, a call that is launches and nothing else is recorded and replayed."""
+    """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
     if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
@@ -467,7 +471,7 @@ def _recorded(
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `run_losses`."""
     row_weight = _row_weights(arrays, TokenWeights(None, None), options)
-    if any(needs_grad):  # refuses what the backward pass could not do
+    if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
     problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
     plan = plan_of(problem)
@@ -505,7 +509,7 @@ def _problem(
     statistics: bool = False,
     entropy: bool = False,
 ) -> Problem:
-    """Returns the problem of a call with its plan. Kernels take vectors as contiguous, so strided ones are copied."""
+    """Returns the problem of a call with its plan. Kernels need contiguous vectors, so strided ones are copied."""
     copied, vectors = 0, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
@@ -538,7 +542,7 @@ def plan_for(
     entropy: bool = False,
     copied: int = 0,
 ) -> ExecutionPlan:
-    """Returns the plan of a problem: `plan.make_plan` with what it needs to know of the arrays and the device."""
+    """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and device."""
     device = problem.input.device
     info = DeviceInfo(device.type, 0, 0)
     if implementation != "chunked":
@@ -566,7 +570,7 @@ def plan_for(
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
-    """Returns what makes the tiles of the plans in `chunked`."""
+    """Returns the functions that compute the tiles of a plan of `chunked`."""
     if plan.path == "chunked":
         return chunked.TORCH_TILES
     from core_triton.recompute import KERNEL_TILES
@@ -588,7 +592,7 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 
 def is_eager(arrays: Arrays) -> bool:
-    """Whether the arrays are plain tensors that no dispatch mode looks at."""
+    """Whether the arrays are plain tensors and no dispatch mode is active."""
     plain = (Tensor, torch.nn.Parameter)
     return type(arrays.input) in plain and type(arrays.linear_weight) in plain and not _modes()
 
@@ -598,8 +602,11 @@ def _modes() -> int:
 
 
 def _no_autocast(plan: ExecutionPlan, input: Tensor) -> Any:
-    """Lets PyTorch's matmuls run in the dtypes that they are given, whatever autocast surrounds the call, and sum in
-    float32 throughout: PyTorch lets cuBLAS add up the parts of a split GEMM in 16 bits unless told otherwise."""
+    """Returns a context in which PyTorch's matmuls use the dtypes of their operands and accumulate in float32.
+
+    It disables autocast. It also disables reduced-precision reductions: by default PyTorch lets cuBLAS add the parts of
+    a split GEMM in 16 bits.
+    """
     return _exact_matmuls(input) if plan.uses_library else nullcontext()
 
 
@@ -616,11 +623,11 @@ def _exact_matmuls(input: Tensor) -> Iterator[None]:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
-# Calls of operators, which return a list of those results that are there.
+# Calls of operators, which return a list of the results that are not None.
 
 
 def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any:
-    """Returns the group of an operator's results, the next in `found`, with None for those that are not there."""
+    """Returns a group made of the next results in `found`, with None for the fields where `there` is False."""
     rest = iter(found)
     return group(*[next(rest) if one else None for one in there])
 

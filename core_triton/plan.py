@@ -1,7 +1,7 @@
-"""The one decision of a call: which path runs, with which kernels, in which pieces.
+"""The plan of a call: which path runs, with which kernels, in which chunks.
 
-`make_plan` is a pure function of shapes, dtypes, strides, device and options. Nothing below it asks again. The plan
-determines speed and memory, and never changes a result beyond rounding.
+`make_plan` is a pure function of shapes, dtypes, strides, device and options, and all these decisions are made here. A
+plan determines speed and memory. It changes results only by rounding.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
-    """What a plan needs to know of a matrix."""
+    """The properties of a matrix that a plan depends on."""
 
     shape: tuple[int, int]
     strides: tuple[int, int]  # in elements
@@ -28,8 +28,11 @@ class MatrixLayout(NamedTuple):
     aligned: bool  # its address is a multiple of 16 bytes
 
     def tma_compatible(self, *, by_row: bool = False) -> bool:
-        """Whether a tensor descriptor can describe it: one stride is 1, with `by_row` that of columns, the other a
-        positive multiple of 16 bytes, and the address is one too."""
+        """Whether a tensor descriptor (TMA) can describe the matrix.
+
+        One stride must be 1, the other a positive multiple of 16 bytes, and the address a multiple of 16 bytes. With
+        `by_row` the stride of the columns must be 1.
+        """
         row, column = self.strides
         if not self.aligned:
             return False
@@ -38,7 +41,7 @@ class MatrixLayout(NamedTuple):
 
 
 class DeviceInfo(NamedTuple):
-    """What a plan needs to know of a device."""
+    """The properties of a device that a plan depends on."""
 
     type: str  # "cuda", "cpu", ...
     capability: int  # 80, 90, ...; 0 where there are no kernels
@@ -46,13 +49,13 @@ class DeviceInfo(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """All that a plan depends on."""
+    """Everything that a plan depends on."""
 
     stage: Stage
     input: MatrixLayout  # (N, D)
     linear_weight: MatrixLayout  # (V, D), or a shard of it
     classes: int  # K of the whole vocabulary
-    copied_bytes: int  # of vectors that were strided, counted in the workspace
+    copied_bytes: int  # of contiguous copies of strided vectors, part of the workspace
     label_smoothing: bool
     softcap: bool
     entropy: bool  # computed, or differentiated
@@ -71,19 +74,20 @@ class ExecutionPlan:
 
     Args:
         implementation: "triton" or "chunked".
-        path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
-            logits again for the gradients, 4 matmuls; "chunked" is PyTorch's own operators.
-        hopper: the matmul kernels are those of sm_90, in Gluon; otherwise those of any GPU.
-        tile: of logits; None where no kernel runs.
-        chunks: rows at a time, and what depends on them.
-        casts_head: the head is copied a piece at a time: to the input's dtype, or to rows that TMA can read.
-        d_input_kernel: d_input comes from our kernel; otherwise from cuBLAS's GEMM and a pass over its result.
-        d_weight_kernel: d_weight comes from our kernel; otherwise from cuBLAS's GEMM.
-        holds_rows: d_input's own memory holds the input's packed rows until their gradients replace them.
-        programs: of a kernel that stays on the GPU and walks over tiles: one a multiprocessor.
+        path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
+            logits for the gradients: 4 matmuls. "chunked" uses PyTorch operators only.
+        hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
+        tile: the tile of logits; None if no kernel runs.
+        chunks: the rows of a chunk, and what depends on them.
+        casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that TMA
+            can read.
+        d_input_kernel: whether our kernel computes d_input, or cuBLAS's GEMM and a pass over its result.
+        d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
+        holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
+        programs: programs of a persistent kernel: one for each multiprocessor.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" run.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed.
     """
 
     implementation: str
@@ -113,7 +117,7 @@ class ExecutionPlan:
 
     @property
     def uses_library(self) -> bool:
-        """Whether a matmul of PyTorch's runs."""
+        """Whether a matmul of PyTorch (cuBLAS) runs."""
         return self.path != "scaled_exp" or not (self.d_input_kernel and self.d_weight_kernel)
 
     def __str__(self) -> str:
@@ -140,7 +144,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
     """
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
@@ -186,7 +190,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             stores=needs_grad,
             d_input=key.d_input,
             holds=holds_rows,
-            converts=casts_head,
+            needs_cast=casts_head,
             statistics=key.statistics,
             programs=key.device.multiprocessors if d_input_kernel else 0,
             copied=key.copied_bytes,
@@ -207,8 +211,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,
-        converts=casts_head,
-        converts_rows=not x.tma_compatible(by_row=True),
+        needs_cast=casts_head,
+        needs_row_cast=not x.tma_compatible(by_row=True),
         copied=key.copied_bytes,
         budget=key.memory_budget,
     )

@@ -22,12 +22,12 @@ class Problem:
         linear_weight: (V, D), or the shard of it that starts at class `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int64, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
         class_weight: (K,) float32 of the whole vocabulary, or None.
         spec: the options.
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
-        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
+        plan: how the call runs; None in tests that call the functions of `chunked` directly.
     """
 
     input: Tensor
@@ -43,41 +43,41 @@ class Problem:
 
     @property
     def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
+        """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
 
     def chunks(self, size: int) -> Iterator[slice]:
         tokens = self.input.shape[0]
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
-    def slabs(self, size: int) -> list[slice]:
+    def vocab_chunks(self, size: int) -> list[slice]:
         return [slice(start, min(start + size, self.local_classes)) for start in range(0, self.local_classes, size)]
 
-    def slab_class_weight(self, slab: slice) -> Tensor | None:
+    def class_weight_of(self, vocab_chunk: slice) -> Tensor | None:
         if self.class_weight is None:
             return None
-        return self.class_weight[self.vocab_offset + slab.start : self.vocab_offset + slab.stop]
+        return self.class_weight[self.vocab_offset + vocab_chunk.start : self.vocab_offset + vocab_chunk.stop]
 
     def contributes(self, chunk: slice) -> Tensor:
         return self.row_weight[chunk] != 0
 
     def rows(self, chunk: slice) -> Tensor:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN.
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute, because those may hold NaN.
 
-        Contiguous, whatever the input's strides are, so that the same GEMMs run.
+        The result is contiguous for all strides of the input, so that the same GEMMs run.
         """
         rows = torch.empty_like(self.input[chunk], memory_format=torch.contiguous_format)
         return rows.copy_(self.input[chunk]).masked_fill_((self.row_weight[chunk] == 0)[:, None], 0.0)
 
 
 def plan_of(problem: Problem) -> ExecutionPlan:
-    """Returns the problem's plan, which is there in every call of the public functions."""
+    """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
 
 
 def layout_of(matrix: Tensor) -> MatrixLayout:
-    """Returns what a plan needs to know of a matrix."""
+    """Returns the properties of a matrix that a plan depends on."""
     aligned = matrix.device.type == "meta" or matrix.data_ptr() % 16 == 0
     rows, columns = matrix.shape
     return MatrixLayout((rows, columns), matrix.stride(), matrix.itemsize, DTYPE_NAMES[matrix.dtype], aligned)  # pyright: ignore[reportArgumentType]
@@ -87,7 +87,7 @@ DTYPE_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float
 
 
 class Gradients(NamedTuple):
-    """None where not asked for."""
+    """The gradients of a call; None for those that are not computed."""
 
     d_input: Tensor | None  # (N, D), input's dtype
     d_weight: Tensor | None  # (V, D), linear_weight's dtype
@@ -95,7 +95,7 @@ class Gradients(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
+    """Which gradients a call computes. The others take no time and no memory."""
 
     d_input: bool
     d_weight: bool
@@ -105,16 +105,16 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
-def product_of(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b in float32 with float32 accumulation, for two operands that `operand` made."""
+def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a @ b in float32 with float32 accumulation, for two results of `operand`."""
     return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
     """Adds a @ b to `total`, or overwrites it if `first`, with float32 accumulation and one rounding."""
     if not a.is_cuda:
-        product = product_of(a, b)
-        total.copy_(product if first else product.add_(total))
+        result = float32_matmul(a, b)
+        total.copy_(result if first else result.add_(total))
     elif total.dtype != a.dtype:  # float32 under 16-bit operands
         if first:
             torch.mm(a, b, out_dtype=total.dtype, out=total)
@@ -127,29 +127,30 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
 
 
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `tensor` as an operand of products in `dtype`: rounded to it, in float32 where the device needs it."""
+    """Returns `tensor` rounded to `dtype`, as an operand of matmuls. On devices other than CUDA the operand is
+    float32."""
     tensor = tensor.to(dtype)
     return tensor if tensor.is_cuda else tensor.float()
 
 
 class ClassSum:
-    """A gradient of the head, summed over chunks: in float32 apart if `float32_sum`, else where it is returned."""
+    """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result."""
 
     def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
         self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
-    def put(self, slab: slice, summand: Tensor, *, first: bool) -> None:
+    def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
         if not first:
-            summand += self.sum[slab]
-        self.sum[slab] = summand
+            summand += self.sum[vocab_chunk]
+        self.sum[vocab_chunk] = summand
 
-    def put_product(self, slab: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
+    def put_matmul(self, vocab_chunk: slice, a: Tensor, b: Tensor, scale: Tensor | None, *, first: bool) -> None:
         """Adds scale * a @ b."""
         if scale is None:
-            add_product(self.sum[slab], a, b, first=first)
+            add_matmul(self.sum[vocab_chunk], a, b, first=first)
         else:
-            self.put(slab, product_of(a, b).mul_(scale), first=first)
+            self.put(vocab_chunk, float32_matmul(a, b).mul_(scale), first=first)
 
     def result(self, *, empty: bool) -> Tensor:
         if empty:

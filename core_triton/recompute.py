@@ -1,8 +1,8 @@
-"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+"""The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A takes them with float16, float32 or label smoothing, and plan C always. Rows go in chunks and the vocabulary in
-slabs as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are written once in the second.
-The gradients are cuBLAS's GEMMs of those.
+Plan A uses them for float16, float32 or label smoothing. Plan C always uses them. The chunks of rows and vocabulary
+chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes
+d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 """
 
 import torch
@@ -12,15 +12,15 @@ from core_triton import hopper_logits, kernels, row_kernels, tile_config
 from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, layout_of, operand, plan_of
-from core_triton.rows import Partial
+from core_triton.row_math import Partial
 
 
 def _partial(
-    problem: Problem, x: Tensor, w: Tensor, target: Tensor, slab: slice, kept: None, *, entropy: bool
+    problem: Problem, x: Tensor, w: Tensor, target: Tensor, vocab_chunk: slice, kept: None, *, entropy: bool
 ) -> Partial:
     plan = plan_of(problem)
     assert plan.tile is not None
-    n, blocks = x.shape[0], cdiv(slab.stop - slab.start, plan.tile.block_v)
+    n, blocks = x.shape[0], cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
     weighted = problem.spec.label_smoothing != 0
     part = x.new_empty((2 + weighted + entropy, blocks, n), dtype=torch.float32)
     top, sum_exp = part[0], part[1]
@@ -32,8 +32,8 @@ def _partial(
         problem,
         tma_compatible(x, by_row=True),
         tma_compatible(w),
-        slab,
-        class_weight=_class_weight(problem, slab) if weighted else None,
+        vocab_chunk,
+        class_weight=_class_weight(problem, vocab_chunk) if weighted else None,
         target=target,
         tops=top,
         sums=sum_exp,
@@ -46,24 +46,24 @@ def _partial(
         top[0],
         sum_exp[0],
         target_logit,
-        None if weighted_sum is None else weighted_sum[0].clone(),  # or all of `part` would live as long
+        None if weighted_sum is None else weighted_sum[0].clone(),  # a clone, so that `part` can be freed
         None if sum_exp_log is None else sum_exp_log[0],
     )
 
 
 def _d_logits(
-    problem: Problem, x: Tensor, w: Tensor, chunk: slice, slab: slice, row: RowGradient, kept: None
+    problem: Problem, x: Tensor, w: Tensor, chunk: slice, vocab_chunk: slice, row: RowGradient, kept: None
 ) -> tuple[Tensor, Tensor | None]:
-    n, classes, coefficients = x.shape[0], slab.stop - slab.start, row.coefficients
+    n, classes, coefficients = x.shape[0], vocab_chunk.stop - vocab_chunk.start, row.coefficients
     d_logits = x.new_empty((n, tile_config.padded(classes)), dtype=problem.input.dtype)[:, :classes]
     launcher = hopper_logits if plan_of(problem).hopper else kernels
     launcher.d_logits(
         problem,
         tma_compatible(x, by_row=True),
         tma_compatible(w),
-        slab,
+        vocab_chunk,
         result=d_logits,
-        class_weight=None if coefficients.sigma is None else _class_weight(problem, slab),
+        class_weight=None if coefficients.sigma is None else _class_weight(problem, vocab_chunk),
         target=At(problem.target, chunk.start),
         row_weight=At(problem.row_weight, chunk.start),
         lse=row.lse,
@@ -84,7 +84,7 @@ KERNEL_TILES = Tiles(_partial, _d_logits)
 
 
 def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
-    """Returns a matrix that a tensor descriptor can describe: itself, or a copy with rows of zero-padded length."""
+    """Returns the matrix if a tensor descriptor can describe it, otherwise a copy whose rows are padded with zeros."""
     if layout_of(matrix).tma_compatible(by_row=by_row):
         return matrix
     n, columns = matrix.shape
@@ -93,7 +93,7 @@ def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
     return copy
 
 
-def _class_weight(problem: Problem, slab: slice) -> Tensor:
-    """Returns the class weights of a slab, (v,) float32, ones where there are none."""
-    found = problem.slab_class_weight(slab)
-    return problem.row_weight.new_ones(slab.stop - slab.start) if found is None else found
+def _class_weight(problem: Problem, vocab_chunk: slice) -> Tensor:
+    """Returns the class weights of a vocabulary chunk, (v,) float32, or ones if the call has no class weights."""
+    found = problem.class_weight_of(vocab_chunk)
+    return problem.row_weight.new_ones(vocab_chunk.stop - vocab_chunk.start) if found is None else found

@@ -1,12 +1,11 @@
-"""Recorded launches: a call that was made before with the same layouts and options is launched again from a list.
+"""Recorded launches: a call with the layouts and options of an earlier call replays the launches of that call.
 
-Between the public function and the GPU, Python makes views, packs arguments and looks kernels up, 10 to 30 us for each
-of a call's launches. The first call of a kind does so, and records what it launched and which memory it took. Later
-calls take memory of the same sizes, put the new addresses in, and launch. A recording holds kernels, numbers and
-sizes, and no tensor.
+For each launch of a call Python creates views, packs arguments and looks up kernels, which takes 10 to 30 us. The first
+call of a kind does this, and records its launches and its memory. Later calls allocate memory of the same sizes, insert
+the new addresses, and launch. A recording holds kernels, numbers and sizes, and no tensors.
 
-A call is recorded only if launches are all that it did: the recorder watches PyTorch's operators, and one that is
-neither an allocation nor a view ends the recording, so such a call always takes the long way.
+A call is recorded only if it does nothing but launch kernels. The recorder watches PyTorch's operators. An operator
+that is neither an allocation nor a view ends the recording, and such calls are never replayed.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,8 +45,8 @@ class _Output(NamedTuple):
 class Recording(NamedTuple):
     """The launches of a call and the memory that they take.
 
-    What the launches take is in one list, the values: the stream, then constants, addresses and TMA descriptors. Only
-    the constants are the same in every call. A launch picks its arguments from there.
+    The arguments of all launches are in one list, the values: the stream, then constants, addresses and TMA
+    descriptors. Only the constants are the same in every call. Each launch picks its arguments from the list.
     """
 
     constants: tuple[Any, ...]
@@ -143,7 +142,7 @@ class Recorder(TorchDispatchMode):
             self.whole = False
 
     def _bury(self) -> None:
-        """Notes which arrays are freed: from now on others may have their addresses."""
+        """Marks the arrays that have been freed. Later arrays may have their addresses."""
         for one in self.living:
             if one.storage.expired():
                 one.died = len(self.launches)
@@ -169,11 +168,11 @@ class Recorder(TorchDispatchMode):
                 found.append(self._address(value))
             elif type(value) is launch.Blocks:
                 shape, strides = list(value.shape), list(value.strides)
-                address, known = self._address(value.base.data_ptr()), next(metadata)
-                if known is None:  # no TMA: the kernel takes the address and strides
+                address, tma = self._address(value.base.data_ptr()), next(metadata)
+                if tma is None:  # no TMA: the kernel takes the address and strides
                     found += [address, *shape, *strides, False]
                 else:
-                    found.append(_Descriptor(address, (*known, shape, strides, 0)))
+                    found.append(_Descriptor(address, (*tma, shape, strides, 0)))
                 found += [*shape, *strides]
             else:
                 found.append(value)
@@ -202,8 +201,8 @@ _STREAM = object()
 
 
 def _arrange(arrays: list[_Allocation], workspace: int) -> int:
-    """Gives arrays their places in the workspace, whose index is given: those that live at the same time side by side,
-    the largest first. Returns its size in bytes."""
+    """Assigns places in the workspace, whose index is given, to arrays, the largest first. Arrays that are alive at the
+    same time do not overlap. Returns the size of the workspace in bytes."""
     placed: list[tuple[int, _Allocation]] = []
     for one in sorted(arrays, key=lambda one: -one.bytes):
         offset = 0
@@ -256,7 +255,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlap(extents: Sequence[Sequence[int]]) -> bool:
-    """Whether two of the arrays share memory: then an address does not tell which it belongs to."""
+    """Whether two of the arrays share memory. Then an address would not identify the array."""
     ordered = sorted(tuple(extent) for extent in extents if extent[0] < extent[1])
     return any(first[1] > second[0] for first, second in pairwise(ordered))
 
@@ -274,10 +273,10 @@ def call(
     """Returns the results of `make`, which launches kernels on the inputs: recorded the first time, replayed later.
 
     Args:
-        key: all that the launches depend on besides the inputs' layouts: options, and which function it is.
+        key: everything that the launches depend on besides the layouts of the inputs: options, and the function.
         device: where the inputs are, a CUDA device.
-        inputs: all arrays that `make` reads or writes, but for those that it allocates.
-        make: makes the call.
+        inputs: all arrays that `make` reads or writes, except those that it allocates.
+        make: runs the call.
     """
     with launch.on_device(device):
         if not launch.is_direct():
@@ -296,7 +295,7 @@ def call(
 
 
 def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torch.device) -> tuple[Tensor | None, ...]:
-    """Makes a recorded call on other arrays of the same layouts, on the current stream; returns its results."""
+    """Replays a recorded call on other arrays of the same layouts, on the current stream. Returns its results."""
     constants, addresses, descriptors, made, launches, outputs, bytes_ = recording
     results = [
         None if output is None else torch.empty_strided(output[0], output[1], dtype=output[2], device=device)

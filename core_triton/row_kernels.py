@@ -1,6 +1,6 @@
-"""Triton kernels that multiply no matrices: what happens to rows and classes between the products.
+"""Triton kernels without matmuls: the work on rows and classes between the matmuls.
 
-They read and write each number once or a few times, and sum in one fixed order. Equations: linear_ce/MATH.md.
+They read and write each number once or a few times, and sum in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 import torch
@@ -19,10 +19,10 @@ SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough progra
 
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 
-LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's anchor; below it the ratio may overflow
+LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's reference; below it the ratio may overflow
 
 
-# A vector's alignment would decide how a block is shared by threads, and so the order of the denominator's sum.
+# With specialization the alignment of a vector would decide how threads divide a block, and so the order of the sum.
 @triton.jit(do_not_specialize=["ignore_index"], do_not_specialize_on_alignment=["target_ptr", "class_weight_ptr"])
 def row_weights_kernel(
     target_ptr,
@@ -37,10 +37,10 @@ def row_weights_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Writes row_weight (N,) float32, what each row's loss is multiplied by: (5), (8), (9).
+    """Writes row_weight (N,) float32, the factor of each row's loss: (5), (8), (9).
 
-    Reads target (N,), class_weight (K,) float32, token_weight (N,) and normalizer (), where they are there. A program
-    owns BLOCK_N rows, and sums the denominator of all rows itself, in one fixed order.
+    Reads target (N,), and class_weight (K,) float32, token_weight (N,) and normalizer () if they are not None. One
+    program owns BLOCK_N rows. Every program sums the denominator of all rows, in a fixed order.
     """
     valid_rows = tl.zeros((), tl.int64)
     denominator = tl.zeros((), tl.float32)
@@ -111,11 +111,11 @@ def pack_kernel(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Packs the rows of row_weight other than 0 first, in their order, and the others after them.
+    """Packs the rows: first those that contribute (row_weight is not 0), then the others, both in order.
 
-    Writes order (N,) int64, the row that each packed row is, its target (int64) and row_weight (float32), and count (),
-    how many of the first kind there are; zeroes zeros (zeros,) and hit (hits,), int32. A program owns BLOCK_N rows, and
-    counts those of the first kind, all and before its own, itself.
+    Writes for each packed row its row of the call, order (N,) int64, its target (int64) and its row_weight (float32).
+    Writes count (), how many rows contribute. Sets zeros (zeros,) and hit (hits,), int32, to 0. One program owns
+    BLOCK_N rows. Every program counts the contributing rows, all of them and those before its own.
     """
     first = tl.program_id(0) * BLOCK_N
     count, before = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
@@ -137,7 +137,7 @@ def pack_kernel(
     inside = row < tokens
     weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
     counts = (weight != 0).to(tl.int32)
-    rank = before + tl.cumsum(counts, 0) - counts  # rows of the first kind before this one
+    rank = before + tl.cumsum(counts, 0) - counts  # contributing rows before this one
     place = tl.where(counts != 0, rank, count + row - rank)
     tl.store(order_ptr + place, row.to(tl.int64), mask=inside)
     tl.store(packed_target_ptr + place, tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
@@ -172,7 +172,7 @@ def pick_kernel(
     row_ptr,
     result_ptr,
     target_logit_ptr,
-    anchor_ptr,
+    ref_exponent_ptr,
     top_ptr,
     hit_ptr,
     hit_first,
@@ -192,13 +192,13 @@ def pick_kernel(
     HALF: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Writes the rows row (n,) int64 of input (N, D) to result (n, D), zeros where row_weight (n,) is 0: such a row may
-    hold anything.
+    """Copies the rows row (n,) int64 of input (N, D) to result (n, D), with zeros where row_weight (n,) is 0, because
+    such a row may hold any values.
 
-    Also writes each row's target logit, NaN where the target (int64) is no class, and the integer anchor that it gives,
-    0 where it gives none: (29); and -inf to top (n,). Reads the targets' rows of weight (V, D). One program owns a row.
-    Where hit is there, int32 of (chunks, halves of row blocks, class blocks) bytes, the bit of the quarter of a half
-    tile's classes that holds the target is set, in bytes from hit_first on.
+    Also writes the target logit of each row, NaN where the target (int64) is not a class, and the reference exponent
+    from that logit, 0 where there is none: (29). Writes -inf to top (n,). Reads the targets' rows of weight (V, D). One
+    program owns a row. If hit is not None, it has a byte for each (chunk, half row block, class block), packed into
+    int32. The kernel sets the bit of the quarter of the classes that holds the target, in the bytes from hit_first on.
     """
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
@@ -222,7 +222,7 @@ def pick_kernel(
         logit = softcap * tanh(logit * (1.0 / softcap))
     finite = is_class & (tl.abs(logit) < float("inf"))
     tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
-    tl.store(anchor_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
+    tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
     tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF
@@ -240,7 +240,7 @@ def pick(
     order: At,
     rows: Tensor,
     target_logit: At,
-    anchor: At,
+    ref_exponent: At,
     top: At,
     hit: Tensor | None,
     hit_first: int,
@@ -260,7 +260,7 @@ def pick(
         order,
         rows,
         target_logit,
-        anchor,
+        ref_exponent,
         top,
         hit,
         hit_first,
@@ -283,7 +283,7 @@ def pick(
 
 @triton.jit
 def column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in one fixed order."""
+    """Returns the sum over class blocks of sum (class_blocks, rows), (BLOCK_N,), in a fixed order."""
     acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for start in range(0, class_blocks, BLOCK_T):
         blocks = start + tl.arange(0, BLOCK_T)
@@ -306,7 +306,7 @@ def column_maxima(max_ptr, row_ids, rows, class_blocks, BLOCK_N: tl.constexpr, B
 
 @triton.jit
 def log1p(t):
-    """Returns log(1 + t) of t >= 0, as accurate where t is small."""
+    """Returns log(1 + t) for t >= 0, accurate for small t too."""
     u = 1.0 + t
     return tl.where(u == 1.0, t, tl.log(u) * (t / (u - 1.0)))
 
@@ -315,7 +315,7 @@ def log1p(t):
 def finish_rows_kernel(
     sum_ptr,
     max_ptr,
-    anchor_ptr,
+    ref_exponent_ptr,
     target_logit_ptr,
     target_ptr,
     row_weight_ptr,
@@ -346,24 +346,24 @@ def finish_rows_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Finishes packed rows: loss, lse, target_logit and, if there, the largest logit top (N,) go to their rows of the
-    call, row (rows,) int64, with zeros for rows of row_weight 0: (6), (10), (27), (29).
+    """Writes the results of packed rows: (6), (10), (27), (29).
 
-    With GRADIENTS also writes rho and theta, (rows,) float32, both times the scale: (31), and zeroes the target's
-    column of e (rows, V), whose term theta is. With SCALES multiplies x (rows, D) by rho, rounded once, zeros where rho
-    is 0. One program owns BLOCK_N rows.
+    Writes loss, lse, target_logit and, if not None, the largest logit top (N,) at the rows row (rows,) int64 of the
+    call. They are 0 for rows of row_weight 0. With GRADIENTS also writes rho and theta, (rows,) float32, both times the
+    scale: (31). It sets the target's column of e (rows, V) to 0, because theta is its term. With SCALES multiplies x
+    (rows, D) by rho, rounded once, with zeros where rho is 0. One program owns BLOCK_N rows.
     """
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
     total = column_sums(sum_ptr, row_ids, rows, class_blocks, BLOCK_N, BLOCK_T)
     total = tl.where(total == float("inf"), float("nan"), total)  # an infinite logit: no probability is a number
-    anchor = tl.load(anchor_ptr + row_ids, mask=inside, other=0.0)
+    ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
     row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
     target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
-    summand = tl.exp2(target_logit * LOG2_E - anchor)  # the target's own, one of those that `total` is the sum of
+    summand = tl.exp2(target_logit * LOG2_E - ref_exponent)  # the target's summand, one of the summands of `total`
     usable = (summand > LEAST_SUMMAND) & (total == total)  # a maximum would hide NaN
     rest = tl.where(usable, tl.maximum(total - summand, 0.0), 0.0)
-    lse = (anchor + tl.log2(total)) * LN_2
+    lse = (ref_exponent + tl.log2(total)) * LN_2
     nll = tl.where(usable, log1p(rest / summand), lse - target_logit)
     lse = tl.where(usable, target_logit + nll, lse)
     prob = tl.where(usable, summand / total, tl.exp2((target_logit - lse) * LOG2_E))  # of the target
@@ -371,7 +371,7 @@ def finish_rows_kernel(
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
     contributes = row_weight != 0
     is_class = inside & (target >= 0) & (target < classes)
-    kept = tl.where(is_class, row_weight, float("nan"))  # a target that is no class makes its whole row NaN
+    kept = tl.where(is_class, row_weight, float("nan"))  # NaN for the whole row of a target that is not a class
     if HAS_CLASS_WEIGHT:
         kept *= tl.load(class_weight_ptr + target, mask=is_class, other=0.0)
     loss = kept * nll + z_loss_weight * row_weight * lse * lse
@@ -414,7 +414,7 @@ def finish_rows(
     *,
     sums: At,
     tops: At | None,
-    anchor: At,
+    ref_exponent: At,
     target_logit: At,
     target: At,
     row_weight: At,
@@ -435,7 +435,7 @@ def finish_rows(
         (cdiv(n, FINISHED_ROWS),),
         sums,
         tops,
-        anchor,
+        ref_exponent,
         target_logit,
         target,
         row_weight,
@@ -471,7 +471,7 @@ def finish_rows(
 
 @triton.jit
 def d_input_kernel(
-    product_ptr,
+    e_w_ptr,
     rho_ptr,
     theta_ptr,
     target_ptr,
@@ -485,20 +485,20 @@ def d_input_kernel(
     weight_stride_d,
     BLOCK_D: tl.constexpr,
 ):
-    """Writes d_input = rho * product + theta * weight[target], rounded once, where row_weight is not 0: (32).
+    """Writes d_input = rho * e_w + theta * weight[target], rounded once, where row_weight is not 0: (32).
 
-    One program owns BLOCK_D columns of a row. Reads product (rows, D) float32, rho and theta (rows,), weight (V, D),
-    and row (rows,) int64: which row of d_input (N, D) a row is.
+    One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
+    (V, D), and row (rows,) int64: which row of d_input (N, D) a row is.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     inside = columns < hidden
     rho, theta, target = tl.load(rho_ptr + row), tl.load(theta_ptr + row), tl.load(target_ptr + row)
-    product = tl.load(product_ptr + row * hidden + columns, mask=inside, other=0.0)
+    e_w = tl.load(e_w_ptr + row * hidden + columns, mask=inside, other=0.0)
     is_class = (target >= 0) & (target < classes)
     w = tl.load(weight_ptr + target * weight_stride + columns * weight_stride_d, mask=inside & is_class, other=0.0)
     w = w.to(d_input_ptr.dtype.element_ty).to(tl.float32)
-    result = tl.where(is_class, rho * product + theta * w, rho)  # not a class: rho is NaN
+    result = tl.where(is_class, rho * e_w + theta * w, rho)  # not a class: rho is NaN
     if tl.load(row_weight_ptr + row) != 0:
         out = tl.load(row_ptr + row)
         tl.store(d_input_ptr + out * hidden + columns, result.to(d_input_ptr.dtype.element_ty), mask=inside)
@@ -506,7 +506,7 @@ def d_input_kernel(
 
 def finish_d_input(
     problem: Problem,
-    product: Tensor,
+    e_w: Tensor,
     *,
     rho: At,
     theta: At,
@@ -515,13 +515,13 @@ def finish_d_input(
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches `d_input_kernel` on product (n, D), of packed rows."""
-    w, (n, hidden) = problem.linear_weight, product.shape
+    """Launches `d_input_kernel` on e_w (n, D), of packed rows."""
+    w, (n, hidden) = problem.linear_weight, e_w.shape
     block = column_block(hidden)
     launch(
         d_input_kernel,
         (n, cdiv(hidden, block)),
-        product,
+        e_w,
         rho,
         theta,
         target,
@@ -542,8 +542,8 @@ def finish_call_kernel(
     row_weight_ptr, d_input_ptr, loss_ptr, sum_ptr, tokens, hidden, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeroes the rows of d_input (N, D) whose row_weight (N,) is 0, and writes the sum of loss (N,) to sum (), float32,
-    in one fixed order: each where it is there. One program owns BLOCK_N rows, and the first sums."""
+    """Sets the rows of d_input (N, D) whose row_weight (N,) is 0 to 0, and writes the sum of loss (N,) to sum (),
+    float32, in a fixed order. Either may be None. One program owns BLOCK_N rows, and the first program sums."""
     if d_input_ptr is not None:
         row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         excluded = tl.load(row_weight_ptr + row, mask=row < tokens, other=1.0) == 0
@@ -726,10 +726,10 @@ def scale_kernel(
     d_input_ptr, d_weight_ptr, d_bias_ptr, input_factor_ptr, head_factor_ptr, new_d_input_ptr, new_d_weight_ptr,
     new_d_bias_ptr, inputs, weights, biases, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies gradients by scalars of the device in float32, rounded once; in place, not where that is exactly 1.
+    """Multiplies gradients by scalars on the device in float32, rounded once. In place it skips a factor of exactly 1.
 
-    Reads d_input (inputs,), d_weight (weights,) and d_bias (biases,), where they are there, and the factors () of the
-    first and of the others; writes the new ones.
+    Reads d_input (inputs,), d_weight (weights,) and d_bias (biases,), each if not None, and the factor () of d_input
+    and that of the other two. Writes the new gradients.
     """
     if d_input_ptr is not None:
         scale_array(d_input_ptr, input_factor_ptr, new_d_input_ptr, inputs, IN_PLACE, BLOCK)

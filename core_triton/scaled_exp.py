@@ -1,8 +1,12 @@
-"""Plans A and B with scaled exponentials: each row's exponentials relative to a reference of its own, its anchor
-(MATH.md section 8).
+"""Plans A and B with scaled exponentials: the exponentials of each row relative to a per-row reference.
 
-Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. A chunk of rows takes these steps, in this order:
+The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
+2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
+as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
+the range are computed again with k from the largest logit.
+
+Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
+exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The steps for each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -10,8 +14,8 @@ of those. It serves bfloat16 without label smoothing. A chunk of rows takes thes
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
-The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B is the first three, with nothing stored
-but the sums, in any dtype.
+At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, in
+any dtype. It stores only the sums.
 """
 
 from typing import Any, NamedTuple
@@ -19,30 +23,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_kernels, tile_config
+from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_grad, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_product, operand, plan_of
-from core_triton.rows import RowStatistics
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
+from core_triton.row_math import RowStatistics
 from core_triton.tile_config import ScaledExpConfig
 
 
 class PackedRows(NamedTuple):
-    """The rows of a call, those that contribute before the others, and what the exponentials tell of them: (N,) float32
-    where nothing else is said. Those that end in _out are in the call's order."""
+    """The rows of a call, with those that contribute first, and their results: (N,) float32 unless noted.
 
-    order: Tensor  # int64, the row of the call that a packed row is
+    Fields that end in _out are in the order of the call, all others in packed order.
+    """
+
+    order: Tensor  # int64, the row of the call for each packed row
     target: Tensor  # int64
     row_weight: Tensor
     count: Tensor  # () int32, how many contribute
-    flag: Tensor  # (chunks, row blocks) int32: a block's anchors are too low
+    flag: Tensor  # (chunks, row blocks) int32: 1 if a reference exponent of the block is too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
     # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
     # block holds the target of one of these rows.
     hit: Tensor | None
     target_logit: Tensor
-    anchor: Tensor
-    top: Tensor  # the largest logit of rows whose anchor is too low
+    ref_exponent: Tensor
+    top: Tensor  # the largest logit of rows whose reference exponent is too low
     rho: Tensor
     theta: Tensor
     loss_out: Tensor
@@ -52,13 +58,13 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
-    """Packs the rows of a call that is cut in chunks of `rows`; their numbers are yet to be found."""
+    """Packs the rows of a call with chunks of `rows` rows. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2))
-    # Where the tiles of all chunks together are those of the whole call.
+    # If the tiles of all chunks together are the tiles of the whole call.
     if plan.hopper and not plan.casts_head and (rows % (plan.tile.block_n // 2) == 0 or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
@@ -97,12 +103,15 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 def scaled_exp(
     problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), or their sum () with `reduce`, the
-    rows' statistics, and the gradients of the sum; (29)-(33). The largest logits are found with `statistics` only.
+    """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
-    Rows that contribute come first, packed, so that kernels can stop where they end, which the host does not know. A
-    packed row never comes from an earlier place than it has, so chunks are taken from the last to the first: then
-    d_input's own memory can hold the input's packed rows until each chunk's gradient replaces them.
+    The rows that contribute are packed first, so that kernels can stop after the last of them. The host does not know
+    their number. A packed row never comes from an earlier row than its own position, and chunks run from the last to
+    the first. So the memory of d_input can hold the packed rows of the input until each chunk's gradient replaces them.
+
+    Returns:
+        The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
+        logits only if `statistics`; and the gradients of the sum.
     """
     with on_device(problem.input.device):
         return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
@@ -123,8 +132,8 @@ def _scaled_exp(
     rows = pack_rows(problem, config.rows, statistics=statistics)
     stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
     scratch = problem.row_weight.new_empty(config.scratch)
-    # The input's packed rows, zeros in those that do not contribute, and later times rho: in d_input's own memory, or
-    # in one chunk's.
+    # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
+    # memory of d_input, or in a buffer of one chunk.
     if plan.holds_rows:
         assert d_input is not None
         held = d_input
@@ -139,7 +148,7 @@ def _scaled_exp(
         if not plan.holds_rows:
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
         e = None if stored is None else stored[:n, :classes]
-        # cuBLAS's GEMM adds all rows of the chunk to d_weight, so all of them must be numbers.
+        # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
         _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
         row_kernels.finish_rows(
@@ -148,7 +157,7 @@ def _scaled_exp(
             config.blocks,
             sums=At(scratch, 0),
             tops=None if rows.top_out is None else At(scratch, config.blocks * n),
-            anchor=At(rows.anchor, start),
+            ref_exponent=At(rows.ref_exponent, start),
             target_logit=At(rows.target_logit, start),
             target=At(rows.target, start),
             row_weight=At(rows.row_weight, start),
@@ -192,7 +201,8 @@ def _scaled_exp(
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
-    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and anchors."""
+    """Writes n packed rows of the input, from `start` on, to result (n, D), with their target logits and reference
+    exponents."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     assert plan.tile is not None
@@ -204,7 +214,7 @@ def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor
         order=At(rows.order, start),
         rows=result,
         target_logit=At(rows.target_logit, start),
-        anchor=At(rows.anchor, start),
+        ref_exponent=At(rows.ref_exponent, start),
         top=At(rows.top, start),
         hit=rows.hit,
         hit_first=start // config.rows * _half_tiles(problem, config.rows),
@@ -223,46 +233,48 @@ def _store_exponentials(
     scratch: Tensor,
     active: Active,
 ) -> None:
-    """Writes a chunk's exponentials e (n, K), if there, their sums over class blocks, which `scratch` holds first,
-    (blocks, n), and the targets' logits. If the rows' largest logits are needed, those of class blocks come next.
+    """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
-    Row blocks whose logits leave the range of their anchor are done again under one made of their largest logit. The
-    host does not know which: the launch that sees to it finds nothing to do where none is. Rows past the active ones
-    may be left as they are.
+    The sums (blocks, n) are at the start of `scratch`. If the largest logits are needed, those of each class block
+    follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
+    The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
+    nothing to do. Rows after the active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
     number, first_block = start // config.rows, 0
     pieces: list[tuple[slice, dict[str, Any]]] = []
-    for slab in problem.slabs(config.head_rows):
+    for vocab_chunk in problem.vocab_chunks(config.head_rows):
         place = first_block * n
         options = {
             "target": At(rows.target, start),
-            "anchor": At(rows.anchor, start),
+            "ref_exponent": At(rows.ref_exponent, start),
             "flag": At(rows.flag, number),
             "sums": At(scratch, place),
             "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
             "target_logit": At(rows.target_logit, start),
-            "e": None if e is None else e[:, slab],
+            "e": None if e is None else e[:, vocab_chunk],
         }
-        pieces.append((slab, options))
-        first_block += cdiv(slab.stop - slab.start, plan.tile.block_v)
-    for slab, options in pieces:
-        # The slab of the head goes before the next one is there: it may be a copy.
+        pieces.append((vocab_chunk, options))
+        first_block += cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
+    for vocab_chunk, options in pieces:
+        # The head's chunk may be a copy: it is freed before the next one is made.
         if plan.hopper:
             half_tiles = _half_tiles(problem, config.rows)
             hit = None if rows.hit is None else At(rows.hit.view(torch.int8), number * half_tiles)
-            hopper_logits.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options, hit=hit)
+            hopper_logits.exponentials(
+                problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
+            )
         else:
-            kernels.exponentials(problem, x, _head_slab(problem, slab), slab, active, **options)
-    # The new anchors are made of the largest logits of all slabs.
+            kernels.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
+    # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
-        for slab, options in pieces:
+        for vocab_chunk, options in pieces:
             kernels.repair(
                 problem,
                 x,
-                _head_slab(problem, slab),
-                slab,
+                _weight_of(problem, vocab_chunk),
+                vocab_chunk,
                 **options,
                 top=At(rows.top, start),
                 ticket=At(rows.ticket, number),
@@ -271,23 +283,23 @@ def _store_exponentials(
             )
 
 
-def _head_slab(problem: Problem, slab: slice) -> Tensor:
-    """Returns the slab of the head in the input's dtype, with rows of a length that TMA can read."""
+def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
+    """Returns a vocabulary chunk of the head in the input's dtype, with rows of a length that TMA can read."""
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
-        return w if slab.stop - slab.start == len(w) else w[slab]
-    copy = x.new_zeros((slab.stop - slab.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
-    copy[:, : w.shape[1]] = w[slab]
+        return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
+    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
+    copy[:, : w.shape[1]] = w[vocab_chunk]
     return copy
 
 
 def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
-    """Adds e^T @ x to d_weight, x (n, >= D) already times rho: (33) without the targets' terms."""
+    """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
         hopper_gradients.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return
     rows_of_x = operand(x[:, : problem.input.shape[1]], x.dtype)
-    d_weight.put_product(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
+    d_weight.put_matmul(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)
 
 
 def _store_d_input(
@@ -315,17 +327,17 @@ def _store_d_input(
         )
         return
     hidden = d_input.shape[1]
-    for start in range(chunk.start, chunk.stop, config.product_rows):
-        piece = slice(start, min(start + config.product_rows, chunk.stop))
+    for start in range(chunk.start, chunk.stop, config.d_input_rows):
+        piece = slice(start, min(start + config.d_input_rows, chunk.stop))
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
-        product = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
-        for slab in problem.slabs(config.head_rows):
-            # No name for the converted slab: it would live until the next one is there.
-            slab_e = operand(rows_of_e[:, slab], e.dtype)
-            add_product(product, slab_e, operand(problem.linear_weight[slab], e.dtype), first=slab.start == 0)
+        e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
+        for vocab_chunk in problem.vocab_chunks(config.head_rows):
+            # No name for the cast chunk of the head: it would stay alive until the next one exists.
+            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
+            add_matmul(e_w, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0)
         row_kernels.finish_d_input(
             problem,
-            product,
+            e_w,
             rho=At(rows.rho, start),
             theta=At(rows.theta, start),
             target=At(rows.target, start),
@@ -337,5 +349,5 @@ def _store_d_input(
 
 def _add_targets(problem: Problem, rows: PackedRows, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    found = target_kernels.sort_by_target(rows.target, rows.order, rows.theta, rows.count, problem.classes)
-    target_kernels.add_targets(problem.input, *found, rows.count, problem.classes, d_weight=d_weight, d_bias=d_bias)
+    found = target_grad.sort_by_target(rows.target, rows.order, rows.theta, rows.count, problem.classes)
+    target_grad.add_targets(problem.input, *found, rows.count, problem.classes, d_weight=d_weight, d_bias=d_bias)

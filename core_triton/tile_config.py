@@ -1,24 +1,25 @@
-"""How a call is cut for the kernels: pure functions of shapes, dtypes, card and memory budget. Nothing here changes a
-result beyond rounding.
+"""The tiles and chunks of the kernels: pure functions of shapes, dtypes, GPU and memory budget.
+
+These functions determine speed and memory. They change results only by rounding.
 """
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
 class TileConfig:
-    """A tile of logits on one card, and how a program computes it.
+    """A tile of logits on one GPU, and how a program computes it.
 
     Args:
         block_n: rows.
         block_v: classes.
-        block_d: of the hidden size, a step of the product.
-        num_warps: of a program.
-        num_stages: steps in flight.
-        group: row blocks that share a class block before the next one.
+        block_d: hidden units of a step of the matmul.
+        num_warps: warps of a program.
+        num_stages: steps that are loaded ahead (software pipelining).
+        group: row blocks that are computed with a class block before the next class block.
     """
 
     block_n: int
@@ -30,11 +31,12 @@ class TileConfig:
 
 
 def choose_tile(itemsize: int, capability: int) -> TileConfig:
-    """Returns the tile of logits for operands of `itemsize` bytes on a card of compute capability 80, 90, 100, ...
+    """Returns the tile of logits for operands of `itemsize` bytes on a GPU of compute capability 80, 90, 100, ...
 
-    16-bit on Hopper: two warpgroups of 64 x 256, whose accumulators fill the registers and whose three stages and
-    staged store fill the shared memory. Float32 runs on the ordinary units, without matrix instructions. Elsewhere the
-    tiles are as large as registers allow without spills.
+    - 16 bits on Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
+      staging buffer of the store fill the shared memory.
+    - Float32: the ordinary units compute it, without matrix instructions.
+    - Otherwise the tiles are as large as registers allow without spills.
     """
     if itemsize == 4:
         return TileConfig(64, 64, 16, num_warps=4, num_stages=2)
@@ -45,51 +47,58 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
 
 
-class Shares(NamedTuple):
-    """How a card's programs share d_input's few tiles, whose sums run over all classes: `hopper_gradients.share_of`.
+class StreamKSchedule(NamedTuple):
+    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
 
     Args:
-        rounds: whole tiles that each program takes first.
-        rest: tiles left, which are cut along the classes.
-        cuts: programs that take an equal part of each of them.
-        head: steps that those parts cover.
-        steps: of a whole tile.
-        spare: programs that divide the steps after the head of all cut tiles.
+        full_waves: whole tiles that each program computes first, data-parallel.
+        split_tiles: tiles that are left. They are split along the classes.
+        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_iters: iterations of each split tile that those parts cover.
+        iters_per_tile: iterations of a whole tile.
+        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+
+    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+    GPU", 2023. An iteration is one step of a matmul's inner loop.
     """
 
-    rounds: int
-    rest: int
-    cuts: int
-    head: int
-    steps: int
-    spare: int
+    full_waves: int
+    split_tiles: int
+    split_factor: int
+    split_iters: int
+    iters_per_tile: int
+    stream_k_programs: int
 
     @property
-    def slots(self) -> int:
-        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
-        if self.cuts * self.rest == self.rest and self.head == self.steps:
+    def partial_tiles(self) -> int:
+        """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
+        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
             return 0
-        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+        fixed_split = self.split_factor * self.split_tiles
+        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
 
 
-LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 
-def choose_shares(tiles: int, steps: int, programs: int, *, cut: bool) -> Shares:
-    """Returns how `programs` programs share `tiles` tiles of `steps` steps; without `cut` in whole tiles."""
-    rounds, rest = divmod(tiles, programs)
-    if not (rest and cut):
-        return Shares(rounds, rest, int(rest > 0), steps, steps, 0)
-    cuts = min(programs // rest, steps)
-    spare, head = programs - cuts * rest, steps
-    if spare >= LEAST_SPARE:
-        head = max(cuts, round(steps * cuts * rest / programs))
-    spare = min(spare, (steps - head) * rest)
-    return Shares(rounds, rest, cuts, head, steps, spare)
+def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_tiles: bool) -> StreamKSchedule:
+    """Returns how `programs` programs divide `tiles` tiles of `iters_per_tile` iterations: in whole tiles unless
+    `splits_tiles`."""
+    full_waves, split_tiles = divmod(tiles, programs)
+    if not (split_tiles and splits_tiles):
+        return StreamKSchedule(full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0)
+    split_factor = min(programs // split_tiles, iters_per_tile)
+    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
+    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
+        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
+    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
+    return StreamKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs)
 
 
-# Of the Hopper kernels: steps of the inner products and stages of the ring that they are loaded into, 192 KiB beside
-# the epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
+# Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
+# epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
 LOGITS_STEP, LOGITS_STAGES = 32, 8
 
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
@@ -103,22 +112,22 @@ CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix i
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
-    """How plans A and B with scaled exponentials cut a call.
+    """How plans A and B with scaled exponentials divide a call.
 
     Args:
-        rows: of a chunk.
-        product_rows: of d_input that are made at a time: by the library's product a piece of the chunk, by the
-            kernel's a tile.
-        cut: d_input's tiles may be cut along the classes.
-        head_rows: of the head that a product takes at a time: all, unless they must be converted.
-        blocks: of classes, each with its own partial sums.
-        scratch: float32 elements for partial sums and products, which live one after the other.
-        bytes: of workspace.
+        rows: rows of a chunk.
+        d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
+            kernel.
+        splits_tiles: d_input's tiles may be split along the classes: `StreamKSchedule`.
+        head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
+        blocks: class blocks. Each has partial sums.
+        scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
+        bytes: bytes of workspace.
     """
 
     rows: int
-    product_rows: int
-    cut: bool
+    d_input_rows: int
+    splits_tiles: bool
     head_rows: int
     blocks: int
     scratch: int
@@ -127,15 +136,15 @@ class ScaledExpConfig:
 
 ROW_BLOCK = 128
 
-PRODUCT_ROWS = 512  # products of so many rows are as fast as larger ones: the library splits them along the vocabulary
+D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS splits them along the vocabulary
 
-# Rows of the kernel's tile of d_input, and whether tiles may be cut: the wider tile is faster, the narrower takes half
-# the memory where tiles are cut, and whole tiles take none, but idle programs.
+# Rows of the kernel's tile of d_input, and whether tiles may be split. The wider tile is faster. The narrower one takes
+# half the memory where tiles are split. Whole tiles take no memory but leave programs idle.
 TILE_ROWS = ((256, True), (128, True), (128, False))
 
-CONVERTED_BYTES = 2**25
+CAST_BYTES = 2**25
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
 def choose_scaled_exp(
@@ -148,65 +157,68 @@ def choose_scaled_exp(
     stores: bool,
     d_input: bool,
     holds: bool,
-    converts: bool,
+    needs_cast: bool,
     statistics: bool,
     programs: int,
     copied: int = 0,
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
 
     Args:
         tokens: N.
-        hidden: D, padded as the kernels want it.
+        hidden: D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
-        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
-        d_input: d_input is wanted.
-        holds: d_input's own memory holds the chunk's rows of the input.
-        converts: the head is converted slab by slab.
-        statistics: the largest logits are wanted.
-        programs: of the kernel that makes d_input; 0 where the library does.
-        copied: bytes of vectors that were not contiguous.
+        stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        d_input: d_input is computed.
+        holds: the memory of d_input holds the chunk's rows of the input.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        statistics: the largest logits are computed.
+        programs: programs of the kernel that computes d_input; 0 if cuBLAS computes it.
+        copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
     head_rows = classes
-    if converts:
-        limit = min(CONVERTED_BYTES, budget // 4) // (itemsize * hidden)
-        head_rows = min(classes, limit // block_v * block_v or MIN_SLAB)
+    if needs_cast:
+        limit = min(CAST_BYTES, budget // 4) // (itemsize * hidden)
+        head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
-    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CONVERTED_BYTES * converts)
+    enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
-    def product_elements(rows: int, tile_rows: int, cut: bool) -> int:
+    def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if not programs:
-            return hidden * (rows if converts else min(rows, PRODUCT_ROWS))
-        steps, slots = -(-classes // D_INPUT_STEP), 0
+            return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
+        iters_per_tile, partial_tiles = -(-classes // D_INPUT_STEP), 0
         for size in {rows, tokens % rows or rows}:
             d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
-            slots = max(slots, choose_shares(d_tiles, steps, programs, cut=cut).slots)
-        return slots * tile_rows * D_BLOCK
+            schedule = choose_schedule(d_tiles, iters_per_tile, programs, splits_tiles=splits_tiles)
+            partial_tiles = max(partial_tiles, schedule.partial_tiles)
+        return partial_tiles * tile_rows * D_BLOCK
 
-    def config(rows: int, tile_rows: int, cut: bool, head_rows: int) -> ScaledExpConfig:
-        product_rows = tile_rows if programs else rows if converts else min(rows, PRODUCT_ROWS)
-        product = product_elements(rows, tile_rows, cut) if d_input else 0
-        slabs, tail = divmod(classes, head_rows)
-        blocks = slabs * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, product)
-        size = fixed + itemsize * hidden * head_rows * converts
+    def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
+        d_input_rows = tile_rows if programs else rows if needs_cast else min(rows, D_INPUT_ROWS)
+        d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
+        vocab_chunks, tail = divmod(classes, head_rows)
+        blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
+        scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
+        size = fixed + itemsize * hidden * head_rows * needs_cast
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
-        return ScaledExpConfig(rows, product_rows, cut, head_rows, blocks, scratch, size)
+        return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def largest(*choice: Any) -> ScaledExpConfig | None:
-        """As few chunks as fit, and those as equal as whole blocks of rows allow. All counts of chunks are tried until
-        the exponentials leave room, then ever fewer of them: the memory of cut tiles does not grow with rows."""
+        """Returns the fewest chunks that fit, as equal as whole row blocks allow; None if none fit.
+
+        The first 16 counts are all tried, then ever larger steps: the memory of split tiles does not grow with rows.
+        """
         chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
         densely = chunks + 16
         while True:
@@ -219,9 +231,12 @@ def choose_scaled_exp(
                 return None
             chunks += 1 if chunks < densely else max(1, chunks // 4)
 
-    # A slab narrower than a tile takes less to convert and more for sums, one for each slab at least.
-    narrow = [min(classes, slab) for slab in (MIN_SLAB, block_v)] if converts else [classes]
-    smallest = min(((*TILE_ROWS[-1], slab) for slab in narrow), key=lambda choice: config(least_rows, *choice).bytes)
+    # A vocabulary chunk narrower than a tile needs less memory for the cast and more for partial sums: each chunk has
+    # at least one.
+    narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
+    smallest = min(
+        ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
+    )
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
     fitting = [found for choice in choices if (found := largest(*choice)) is not None]
     if not fitting:
@@ -232,7 +247,7 @@ def choose_scaled_exp(
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    fitting = [found for found in fitting if found.cut] or fitting
+    fitting = [found for found in fitting if found.splits_tiles] or fitting
     return min(fitting, key=lambda found: -(-tokens // found.rows))  # the first, and faster, of equals
 
 
@@ -242,12 +257,13 @@ def padded_hidden(hidden: int, itemsize: int) -> int:
 
 
 def padded(classes: int) -> int:
-    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    """Returns the length of a row of exponentials or d_logits in memory, so that rows start at multiples of 128
+    bytes."""
     return -(-classes // 64) * 64
 
 
-# Each slab costs a pass over d_input's float32 sum; d_weight's rows are written once whatever it is.
-D_LOGITS_SLAB = 12288
+# Each vocabulary chunk costs a pass over d_input's float32 sum. The rows of d_weight are written once in any case.
+D_LOGITS_VOCAB_CHUNK = 12288
 
 
 def choose_recomputed(
@@ -261,67 +277,80 @@ def choose_recomputed(
     float16: bool,
     d_input: bool,
     d_weight: bool,
-    converts: bool,
-    converts_rows: bool,
+    needs_cast: bool,
+    needs_row_cast: bool,
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks of plans B and C, whose kernels compute logits again: rows first, then wide slabs.
+    """Returns the chunks of plans B and C, which recompute the logits: many rows first, then wide vocabulary chunks.
 
     Args:
         tokens: N.
-        hidden: D, padded as the kernels want it.
+        hidden: D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
-        statistics: numbers that the first pass writes for each row and class block.
-        float16: rows are scaled by powers of two for d_weight, and the products apart.
-        d_input: d_input is wanted.
-        d_weight: d_weight is wanted.
-        converts: the head is converted slab by slab.
-        converts_rows: so is the input, chunk by chunk.
-        copied: bytes of vectors that were not contiguous.
+        statistics: how many numbers the first pass writes for each row and class block.
+        float16: the input is float16. Its rows are scaled by powers of two for d_weight, and its matmuls are separate.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        needs_row_cast: the input is copied, one chunk at a time, to rows that TMA can read.
+        copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit. The message names the smallest budget
+        that would do.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    per_slab = hidden * (itemsize * converts + 4 * (d_weight and float16)) + 32 * (second or converts)
-    copies = second + (second and float16 and d_weight) + converts_rows
+    per_class = hidden * (itemsize * needs_cast + 4 * (d_weight and float16)) + 32 * (second or needs_cast)
+    copies = second + (second and float16 and d_weight) + needs_row_cast
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
-    per_tile = itemsize * second
+    per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 
-    def model(slab: int) -> WorkspaceModel:
-        blocks = -(-(slab if converts else classes) // block_v)
-        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_slab, per_tile)
+    def model(vocab_chunk: int) -> WorkspaceModel:
+        blocks = -(-(vocab_chunk if needs_cast else classes) // block_v)
+        return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_class, per_logit)
 
-    widest = min(classes, D_LOGITS_SLAB)
-    narrower = (D_LOGITS_SLAB >> i for i in range(1, 20))
-    slabs = [widest, *(slab // MIN_SLAB * MIN_SLAB for slab in narrower if MIN_SLAB <= slab < widest)]
-    least_rows, least_slab = min(tokens, MIN_ROWS), min(slabs[-1], MIN_SLAB) if second or converts else slabs[-1]
-    if least_slab < slabs[-1]:
-        slabs.append(least_slab)
-    least = model(least_slab).bytes(least_rows, least_slab)
+    widest = min(classes, D_LOGITS_VOCAB_CHUNK)
+    narrower = (D_LOGITS_VOCAB_CHUNK >> i for i in range(1, 20))
+    vocab_chunks = [
+        widest,
+        *(
+            vocab_chunk // MIN_VOCAB_CHUNK * MIN_VOCAB_CHUNK
+            for vocab_chunk in narrower
+            if MIN_VOCAB_CHUNK <= vocab_chunk < widest
+        ),
+    ]
+    least_rows, least_vocab_chunk = (
+        min(tokens, MIN_ROWS),
+        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or needs_cast else vocab_chunks[-1],
+    )
+    if least_vocab_chunk < vocab_chunks[-1]:
+        vocab_chunks.append(least_vocab_chunk)
+    least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    narrowest = min(tokens, model(least_slab).rows_within(budget, least_slab))
+    narrowest = min(tokens, model(least_vocab_chunk).rows_within(budget, least_vocab_chunk))
     enough = max(least_rows, min(narrowest, max(narrowest // 2, 1)))
-    slab = next(slab for slab in slabs if model(slab).rows_within(budget, slab) >= enough)
-    rows = min(tokens, model(slab).rows_within(budget, slab))
-    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    vocab_chunk = next(
+        vocab_chunk for vocab_chunk in vocab_chunks if model(vocab_chunk).rows_within(budget, vocab_chunk) >= enough
+    )
+    rows = min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk))
+    if not second:  # no matmul follows, so PARTIAL_BYTES of statistics at a time are enough
         blocks = -(-classes // block_v)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
     return ChunkConfig(
         rows,
-        slab,
+        vocab_chunk,
         float32_sum=False,
-        statistics_slab=slab if converts else classes,
-        bytes=model(slab).bytes(rows, slab),
+        statistics_vocab_chunk=vocab_chunk if needs_cast else classes,
+        bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

@@ -1,5 +1,7 @@
-"""How a call of the `chunked` implementation is cut: a pure function of shapes, dtypes and the memory budget. Nothing
-here changes a result beyond rounding.
+"""How a call of the `chunked` implementation is divided into chunks: a pure function of shapes, dtypes and the memory
+budget.
+
+It determines speed and memory. It changes results only by rounding.
 """
 
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
@@ -34,23 +36,24 @@ def workspace_model(
         d_input: d_input is computed.
         d_weight: d_weight is computed.
     """
-    cast = itemsize * (weight_itemsize != itemsize)  # slab of the head in the input's dtype
+    cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
     per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
     if keeps_logits:
         per_row += 4 * classes
     if d_input:
-        per_row += 8 * hidden  # float32 sum and one slab's product
+        per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
         per_row += hidden * itemsize  # those rows
-    per_slab = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32  # the head's slab; its product and their sum
+    # The head's vocabulary chunk; its matmul and their sum.
+    per_class = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32
     # Logits; d_logits and what is not fused with it; the shifted logits.
-    per_tile = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
+    per_logit = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
     needs_sum = d_weight and weight_itemsize < 4
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
-        per_slab=per_slab,
-        per_tile=per_tile,
+        per_class=per_class,
+        per_logit=per_logit,
         float32_sum=4 * classes * hidden if needs_sum else 0,
     )
 

@@ -1,18 +1,20 @@
-"""The loss with XLA's own products: the path for every device without a kernel, and the baseline of the kernels.
+"""The loss with XLA's matmuls: the path for devices without kernels, and the baseline for the kernels.
 
-Rows go in chunks, and within a chunk the vocabulary goes in slabs, so that the logits exist a piece at a time:
+The rows are processed in chunks. Within a chunk of rows the vocabulary is processed in vocabulary chunks, so only one
+tile of the logits exists at a time:
 
-    plan A  `loss_and_gradients`  gradients in the forward pass: 3 products where the budget holds a chunk's logits in
-                                  float32 between the passes, 4 where they are computed again for the second
-    plan B  `statistics`          no gradient: 1 product, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: logits are computed again once lse is known: 1 + 3 products
+    plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
+                                  float32 between the passes, 4 where the second pass recomputes them
+    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
 
-A chunk's two passes, `chunk_statistics` and `chunk_gradients`, are shared by the plans. They take a stretch of the
-vocabulary that starts at `vocab_offset`, and the first stops at partial results, so shards of a vocabulary merge
-without other code. How rows meet a slab of the head is `Tiles`: XLA's here, kernels' in `recompute.py`.
+All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
+`vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
+merged by the same code. `Tiles` computes a tile of a chunk of rows and a vocabulary chunk: with XLA here, with kernels
+in `recompute.py`.
 
-Logits stay in float32, also under a 16-bit input: rounding them costs a probability |logit| * 2**-9 of its
-value in bfloat16, which is several times the error of everything else at the logits of a trained model.
+The logits are float32, also for a 16-bit input. Rounding them to bfloat16 would change a probability by |logit| * 2**-9
+of its value. At the logits of a trained model that is several times the error of everything else.
 """
 
 from collections.abc import Callable
@@ -21,21 +23,22 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import rows
-from jax_pallas.pieces import Piece, over_pieces
-from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, product_of
-from jax_pallas.rows import Coefficients, Partial, RowStatistics
+from jax_pallas import row_math
+from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
+from jax_pallas.row_math import Coefficients, Partial, RowStatistics
+from jax_pallas.slicing import Slice, over_slices
 from linear_ce.chunking import ChunkConfig
 
-FLOAT16_HEADROOM = 14  # |d_logits| < 3 once its row's power of two is out, and 3 * 2**14 < 65504
+FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
-def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
-    """Returns the logits of rows `x` against the slab `w`, (n, v) float32, scaled and capped: MATH.md (1), (2)."""
-    logits = product_of(x, w, (1, 1 - problem.vocab_axis))
+def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:
+    """Returns the logits of rows `x` against the vocabulary chunk `w`, (n, v) float32, scaled and capped: MATH.md (1),
+    (2)."""
+    logits = float32_matmul(x, w, (1, 1 - problem.vocab_axis))
     if problem.linear_bias is not None:
-        logits = logits + slab.of(problem.linear_bias).astype(jnp.float32)
+        logits = logits + vocab_chunk.of(problem.linear_bias).astype(jnp.float32)
     if problem.spec.logit_scale != 1.0:
         logits = logits * problem.spec.logit_scale
     if problem.spec.softcap is not None:
@@ -43,21 +46,21 @@ def logits_tile(problem: Problem, x: Array, w: Array, slab: Piece) -> Array:
     return logits
 
 
-def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *, entropy: bool) -> Partial:
+def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> Partial:
     """Returns the statistics of one tile of logits: MATH.md (25)."""
-    if slab.fresh is not None:
-        logits = jnp.where(slab.fresh, logits, -jnp.inf)
+    if vocab_chunk.fresh is not None:
+        logits = jnp.where(vocab_chunk.fresh, logits, -jnp.inf)
     top = logits.max(1)
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # all -inf: sums of 0, not NaN
-    column, hit = problem.target_column(target, slab)
+    column, hit = problem.target_column(target, vocab_chunk)
     target_logit = jnp.take_along_axis(logits, column[:, None], 1)[:, 0]
     target_exp = jnp.where(hit, jnp.exp(target_logit - shift), 0.0)
     target_logit = jnp.where(hit, target_logit, 0.0)
     weighted_sum = None
     if problem.spec.label_smoothing:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         weighted = logits if class_weight is None else logits * class_weight
-        weighted_sum = (weighted if slab.fresh is None else jnp.where(slab.fresh, weighted, 0.0)).sum(1)
+        weighted_sum = (weighted if vocab_chunk.fresh is None else jnp.where(vocab_chunk.fresh, weighted, 0.0)).sum(1)
     shifted = logits - shift[:, None]
     sum_exp = jnp.exp(shifted).sum(1)
     if not entropy:
@@ -66,34 +69,35 @@ def tile_partial(problem: Problem, logits: Array, target: Array, slab: Piece, *,
     return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
 
 
-def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, Array]:
-    logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, Array]:
+    logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
     if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
         # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the
         # maximum once: then the target's summand is not the one of the sum.
         logits = lax.optimization_barrier(logits)
-    return tile_partial(problem, logits, target, slab, entropy=entropy), logits
+    return tile_partial(problem, logits, target, vocab_chunk, entropy=entropy), logits
 
 
 def _d_logits(
-    problem: Problem, x: Array, target: Array, slab: Piece, row: "RowGradient", logits: Array | None
+    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, row: "RowGradient", logits: Array | None
 ) -> tuple[Array, Array | None]:
     if logits is None:
-        logits = logits_tile(problem, x, problem.slab_weight(slab), slab)
-    d_logits, summed = tile_d_logits(problem, logits, target, row, slab), None
+        logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
+    d_logits, summed = tile_d_logits(problem, logits, target, row, vocab_chunk), None
     if row.bias:
         summed = (d_logits if row.bias_scale is None else d_logits * row.bias_scale[:, None]).sum(0)
     return d_logits.astype(problem.input.dtype), summed
 
 
 class Tiles(NamedTuple):
-    """How a chunk's rows x (n, D) and their targets (n,) meet a slab of the head.
+    """The functions that compute a tile: a chunk's rows x (n, D) and targets (n,) against a vocabulary chunk.
 
     Args:
-        partial: statistics of the tile, and its logits (n, v), None from what does not store them.
-        d_logits: the tile's d_logits (n, v) in input's dtype, or more rows and columns of zeros, and their sum over
-            rows for d_bias, (v,) float32, if wanted; from its logits, or None to compute them.
-        add_d_weight: `problem.add_d_weight`, of such d_logits.
+        partial: returns the statistics of the tile and its logits (n, v), None if it does not store them.
+        d_logits: returns the tile's d_logits (n, v) in input's dtype, perhaps with more rows and columns of zeros, and
+            their sum over rows for d_bias, (v,) float32, if needed. It takes the tile's logits, or None to compute
+            them.
+        add_d_weight: `problem.add_d_weight` for these d_logits.
     """
 
     partial: Callable[..., tuple[Partial, Array | None]]
@@ -105,14 +109,14 @@ XLA_TILES = Tiles(_partial, _d_logits, add_d_weight)
 
 
 class RowGradient(NamedTuple):
-    """What a chunk's second pass knows of its rows, (n,) each.
+    """The values of a chunk's rows that its second pass needs, (n,) each.
 
     Args:
-        lse: of the whole vocabulary.
-        coefficients: of (23), times the logit scale.
-        contributes: bool; other rows' d_logits are 0.
-        bias: d_bias is needs_grad.
-        bias_scale: factors on the rows' d_logits in d_bias; None is 1.
+        lse: log-sum-exp over the whole vocabulary.
+        coefficients: those of (23), times the logit scale.
+        contributes: bool; the d_logits of other rows are 0.
+        bias: whether d_bias is computed.
+        bias_scale: factors of the rows' d_logits in d_bias; None is 1.
     """
 
     lse: Array
@@ -124,29 +128,30 @@ class RowGradient(NamedTuple):
 
 def chunk_statistics(
     problem: Problem,
-    chunk: Piece,
-    slab_size: int,
+    chunk: Slice,
+    vocab_chunk_size: int,
     *,
     entropy: bool = False,
     keep: bool = False,
     tiles: Tiles = XLA_TILES,
 ) -> tuple[Partial, Array | None]:
-    """First pass over a chunk: statistics of its rows over this stretch of the vocabulary, its kept logits (n, K)."""
+    """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
+    K) if `keep`."""
     x, target = problem.rows(chunk), chunk.of(problem.target)
-    empty = rows.empty_partial(target, problem.spec, entropy=entropy)
+    empty = row_math.empty_partial(target, problem.spec, entropy=entropy)
     classes = problem.local_classes
     if not classes:
         return empty, jnp.zeros((chunk.size, 0), jnp.float32) if keep else None
 
-    def body(carry: tuple[Partial, Array | None], slab: Piece) -> tuple[tuple[Partial, Array | None], None]:
+    def body(carry: tuple[Partial, Array | None], vocab_chunk: Slice) -> tuple[tuple[Partial, Array | None], None]:
         merged, kept = carry
-        partial, logits = tiles.partial(problem, x, target, slab, entropy=entropy)
+        partial, logits = tiles.partial(problem, x, target, vocab_chunk, entropy=entropy)
         if kept is not None and logits is not None:
-            kept = slab.put(kept, logits, axis=1)
-        return (rows.merge(merged, partial), kept), None
+            kept = vocab_chunk.put(kept, logits, axis=1)
+        return (row_math.merge(merged, partial), kept), None
 
     kept = jnp.zeros((chunk.size, classes), jnp.float32) if keep else None
-    return over_pieces(body, (empty, kept), classes, slab_size)[0]
+    return over_slices(body, (empty, kept), classes, vocab_chunk_size)[0]
 
 
 def tile_d_logits(
@@ -154,7 +159,7 @@ def tile_d_logits(
     logits: Array,
     target: Array,
     row: "RowGradient",
-    slab: Piece,
+    vocab_chunk: Slice,
 ) -> Array:
     """Returns d_logits of a tile, the cap's slope included, the scale not: MATH.md (23), (15)."""
     lse, coefficients, contributes = row.lse, row.coefficients, row.contributes
@@ -164,19 +169,19 @@ def tile_d_logits(
         factor = factor + coefficients.beta[:, None] * log_prob
     d_logits = jnp.exp(log_prob) * factor
     if coefficients.sigma is not None:
-        class_weight = problem.slab_class_weight(slab)
+        class_weight = problem.class_weight_of(vocab_chunk)
         d_logits = d_logits - coefficients.sigma[:, None] * (1.0 if class_weight is None else class_weight)
-    d_logits = d_logits - jnp.where(_at_target(problem, target, slab), coefficients.tau[:, None], 0.0)
+    d_logits = d_logits - jnp.where(_at_target(problem, target, vocab_chunk), coefficients.tau[:, None], 0.0)
     if problem.spec.softcap is not None:  # d tanh = 1 - tanh**2
         d_logits = d_logits * (1.0 - jnp.square(logits / problem.spec.softcap))
-    seen = contributes[:, None] if slab.fresh is None else contributes[:, None] & slab.fresh
+    seen = contributes[:, None] if vocab_chunk.fresh is None else contributes[:, None] & vocab_chunk.fresh
     return jnp.where(seen, d_logits, 0.0)
 
 
 def chunk_gradients(
     problem: Problem,
-    chunk: Piece,
-    slab_size: int,
+    chunk: Slice,
+    vocab_chunk_size: int,
     lse: Array,
     coefficients: Coefficients,
     sums: HeadSums,
@@ -189,24 +194,24 @@ def chunk_gradients(
     """Second pass over a chunk: returns its rows of d_input, (n, D) float32, and the head's sums with it added.
 
     Args:
-        lse: (n,) of the whole vocabulary.
-        coefficients: (n,) each; they carry the upstream gradient.
+        lse: (n,) log-sum-exp over the whole vocabulary.
+        coefficients: (n,) each, times the upstream gradient.
         d_input: whether d_input is computed.
         kept: (n, K) logits of the first pass; None computes them again.
-        scales: () factors on d_input and on the gradients of the head.
+        scales: () factors of d_input and of the gradients of the head.
     """
     dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
     contributes = problem.chunk_row_weight(chunk) != 0
     coefficients = coefficients.map(lambda c: c * problem.spec.logit_scale)
     x_head = x  # the operand of d_weight
-    input_scale = head_scale = bias_scale = None  # what goes back onto the products of float16
+    input_scale = head_scale = bias_scale = None  # the factors that are applied after the matmuls of float16
     if dtype == jnp.float16:
-        coefficients, exponent = rows.split_exponents(coefficients, problem.class_weight)
+        coefficients, exponent = row_math.split_exponents(coefficients, problem.class_weight)
         coefficients = coefficients.map(lambda c: c * 2.0**FLOAT16_HEADROOM)
         top = exponent.max()
-        x_head = (x * rows.power_of_two(exponent - top)[:, None]).astype(dtype)
-        input_scale = bias_scale = rows.power_of_two(exponent - FLOAT16_HEADROOM)
-        head_scale = rows.power_of_two(top - FLOAT16_HEADROOM)
+        x_head = (x * row_math.power_of_two(exponent - top)[:, None]).astype(dtype)
+        input_scale = bias_scale = row_math.power_of_two(exponent - FLOAT16_HEADROOM)
+        head_scale = row_math.power_of_two(top - FLOAT16_HEADROOM)
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
@@ -215,23 +220,23 @@ def chunk_gradients(
             )
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
 
-    def body(carry: tuple[Array | None, HeadSums], slab: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
+    def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_rows, (d_weight, d_bias) = carry
-        logits = None if kept is None else slab.of(kept, axis=1)
-        d_logits, summed = tiles.d_logits(problem, x, target, slab, row, logits)
+        logits = None if kept is None else vocab_chunk.of(kept, axis=1)
+        d_logits, summed = tiles.d_logits(problem, x, target, vocab_chunk, row, logits)
         if d_bias is not None and summed is not None:
-            d_bias = slab.put(d_bias, slab.of(d_bias) + summed)
+            d_bias = vocab_chunk.put(d_bias, vocab_chunk.of(d_bias) + summed)
         if d_rows is not None:
-            own = d_logits[: chunk.size, : slab.size]
-            d_rows = d_rows + product_of(own, problem.slab_weight(slab), (1, problem.vocab_axis))
+            own = d_logits[: chunk.size, : vocab_chunk.size]
+            d_rows = d_rows + float32_matmul(own, problem.weight_of(vocab_chunk), (1, problem.vocab_axis))
         if d_weight is not None:
-            d_weight = tiles.add_d_weight(problem, d_logits, x_head, slab, head_scale, d_weight)
+            d_weight = tiles.add_d_weight(problem, d_logits, x_head, vocab_chunk, head_scale, d_weight)
         return (d_rows, HeadSums(d_weight, d_bias)), None
 
     zero = lax.optimization_barrier(jnp.float32(0))  # XLA would keep zeros for the last line, as large as the sum
     d_rows = jnp.full(x.shape, zero) if d_input else None
     if problem.local_classes:
-        (d_rows, sums), _ = over_pieces(body, (d_rows, sums), problem.local_classes, slab_size)
+        (d_rows, sums), _ = over_slices(body, (d_rows, sums), problem.local_classes, vocab_chunk_size)
     if d_rows is not None:
         if input_scale is not None:
             d_rows = d_rows * input_scale[:, None]
@@ -240,21 +245,21 @@ def chunk_gradients(
 
 
 def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
-    """Plan B: each row's weighted loss (N,) and its statistics, no gradient."""
+    """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
     found = statistics(tiles, problem, config, False)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
-    return rows.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
+    return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
 def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
-    """Plan B: statistics of every row, no loss."""
+    """Plan B without the loss: returns the statistics of each row."""
 
-    def body(carry: None, chunk: Piece) -> tuple[None, RowStatistics]:
-        partial, _ = chunk_statistics(problem, chunk, config.first_slab, entropy=entropy, tiles=tiles)
+    def body(carry: None, chunk: Slice) -> tuple[None, RowStatistics]:
+        partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles)
         row_weight = problem.chunk_row_weight(chunk)
-        return carry, rows.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
+        return carry, row_math.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
 
-    return over_pieces(body, None, problem.tokens, config.rows)[1]
+    return over_slices(body, None, problem.tokens, config.rows)[1]
 
 
 def loss_and_gradients(
@@ -264,20 +269,22 @@ def loss_and_gradients(
     classes = problem.classes
 
     def body(
-        carry: tuple[Array | None, HeadSums], chunk: Piece
+        carry: tuple[Array | None, HeadSums], chunk: Slice
     ) -> tuple[tuple[Array | None, HeadSums], tuple[Array, RowStatistics]]:
         d_input, sums = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
-        partial, kept = chunk_statistics(problem, chunk, config.first_slab, keep=config.keeps_logits, tiles=tiles)
-        part = rows.finish(partial, target, row_weight, classes)
-        loss = rows.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
-        coefficients = rows.loss_coefficients(
+        partial, kept = chunk_statistics(
+            problem, chunk, config.first_vocab_chunk, keep=config.keeps_logits, tiles=tiles
+        )
+        part = row_math.finish(partial, target, row_weight, classes)
+        loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
+        coefficients = row_math.loss_coefficients(
             problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
         )
         d_rows, sums = chunk_gradients(
             problem,
             chunk,
-            config.slab,
+            config.vocab_chunk,
             part.lse,
             coefficients,
             sums,
@@ -290,31 +297,31 @@ def loss_and_gradients(
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
-    (d_input, sums), (loss, parts) = over_pieces(body, start, problem.tokens, config.rows)
+    (d_input, sums), (loss, parts) = over_slices(body, start, problem.tokens, config.rows)
     return loss, parts, Gradients(d_input, *sums.result(problem))
 
 
 def gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, lse: Array, coefficients: Coefficients, needs_grad: NeedsGrad
 ) -> Gradients:
-    """Plan C's backward pass: the gradients under any upstream gradient, from lse alone."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse."""
 
-    def body(carry: tuple[Array | None, HeadSums], chunk: Piece) -> tuple[tuple[Array | None, HeadSums], None]:
+    def body(carry: tuple[Array | None, HeadSums], chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
         d_input, sums = carry
         part = coefficients.map(chunk.of)
         d_rows, sums = chunk_gradients(
-            problem, chunk, config.slab, chunk.of(lse), part, sums, d_input=needs_grad.d_input, tiles=tiles
+            problem, chunk, config.vocab_chunk, chunk.of(lse), part, sums, d_input=needs_grad.d_input, tiles=tiles
         )
         return (chunk.put_fresh(d_input, d_rows), sums), None
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
     start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
-    (d_input, sums), _ = over_pieces(body, start, problem.tokens, config.rows)
+    (d_input, sums), _ = over_slices(body, start, problem.tokens, config.rows)
     return Gradients(d_input, *sums.result(problem))
 
 
-def _at_target(problem: Problem, target: Array, slab: Piece) -> Array:
-    """Returns (n, v) bool, true at each row's target; in one slab only, the one that is fresh there."""
-    columns = problem.vocab_offset + slab.start + jnp.arange(slab.size)
+def _at_target(problem: Problem, target: Array, vocab_chunk: Slice) -> Array:
+    """Returns (n, v) bool, true at each row's target; in one vocabulary chunk only, the one that is fresh there."""
+    columns = problem.vocab_offset + vocab_chunk.start + jnp.arange(vocab_chunk.size)
     hit = target[:, None] == columns
-    return hit if slab.fresh is None else hit & slab.fresh
+    return hit if vocab_chunk.fresh is None else hit & vocab_chunk.fresh

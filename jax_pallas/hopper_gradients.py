@@ -3,11 +3,12 @@
     d_weight = E^T (rho x)                      (V, D), summed over rows
     d_input = rho (E W) + theta w_target        (n, D), summed over classes
 
-Both compute transposed tiles, 128 columns of D by up to 256 of the other axis: D of real models has multiples of 128
-where it has none of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
+Both compute transposed tiles, 128 columns of D by up to 256 of the other axis, because D of some models is a multiple
+of 128 and not of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
 
-A program of d_input sums a whole tile, or its share of one (`item_of`), float32, into a slot in memory:
-`d_input_kernel`. The shares of a tile are then added in order: `d_input_sum_kernel`.
+`d_input_kernel` follows a stream-K schedule (`tile_config.StreamKSchedule`). A work unit of a program is a whole tile,
+or a part of one, whose partial tile, float32, goes to a slot in memory (`work_unit_of`). The fix-up,
+`d_input_sum_kernel`, adds the partial tiles of a tile in order.
 """
 
 import math
@@ -21,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import (
+from jax_pallas.hopper_common import (
     BLOCK_V,
     COLUMN,
     PIECE,
@@ -46,22 +47,22 @@ from jax_pallas.hopper import (
     when,
     zero_piece,
 )
-from jax_pallas.tile_config import D_BLOCK, HALF, STEP, Shares, cdiv, choose_shares, padded
+from jax_pallas.tile_config import D_BLOCK, HALF, STEP, StreamKSchedule, cdiv, choose_schedule, padded
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
-    """Returns the index of classes and of columns of D as an array with this vocab_axis has them."""
+    """Returns the indices of classes and of columns of D in the order of an array with this vocab_axis."""
     return (first, second) if vocab_axis == 0 else (second, first)
 
 
 OLD_STAGES = 4  # pieces of old tiles that are loaded ahead, a power of two
 
-OLD_AHEAD = 1  # how many pieces before they are wanted
+OLD_AHEAD = 1  # how many pieces before they are needed
 
 
 @dataclass(frozen=True)
 class DWeightKernel:
-    """`d_weight_kernel` as it is known when the call is traced: arguments of `add_d_weight`.
+    """The static arguments of `d_weight_kernel`, from the arguments of `add_d_weight`.
 
     Args:
         steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.old_offset`.
@@ -97,7 +98,7 @@ class DWeightKernel:
 
     @property
     def outside(self) -> int:
-        """A class where a tile has no part of d_weight."""
+        """A class past d_weight: the tiles from there on are outside of it."""
         return cdiv(self.vocab, BLOCK_V) * BLOCK_V
 
     @property
@@ -115,13 +116,13 @@ class OldRing(NamedTuple):
 
 
 class DWeightProgram(NamedTuple):
-    """A program of `d_weight_kernel`: its tiles, and what its warpgroups share."""
+    """A program of `d_weight_kernel`: its tiles, and the memory that its warpgroups share."""
 
     kernel: DWeightKernel
     program: Array
     count: Array  # of its tiles: every `kernel.programs`-th, from number `program` on
     warpgroup: Array
-    scalar_ref: Any  # the pauses, the first row of x, and what of the next three is known to the device alone
+    scalar_ref: Any  # the pauses, the first row of x, and those of the next three that are not static
     first_class: Any
     steps: Any
     old_offset: Any  # classes from a piece to its old one, which is outside where a sum starts: TMA reads zeros there
@@ -131,7 +132,8 @@ class DWeightProgram(NamedTuple):
     old: OldRing | None
 
     def tile_at(self, index: Any) -> tuple[Any, Any]:
-        """Returns the first column of D and class; the blocks of D come first: e is read once, x stays in L2."""
+        """Returns the first column of D and class; the blocks of D come first, so that e is read once and x stays in
+        L2."""
         tile = self.program + index * self.kernel.programs
         return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
 
@@ -168,11 +170,11 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
         load_old(own, own.count, piece)
     if own.old is not None:
         wait_for_all(own.old.empty, OLD_STAGES)
-    wait_for_all(ring.empty, STAGES)  # the interpreter wants no phase of a barrier left unseen
+    wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
 def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
-    """Loads a piece of the old tile that is wanted while tile `index` is multiplied, if there is any."""
+    """Loads a piece of the old tile that is needed while tile `index` is multiplied, if there is any."""
     if own.old is None:
         return
     index, piece = index + piece // PIECES, piece % PIECES
@@ -189,7 +191,7 @@ def old_slot_of(index: Any, piece: int) -> Any:
 
 
 def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
-    """Adds what is old to a piece of a tile, and stores it while tile `index` is multiplied."""
+    """Adds the old values to a piece of a tile, and stores it while tile `index` is multiplied."""
     moved, buffers = own.buffers
     if own.old is not None:
         slot = old_slot_of(index, piece)
@@ -207,7 +209,7 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
 
 
 def d_weight_warpgroup(own: DWeightProgram) -> None:
-    """A multiplying warpgroup: its halves of all tiles of this program, each stored under the next."""
+    """A multiplying warpgroup: computes its halves of the program's tiles, and stores each during the next matmul."""
     arrive_at_all(own.ring.empty, STAGES)
     pauses = own_pauses(own.scalar_ref, own.warpgroup)
     if own.old is not None:
@@ -251,10 +253,10 @@ def multiply(acc: Any, own: DWeightProgram, pauses: list[Any], index: Any, carry
 def d_weight_kernel(
     kernel: DWeightKernel, scalar_ref: Any, e_ref: Any, x_ref: Any, d_weight_ref: Any, *scratch: Any
 ) -> None:
-    """Writes e^T x, or adds it to what is there.
+    """Writes e^T x, or adds it to d_weight.
 
-    A tile's sums wait in registers, to be added to the old tile's, rounded and stored a piece at a time under the
-    matmul of the next tile (`hopper.over_steps`).
+    A tile's sums stay in registers. During the matmul of the next tile they are added to the old tile, rounded and
+    stored in pieces (`hopper_common.over_steps`).
     """
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
@@ -296,7 +298,7 @@ def add_d_weight(
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes, rounded once: (33).
 
-    What the last tile of a range has past its end is added to too, by matmuls with zeros.
+    The classes of the last tile past the end of a range are also added to, by matmuls with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
@@ -308,8 +310,8 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         rows: n; None: as many as e has, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
-        starts: with `old` only, whose place the result then takes whatever it holds. True or False: the kernel is one
-            that starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
+        starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
+            kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
             `vocab_axis` is 1 it is a multiple of 8: TMA ends in an illegal instruction where a row is not entered at a
             multiple of 16 bytes.
@@ -318,9 +320,9 @@ def add_d_weight(
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
-    known = None if starts is not None else steps
+    static_steps = None if starts is not None else steps
     kernel = DWeightKernel(
-        known, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
+        static_steps, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
     )
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
@@ -352,73 +354,78 @@ def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kern
 # d_input.
 
 
-class Item(NamedTuple):
-    """A program's item of work."""
+class WorkUnit(NamedTuple):
+    """The iterations of one tile that a program computes."""
 
     tile: Any
-    first: Any  # step
-    length: Any  # steps
-    slot: Any  # of the partial sums; -1: the whole tile
+    first: Any  # iteration
+    length: Any  # iterations
+    slot: Any  # of the partial tiles; -1: the unit is a whole tile
 
 
-def tails(turn: Any, shares: Shares) -> Any:
-    """Returns where the part of a spare program begins, in the tails of all cut tiles laid end to end."""
-    return lax.div((shares.steps - shares.head) * shares.rest * turn, max(shares.spare, 1))
+def stream_k_begin(worker: Any, schedule: StreamKSchedule) -> Any:
+    """Returns the first iteration of a stream-K program, in those of all split tiles laid end to end."""
+    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
+    return lax.div(stream_k_iters * schedule.split_tiles * worker, max(schedule.stream_k_programs, 1))
 
 
-def item_of(index: Any, shares: Shares) -> Item:
-    """Returns an item of a program's work.
+def work_unit_of(index: Any, schedule: StreamKSchedule) -> WorkUnit:
+    """Returns a program's work unit number `index` of a `StreamKSchedule`.
 
-    Programs first take whole tiles in `rounds` full rounds. The `rest` tiles are cut along the classes: the first
-    `head` steps into `cuts` equal parts, so that programs march through the classes together and share what they read;
-    the last steps of all of them, end to end, are divided among the `spare` programs. Tiles are numbered with the
-    blocks of D first: those that run together share few rows of e, which they then read from memory once, however many
-    rows there are.
+    Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
+    Their first `split_iters` iterations are split into `split_factor` equal parts, so that programs read the same
+    classes at the same time and share what they read. The remaining iterations of all split tiles are laid end to end
+    and divided among the `stream_k_programs` programs. Tiles are numbered with the blocks of D first: tiles that run
+    together then have few rows of e, which are read from memory once.
     """
     program, many = lax.axis_index("program"), programs()
-    rest, cuts, head, tail = shares.rest, shares.cuts, shares.head, shares.steps - shares.head
-    found = program + index * many, jnp.int32(0), jnp.int32(shares.steps), jnp.int32(-1)
-    if rest:
-        part = lax.div(program, rest)
-        first, last = lax.div(head * part, cuts), lax.div(head * (part + 1), cuts)
-        slot = jnp.where(last - first == shares.steps, -1, program)
-        own = shares.rounds * many + lax.rem(program, rest), first, last, slot
-        if shares.spare:
-            turn = program - cuts * rest
-            begin, end = tails(turn, shares), tails(turn + 1, shares)
-            piece = lax.div(begin, tail) + index - shares.rounds
-            first, last = (head + jnp.clip(edge - piece * tail, 0, tail) for edge in (begin, end))
-            other = shares.rounds * many + piece, first, last, cuts * rest + turn + piece
-            own = (jnp.where(program < cuts * rest, a, b) for a, b in zip(own, other, strict=True))
-        found = (jnp.where(index < shares.rounds, a, b) for a, b in zip(found, own, strict=True))
+    split_tiles, split_factor, split_iters = schedule.split_tiles, schedule.split_factor, schedule.split_iters
+    stream_k_iters = schedule.iters_per_tile - split_iters
+    found = program + index * many, jnp.int32(0), jnp.int32(schedule.iters_per_tile), jnp.int32(-1)
+    if split_tiles:
+        part = lax.div(program, split_tiles)
+        first, last = lax.div(split_iters * part, split_factor), lax.div(split_iters * (part + 1), split_factor)
+        slot = jnp.where(last - first == schedule.iters_per_tile, -1, program)
+        own = schedule.full_waves * many + lax.rem(program, split_tiles), first, last, slot
+        if schedule.stream_k_programs:
+            worker = program - split_factor * split_tiles
+            begin, end = stream_k_begin(worker, schedule), stream_k_begin(worker + 1, schedule)
+            piece = lax.div(begin, stream_k_iters) + index - schedule.full_waves
+            first, last = (
+                split_iters + jnp.clip(edge - piece * stream_k_iters, 0, stream_k_iters) for edge in (begin, end)
+            )
+            other = schedule.full_waves * many + piece, first, last, split_factor * split_tiles + worker + piece
+            own = (jnp.where(program < split_factor * split_tiles, a, b) for a, b in zip(own, other, strict=True))
+        found = (jnp.where(index < schedule.full_waves, a, b) for a, b in zip(found, own, strict=True))
     tile, first, last, slot = found
-    return Item(tile, first, last - first, slot)
+    return WorkUnit(tile, first, last - first, slot)
 
 
-def items_of(shares: Shares) -> Any:
-    """Returns the number of a program's items of work."""
-    turn = lax.axis_index("program") - shares.cuts * shares.rest
-    found = jnp.where(turn < 0, 1, 0)
-    if shares.spare:
-        tail = shares.steps - shares.head
-        parts = lax.div(tails(turn + 1, shares) - 1, tail) - lax.div(tails(turn, shares), tail) + 1
-        found = jnp.where((turn >= 0) & (turn < shares.spare), parts, found)
-    return shares.rounds + found
+def num_work_units(schedule: StreamKSchedule) -> Any:
+    """Returns how many work units a program has."""
+    worker = lax.axis_index("program") - schedule.split_factor * schedule.split_tiles
+    found = jnp.where(worker < 0, 1, 0)
+    if schedule.stream_k_programs:
+        stream_k_iters = schedule.iters_per_tile - schedule.split_iters
+        last = lax.div(stream_k_begin(worker + 1, schedule) - 1, stream_k_iters)
+        parts = last - lax.div(stream_k_begin(worker, schedule), stream_k_iters) + 1
+        found = jnp.where((worker >= 0) & (worker < schedule.stream_k_programs), parts, found)
+    return schedule.full_waves + found
 
 
 @dataclass(frozen=True)
 class DInputKernel:
-    """`d_input_kernel` and `d_input_sum_kernel` as they are known when the call is traced.
+    """The static arguments of `d_input_kernel` and `d_input_sum_kernel`.
 
     Args:
-        shares: how programs share the tiles.
+        schedule: how programs divide the tiles.
         d_blocks: blocks of D.
         vocab_axis: of w.
         kept: classes of the last step, where w goes on after them; 0: all.
         interpret: whether they run in Pallas' interpreter, on a CPU.
     """
 
-    shares: Shares
+    schedule: StreamKSchedule
     d_blocks: int
     vocab_axis: int
     kept: int
@@ -427,39 +434,39 @@ class DInputKernel:
     @property
     def piece(self) -> int:
         """Rows that are stored at a time."""
-        return math.gcd(self.shares.tile_rows, HALF)
+        return math.gcd(self.schedule.tile_rows, HALF)
 
     def tile_at(self, tile: Any) -> tuple[Any, Any]:
         """Returns the first row and column of D of a tile."""
-        return lax.div(tile, self.d_blocks) * self.shares.tile_rows, lax.rem(tile, self.d_blocks) * D_BLOCK
+        return lax.div(tile, self.d_blocks) * self.schedule.tile_rows, lax.rem(tile, self.d_blocks) * D_BLOCK
 
 
 def load_d_input(kernel: DInputKernel, ring: Ring, w_ref: Any, e_ref: Any) -> None:
     """The loading warpgroup."""
-    shares = kernel.shares
+    schedule = kernel.schedule
 
-    def one_item(index: Any, count: Any) -> Any:
-        item = item_of(index, shares)
-        row, d = kernel.tile_at(item.tile)
+    def one_unit(index: Any, count: Any) -> Any:
+        unit = work_unit_of(index, schedule)
+        row, d = kernel.tile_at(unit.tile)
 
-        @pl.loop(0, item.length)
+        @pl.loop(0, unit.length)
         def _step(step: Any) -> None:
-            slot, taken = slot_of(count + step), pl.ds((item.first + step) * STEP, STEP)
+            slot, taken = slot_of(count + step), pl.ds((unit.first + step) * STEP, STEP)
             plgpu.barrier_wait(ring.empty.at[slot])
             for i in range(2):
                 source = w_ref.at[in_order(taken, pl.ds(d + i * HALF, HALF), kernel.vocab_axis)]
                 plgpu.copy_gmem_to_smem(source, ring.a_moved.at[slot, i], ring.full.at[slot])
-            source = e_ref.at[pl.ds(row, shares.tile_rows), taken]
+            source = e_ref.at[pl.ds(row, schedule.tile_rows), taken]
             plgpu.copy_gmem_to_smem(source, ring.b_moved.at[slot], ring.full.at[slot])
 
-        return count + item.length
+        return count + unit.length
 
-    lax.fori_loop(0, items_of(shares), one_item, jnp.int32(0))
-    wait_for_all(ring.empty, STAGES)  # the interpreter wants no phase of a barrier left unseen
+    lax.fori_loop(0, num_work_units(schedule), one_unit, jnp.int32(0))
+    wait_for_all(ring.empty, STAGES)  # in the interpreter each phase of a barrier must be waited for
 
 
 class DInputIO(NamedTuple):
-    """What `finish` reads and writes."""
+    """The memory that `finish` reads and writes."""
 
     start: Any  # the chunk's first row of held
     rho_ref: Any  # (rows of the tiles,)
@@ -471,34 +478,35 @@ class DInputIO(NamedTuple):
 
 
 def d_input_warpgroup(kernel: DInputKernel, ring: Ring, warpgroup: Array, io: DInputIO, part_ref: Any) -> None:
-    """A multiplying warpgroup: its halves of all items of this program."""
+    """A multiplying warpgroup: computes its halves of all work units of this program."""
     arrive_at_all(ring.empty, STAGES)
 
-    def one_item(index: Any, count: Any) -> Any:
-        item = item_of(index, kernel.shares)
-        row, d = kernel.tile_at(item.tile)
-        accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.shares.tile_rows), jnp.float32)
-        sums = pl.run_scoped(lambda acc: multiply_item(acc, kernel, ring, warpgroup, item, count), accumulator)
+    def one_unit(index: Any, count: Any) -> Any:
+        unit = work_unit_of(index, kernel.schedule)
+        row, d = kernel.tile_at(unit.tile)
+        accumulator = plgpu.WGMMAAccumulatorRef((HALF, kernel.schedule.tile_rows), jnp.float32)
+        sums = pl.run_scoped(lambda acc: multiply_unit(acc, kernel, ring, warpgroup, unit, count), accumulator)
 
-        @when(item.slot < 0)
+        @when(unit.slot < 0)
         def _whole() -> None:
-            for i in range(0, kernel.shares.tile_rows, kernel.piece):
+            for i in range(0, kernel.schedule.tile_rows, kernel.piece):
                 finish(io, sums[:, i : i + kernel.piece], row + i, d + warpgroup * HALF)
 
         if part_ref is not None:
 
-            @when(item.slot >= 0)
+            @when(unit.slot >= 0)
             def _part() -> None:
-                part_ref[item.slot, pl.ds(warpgroup * HALF, HALF), :] = sums
+                part_ref[unit.slot, pl.ds(warpgroup * HALF, HALF), :] = sums
 
-        return count + item.length
+        return count + unit.length
 
-    lax.fori_loop(0, items_of(kernel.shares), one_item, jnp.int32(0))
+    lax.fori_loop(0, num_work_units(kernel.schedule), one_unit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def multiply_item(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, item: Item, count: Any) -> Array:
-    """Returns the sums of a warpgroup's half of an item, (HALF, tile_rows) float32; `count` steps came before it."""
+def multiply_unit(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, unit: WorkUnit, count: Any) -> Array:
+    """Returns the sums of a warpgroup's half of a work unit, (HALF, tile_rows) float32; `count` iterations came before
+    it."""
 
     def step(s: Any, *, releases: bool = True) -> None:
         slot = slot_of(count + s)
@@ -506,21 +514,21 @@ def multiply_item(acc: Any, kernel: DInputKernel, ring: Ring, warpgroup: Array, 
         w = ring.a.at[slot, warpgroup]
         w = w.transpose((1, 0)) if kernel.vocab_axis == 0 else w
         if kernel.kept:
-            when(item.first + s == kernel.shares.steps - 1)(lambda: clear_after(w, kernel.kept))
+            when(unit.first + s == kernel.schedule.iters_per_tile - 1)(lambda: clear_after(w, kernel.kept))
         plgpu.wgmma(acc, w, ring.b.at[slot].transpose((1, 0)))
         plgpu.wgmma_wait(1)
         if releases:
             plgpu.barrier_arrive(ring.empty.at[slot_of(count + s - 1)])
 
     step(0, releases=False)
-    pl.loop(1, item.length)(step)
+    pl.loop(1, unit.length)(step)
     plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(ring.empty.at[slot_of(count + item.length - 1)])
+    plgpu.barrier_arrive(ring.empty.at[slot_of(count + unit.length - 1)])
     return acc[...]
 
 
 def clear_after(w: Any, kept: int) -> None:
-    """Makes the classes after the first `kept` of a step, (HALF, STEP), zeros."""
+    """Sets the classes after the first `kept` of a step, (HALF, STEP), to 0."""
     layout = plgpu.Layout.WGMMA
     value = plgpu.load(w, layout=layout)
     index = plgpu.broadcasted_iota(jnp.int32, (HALF, STEP), 1, layout=layout)
@@ -552,43 +560,48 @@ def d_input_kernel(
     kernel: DInputKernel, start_ref: Any, e_ref: Any, w_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Writes the rows of whole tiles, and the sums of shares of the others, (slots, D_BLOCK, tile_rows)."""
+    """Writes the rows of whole tiles, and the partial tiles of the others, (partial tiles, D_BLOCK, tile_rows)."""
     *part_ref, w_all, e_all, full, empty, buffers, came = rest
     w_views, e_views = (views(ref, interpret=kernel.interpret) for ref in (w_all, e_all))
     ring = make_ring(w_views, e_views, full, empty)
     warpgroup, start = lax.axis_index("warpgroup"), start_ref[0]
     io = DInputIO(start, rho_ref, theta_ref, held_ref, *views(buffers, interpret=kernel.interpret), came)
     load = partial(load_d_input, kernel, ring, w_ref, e_ref)
-    multiply_items = partial(d_input_warpgroup, kernel, ring, warpgroup, io, part_ref[0] if part_ref else None)
+    multiply_units = partial(d_input_warpgroup, kernel, ring, warpgroup, io, part_ref[0] if part_ref else None)
     # The index is read again here: with one read the machine code is not the one that was measured.
-    as_roles(lax.axis_index("warpgroup"), load, multiply_items)
+    as_roles(lax.axis_index("warpgroup"), load, multiply_units)
 
 
 def d_input_sum_kernel(
     kernel: DInputKernel, start_ref: Any, part_ref: Any, rho_ref: Any, theta_ref: Any, held_ref: Any, buffers: Any,
     came: Any,
 ) -> None:  # fmt: skip
-    """Adds the shares of a piece of a cut tile, in order, and finishes it."""
-    shares, piece = kernel.shares, kernel.piece
+    """The fix-up: adds the partial tiles of a piece of a split tile, in order, and finishes it."""
+    schedule, piece = kernel.schedule, kernel.piece
     warpgroup, index, i = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_index("piece")
-    row, d = kernel.tile_at(shares.rounds * programs() + index)
+    row, d = kernel.tile_at(schedule.full_waves * programs() + index)
 
     def part(slot: Any) -> Array:
         where = slot, pl.ds(warpgroup * HALF, HALF), pl.ds(i * piece, piece)
         return plgpu.load(part_ref.at[where], layout=plgpu.Layout.WGMMA, optimized=False)
 
     total = part(index)
-    for k in range(1, shares.cuts):
-        total += part(k * shares.rest + index)
-    if shares.spare:
-        # Spare programs divide the tails evenly: those at this tile's place have a part of it, give or take one.
-        tail, at = shares.steps - shares.head, shares.spare * index
-        low = jnp.maximum(lax.div(at, shares.rest) - 1, 0)
-        high = jnp.minimum(lax.div(at + shares.spare, shares.rest) + 2, shares.spare)
+    for k in range(1, schedule.split_factor):
+        total += part(k * schedule.split_tiles + index)
+    if schedule.stream_k_programs:
+        # The stream-K programs divide the iterations evenly: those of this tile, give or take one, have a part of it.
+        stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
+        low = jnp.maximum(lax.div(at, schedule.split_tiles) - 1, 0)
+        high = jnp.minimum(
+            lax.div(at + schedule.stream_k_programs, schedule.split_tiles) + 2, schedule.stream_k_programs
+        )
 
-        def add(turn: Any, total: Array) -> Array:
-            has = (tails(turn, shares) < (index + 1) * tail) & (tails(turn + 1, shares) > index * tail)
-            value = part(jnp.minimum(shares.cuts * shares.rest + turn + index, shares.slots - 1))
+        def add(worker: Any, total: Array) -> Array:
+            begins = stream_k_begin(worker, schedule) < (index + 1) * stream_k_iters
+            has = begins & (stream_k_begin(worker + 1, schedule) > index * stream_k_iters)
+            value = part(
+                jnp.minimum(schedule.split_factor * schedule.split_tiles + worker + index, schedule.partial_tiles - 1)
+            )
             return jnp.where(jnp.full(total.shape, has), total + value, total)
 
         total = lax.fori_loop(low, high, add, total)
@@ -598,7 +611,7 @@ def d_input_sum_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "shares"))
+@partial(jax.jit, static_argnames=("classes", "vocab_axis", "most", "interpret", "schedule"))
 def store_d_input(
     e: Array,
     w: Array,
@@ -611,7 +624,7 @@ def store_d_input(
     vocab_axis: int,
     most: int | None = None,
     interpret: bool = False,
-    shares: Shares | None = None,
+    schedule: StreamKSchedule | None = None,
 ) -> Array:
     """Returns `held` with rows start : start + n become rho * (e @ w) + theta * held, in place and rounded once: (32).
 
@@ -619,33 +632,37 @@ def store_d_input(
         e: (n or more, padded(classes)) bfloat16, zeros past the classes.
         w: (V, D) bfloat16 for vocab_axis 0, (D, V) for 1. Classes past K may hold anything.
         held: (N, D) bfloat16; rows start : start + n of it hold the targets' rows of w.
-        rho, theta: (n,) float32. Where one is 0 its term is left out, whatever it would be a multiple of.
+        rho, theta: (n,) float32. Where one is 0 its term is left out, even if the other factor is NaN.
         start: () int32.
         classes: K.
         vocab_axis: of w.
         most: bytes that partial tiles may take: `d_input_scratch`.
         interpret: whether the kernels run in Pallas' interpreter, on a CPU.
-        shares: how to cut, if not as `choose_shares` says.
+        schedule: how programs divide the tiles, if not as `choose_schedule` says.
     """
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     n, hidden = len(rho), held.shape[1]
-    shares = shares or choose_shares(n, hidden, classes, most, programs())
+    schedule = schedule or choose_schedule(n, hidden, classes, most, programs())
     kept = classes % STEP if classes < w.shape[vocab_axis] else 0
-    kernel = DInputKernel(shares, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
-    # Rows of the last tile that are not the chunk's stay as they are: 0 * sum + 1 * held.
-    after = cdiv(n, shares.tile_rows) * shares.tile_rows - n
+    kernel = DInputKernel(schedule, cdiv(hidden, D_BLOCK), vocab_axis, kept, interpret)
+    # Rows of the last tile that are not in the chunk stay unchanged: 0 * sum + 1 * held.
+    after = cdiv(n, schedule.tile_rows) * schedule.tile_rows - n
     factors = jnp.pad(rho, (0, after)), jnp.pad(theta, (0, after), constant_values=1.0)
     ref, start = jax.new_ref(held), jnp.asarray(start, jnp.int32)[None]
     buffers = two_views((2, kernel.piece, 64), e.dtype, interpret=interpret)
     finishing = [buffers, plgpu.Barrier(num_arrivals=1, num_barriers=2)]
-    tiles = (2, STEP), (shares.tile_rows,)
+    tiles = (2, STEP), (schedule.tile_rows,)
     rings = [two_views((STAGES, *shape, 64), e.dtype, interpret=interpret) for shape in tiles]
     scratch = [*rings, *ring_barriers(3), *finishing]
-    results = [jax.ShapeDtypeStruct((shares.slots, D_BLOCK, shares.tile_rows), jnp.float32)] if shares.slots else []
+    results = (
+        [jax.ShapeDtypeStruct((schedule.partial_tiles, D_BLOCK, schedule.tile_rows), jnp.float32)]
+        if schedule.partial_tiles
+        else []
+    )
     body, operands = partial(d_input_kernel, kernel), (start, e, w, *factors, ref)
     parts = run_kernel(body, "d_input", operands, results, scratch, (programs(),), interpret)
     if parts:
-        body, grid = partial(d_input_sum_kernel, kernel), (shares.rest, shares.tile_rows // kernel.piece)
+        body, grid = partial(d_input_sum_kernel, kernel), (schedule.split_tiles, schedule.tile_rows // kernel.piece)
         run_kernel(body, "d_input_sum", (start, *parts, *factors, ref), [], finishing, grid, interpret, threads=2)
     return jax.freeze(ref)

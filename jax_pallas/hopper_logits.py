@@ -1,13 +1,12 @@
 """Kernels for Hopper (sm_90) whose epilogues take tiles of logits: exponentials, statistics and d_logits.
 
-In Pallas' Mosaic dialect; core_triton/hopper_logits.py is the same in Triton's. A tile is 128 rows x 192 classes
-(`hopper_tiles.Tiles`). Its exponentials take 1536 cycles, whatever the hidden size, and its matmul 12 per unit of it.
-All three are one kernel, `logits_kernel`, with an epilogue of their own: each epilogue is above its launcher. What the
-kernel calls on the device is in `hopper_tiles.py`.
+They are in Pallas' Mosaic dialect. core_triton/hopper_logits.py has the same kernels in Triton's Gluon dialect. A tile
+is 128 rows x 192 classes (`hopper_tiles.Tiles`). Its exponentials take 1536 cycles for any hidden size, and its matmul
+takes 12 cycles per hidden unit. All three are one kernel, `logits_kernel`, with different epilogues. Each epilogue is
+above its launcher. The functions that the kernel calls on the device are in `hopper_tiles.py`.
 
-What belongs to a row leaves a kernel as one number for each block of classes, (class blocks, rows).
-`row_kernels.join_blocks` and XLA join the blocks: nothing is added in an order that could change. Equations:
-linear_ce/MATH.md.
+A kernel writes the sums of a row as one number for each class block, (class blocks, rows). `row_kernels.join_blocks`
+and XLA add the blocks in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas.hopper import (
+from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
     PIECE,
@@ -62,10 +61,10 @@ OF_TARGETS = ("target_exps", "target_logits")
 def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
     """Runs an epilogue on every tile of x @ w.
 
-    Each multiprocessor runs one program, which takes one tile after the other. In it one warpgroup loads, and two
-    multiply, each half of a tile's rows and all of its columns. The float32 sums then wait in registers, and the
-    epilogue takes them a piece at a time, under the matmul of the next tile: the two warpgroups end their tiles at the
-    same time, and the tensor cores would stand idle for as long as an epilogue takes.
+    Each multiprocessor runs one program, which computes one tile after the other. One warpgroup loads, and two
+    multiply, each half of a tile's rows and all of its columns. The float32 sums stay in registers. The epilogue
+    processes them in pieces during the matmul of the next tile, because the two warpgroups end their tiles at the same
+    time and the tensor cores would otherwise be idle during the epilogue.
     """
     tiles, interpret = kernel.tiles, kernel.interpret
     refs = dict(zip(kernel.names, rest, strict=False))
@@ -140,18 +139,20 @@ def to_logits(
 
 
 def places_of(target: Array, classes: int) -> Array:
-    """Returns (half row blocks, class blocks) int32: which of HALF places has what the targets of the half row block
-    have in the class block, -1 where there is none of them; `target` (half row blocks * HALF,) int32, -1 for none."""
+    """Returns (half row blocks, class blocks) int32: which of HALF places stores the values of the targets of a half
+    row block in a class block, -1 if there is no target. `target` is (half row blocks * HALF,) int32, -1 for none."""
     block = jnp.where(target < 0, -1, target // BLOCK_V).reshape(-1, HALF, 1)
     here = block == jnp.arange(cdiv(classes, BLOCK_V), dtype=jnp.int32)
-    return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(1)  # the last row's of those that share
+    return jnp.where(here, jnp.arange(HALF, dtype=jnp.int32)[:, None], -1).max(
+        1
+    )  # the last of the rows that share the class block
 
 
 def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
     """Returns `places_of` the targets of each chunk of so many rows, (chunks, ...), of target (P,).
 
-    Where a chunk does not end with a half row block, that half has places for rows past the chunk too. What is written
-    there is never read.
+    If a chunk does not end with a half row block, that half also has places for rows past the chunk. The values written
+    there are never read.
     """
     halves = 2 * cdiv(rows, BLOCK_N)
     row = jnp.arange(chunks)[:, None] * rows + jnp.arange(halves * HALF)
@@ -161,7 +162,7 @@ def chunk_places(target: Array, classes: int, rows: int, chunks: int) -> Array:
 
 def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Array:
     """Returns (HALF,) logits of the rows' targets in this piece or an earlier one, 0 for those elsewhere, of `capped`
-    (HALF, PIECE). Most half tiles hold no target, and hand on zeros."""
+    (HALF, PIECE). Most half tiles hold no target, and return zeros."""
     if half.place is None:
         zeros = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), ROW)
         return zeros if carried is None else carried["target_logits"]
@@ -172,8 +173,8 @@ def target_logits_of(half: Half, piece: int, capped: Array, carried: Any) -> Arr
 
 
 def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], target_logits: Array) -> None:
-    """Writes, with the last piece, what the targets of a half tile have to its place: logits, and what the same
-    instructions make of these as of all others."""
+    """Writes, with the last piece, the targets' logits and summands of a half tile to its place. The same instructions
+    compute these summands and all others."""
     if half.place is None or piece < PIECES - 1:
         return
     place = half.place
@@ -185,14 +186,14 @@ def store_targets(half: Half, piece: int, exponentials: Callable[[], Array], tar
 
 
 def by_target(tiles: Tiles, places: Array, target: Array, values: Array) -> Array:
-    """Returns (rows,) of what `store_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
+    """Returns the values (rows,) that `store_targets` wrote, (HALF, rows of the tiles); 0 where there is no target."""
     row = jnp.arange(tiles.rows, dtype=jnp.int32)
     place = places[row // HALF, target.clip(0) // BLOCK_V].clip(0)
     return jnp.where(target >= 0, values[place, row], 0.0)
 
 
 class ExponentialsSwitches(NamedTuple):
-    """What `exponentials_epilogue` is asked for.
+    """The options of `exponentials_epilogue`.
 
     Args:
         logit_scale, softcap: of the logits.
@@ -211,15 +212,15 @@ def exponentials_epilogue(
 ) -> tuple[Any, Array | None]:
     """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
-    # Masked afterwards: whole and cut tiles then round alike, each logit and its anchor once.
-    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("anchor")), piece, 0.0)
+    # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
+    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("ref_exponent")), piece, 0.0)
     found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
     if switches.largest:
         top = half.masked(capped, piece, -jnp.inf).max(1)
         found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
-    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["anchor"]), logits)
+    store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
     if not switches.stores:
         return found, None
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
@@ -230,7 +231,7 @@ def exponentials(
     x: Array,
     w: Array,
     bias: Array | None,
-    anchor: Array,
+    ref_exponent: Array,
     target: Array,
     places: Array,
     start: Array | int,
@@ -250,17 +251,17 @@ def exponentials(
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; its first `classes` are classes.
         bias: at least (classes,), or None.
-        anchor: (rows,) float32 integers.
-        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of.
+        ref_exponent: (rows,) float32 integers.
+        target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned.
         places: of `places_of` for these rows.
         start: a number of rows, or such a scalar on the device.
-        rows, classes, vocab_axis, logit_scale, softcap: as known when the call is traced.
-        stores: whether the exponentials are wanted.
-        largest: whether the largest logits are.
+        rows, classes, vocab_axis, logit_scale, softcap: static arguments.
+        stores: whether the exponentials are stored.
+        largest: whether the largest logits are computed.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
-    by_row = {"anchor": tiles.by_row(anchor, jnp.inf)}  # no row: zeros
+    by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
     results = dict.fromkeys(["sums", *["tops"] * largest], tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
@@ -282,7 +283,7 @@ def exponentials(
 
 
 class StatisticsSwitches(NamedTuple):
-    """What `statistics_epilogue` is asked for: sums of class_weight * logits and of exp(logits - max) * (logits - max),
+    """The options of `statistics_epilogue`: sums of class_weight * logits and of exp(logits - max) * (logits - max),
     and what the targets have."""
 
     logit_scale: float
@@ -313,7 +314,7 @@ def statistics_epilogue(
     if switches.weighted:
         terms = capped * half.of_columns("class_weight", piece) if switches.has_class_weight else capped
         found["weighted_sums"] = half.masked(terms, piece, 0.0).sum(1)
-    if carried is not None:  # pieces are joined as chunks of the vocabulary are: (26)
+    if carried is not None:  # pieces are merged as vocabulary chunks are: (26)
         moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
         factor = jnp.exp2(moved * LOG2_E)
         found["sums"] += factor * carried["sums"]
@@ -356,8 +357,8 @@ def statistics(
         first_class, classes: the chunk is `first_class` to `first_class` + `classes` of w. Scalars, as `skip` is;
             where `vocab_axis` is 1 `first_class` is a multiple of 64.
         skip: how many classes at the chunk's start are left out.
-        weighted: whether the sum of class_weight * logits is wanted.
-        entropy: whether the sum of exp(logits - max) * (logits - max) is.
+        weighted: whether the sum of class_weight * logits is computed.
+        entropy: whether the sum of exp(logits - max) * (logits - max) is computed.
         target: (rows,) int32, columns of the chunk, none of which is left out, -1 for none; or None.
 
     Returns:

@@ -1,10 +1,10 @@
-"""What the Hopper kernel of `hopper_logits.py` does on the device: it computes tiles of logits for an epilogue.
+"""The device code of the Hopper kernel of `hopper_logits.py`: it computes tiles of logits for an epilogue.
 
-which tiles a program takes      `Tiles`, `Walk`
-what a program has               `LogitsKernel`, `Program`; its epilogue gets a `Half`
-one warpgroup loads              `load_tiles`
-two multiply                     `logits_warpgroup`, `multiply`
-a piece of a tile is finished    `finish`, which calls the epilogue
+the tiles of a program              `Tiles`, `Walk`
+the state of a program              `LogitsKernel`, `Program`; its epilogue gets a `Half`
+one warpgroup loads                 `load_tiles`
+two warpgroups multiply             `logits_warpgroup`, `multiply`
+a piece of a tile is finished       `finish`, which calls the epilogue
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_pallas import hopper
-from jax_pallas.hopper import (
+from jax_pallas import hopper_common
+from jax_pallas.hopper_common import (
     BLOCK_N,
     BLOCK_V,
     COLUMN,
@@ -38,12 +38,15 @@ from jax_pallas.hopper import (
 )
 from jax_pallas.tile_config import HALF, STEP, cdiv
 
-GROUP_BYTES = 2**24  # of rows that share a block of classes before the next comes: both come from L2 then
+GROUP_BYTES = (
+    2**24
+)  # bytes of row blocks that are computed with a class block before the next one: both are then read from L2
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the logits of a call are cut: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis 1."""
+    """The tiles of the logits of a call: `rows` rows and `classes` classes of a head (V, D), (D, V) for vocab_axis
+    1."""
 
     rows: int
     hidden: int
@@ -68,20 +71,20 @@ class Tiles:
 
     @property
     def programs(self) -> int:
-        return min(self.count, hopper.programs())
+        return min(self.count, hopper_common.programs())
 
     @property
     def by_block(self) -> jax.ShapeDtypeStruct:
-        """What holds a number for each row and block of classes."""
+        """The shape of a result with a number for each row and class block."""
         return jax.ShapeDtypeStruct((self.class_blocks, self.row_blocks * BLOCK_N), jnp.float32)
 
     @property
     def by_place(self) -> jax.ShapeDtypeStruct:
-        """What holds a number for each row and place of its half row block."""
+        """The shape of a result with a number for each row and place of its half row block."""
         return jax.ShapeDtypeStruct((HALF, self.row_blocks * BLOCK_N), jnp.float32)
 
     def by_row(self, values: Array | None, other: float = 0) -> Array | None:
-        """Returns a value for each row of the tiles, of (rows,); `other` for those that are none."""
+        """Returns an array (rows,) padded to the rows of all tiles with `other`."""
         if values is None:
             return None
         return jnp.pad(values, (0, self.row_blocks * BLOCK_N - self.rows), constant_values=other)
@@ -100,7 +103,7 @@ class Tiles:
 def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
     """Returns the row block and class block of a tile: row blocks of up to `GROUP_BYTES` share a class block.
 
-    Divisors are known to the compiler, which then multiplies: a division takes a hundred instructions.
+    The divisors are static, so the compiler multiplies instead. A division takes a hundred instructions.
     """
     most = max(1, GROUP_BYTES // (2 * BLOCK_N * tiles.hidden))
     size = cdiv(tiles.row_blocks, cdiv(tiles.row_blocks, most))
@@ -115,7 +118,7 @@ def tile_of(tiles: Tiles, tile: Array) -> tuple[Array, Array]:
 
 
 class Walk(NamedTuple):
-    """The tiles that a program takes: every `tiles.programs`-th, from its own number on."""
+    """The tiles of a program: every `tiles.programs`-th tile, from the number of the program on."""
 
     tiles: Tiles
     program: Array
@@ -128,7 +131,8 @@ def walk_of(tiles: Tiles, program: Array) -> Walk:
 
 
 def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) -> T:
-    """Calls `tile` with the number of steps before it, its own number and what the one before returned."""
+    """Calls `tile` for each tile, with the number of steps before it, its number and the result of the previous
+    call."""
     steps = walk.tiles.steps
 
     def one(t: Array, carried: tuple[Array, T]) -> tuple[Array, T]:
@@ -140,14 +144,15 @@ def over_tiles[T](walk: Walk, tile: Callable[[Array, Array, T], T], carry: T) ->
 
 @dataclass(frozen=True)
 class Half:
-    """A warpgroup's half of a tile, as its epilogue sees it.
+    """A warpgroup's half of a tile, the argument of its epilogue.
 
     Args:
         refs: the operands and results by name.
         by_row: operands that have a value for each row, (HALF,).
         row: its first row, as the call counts them; class_block: the tile's.
         first, last: the columns that count, of the call; None: all do, and `place` is None.
-        place: of `places`, where what the rows' targets have goes; below 0: none of them is here. None: not asked for.
+        place: the place, of `places`, for the values of the rows' targets. Below 0: no target is here. None: not
+            computed.
     """
 
     refs: dict[str, Any]
@@ -163,11 +168,11 @@ class Half:
         return self.class_block * BLOCK_V
 
     def of_rows(self, name: str) -> Array:
-        """Returns (HALF, PIECE), what there is one of for each row."""
+        """Returns a value of each row, broadcast to (HALF, PIECE)."""
         return lax.broadcast_in_dim(self.by_row[name], (HALF, PIECE), (0,))
 
     def of_columns(self, name: str, piece: int) -> Array:
-        """Returns (HALF, PIECE), what there is one of for each column."""
+        """Returns a value of each column, broadcast to (HALF, PIECE)."""
         columns = pl.ds(self.column + piece * PIECE, PIECE)
         values = plgpu.load(self.refs[name].at[columns], layout=COLUMN, optimized=False)
         return lax.broadcast_in_dim(values, (HALF, PIECE), (1,))
@@ -185,7 +190,7 @@ class Half:
         return jnp.where((columns >= self.first) & (columns < self.last), values, other)
 
     def put_last(self, piece: int, values: dict[str, Array]) -> None:
-        """Writes, with the last piece, (HALF,) of what there is one of for each row and block of classes."""
+        """Writes, with the last piece, the values (HALF,) of a result with a number for each row and class block."""
         if piece == PIECES - 1:
             for name, value in values.items():
                 self.refs[name][self.class_block, pl.ds(self.row, HALF)] = value
@@ -207,7 +212,7 @@ Epilogue = Callable[[Half, int, Array, Any], tuple[Any, Array | None]]
 
 @dataclass(frozen=True)
 class LogitsKernel:
-    """A kernel over tiles of logits, as it is known when the call is traced.
+    """The static arguments of a kernel over tiles of logits.
 
     Args:
         tiles: of the call.
@@ -217,8 +222,8 @@ class LogitsKernel:
             blocks) int32, halves of tiles where these are not below 0 take the path of those of which not all columns
             count: `Half.place`.
         by_row: those that have a value for each row, which epilogues get loaded.
-        epilogue: returns a piece of "out" (rows, padded) or None, and after the last piece has written what there is
-            one of for each row.
+        epilogue: returns a piece of "out" (rows, padded) or None. With the last piece it writes the results of each
+            row.
         stored: dtype of the result "out"; None: nothing is stored.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
@@ -233,7 +238,7 @@ class LogitsKernel:
 
 
 class Program(NamedTuple):
-    """A program of a kernel: its tiles, and what a warpgroup reads and writes."""
+    """A program of a kernel: its tiles, and the references that a warpgroup reads and writes."""
 
     kernel: LogitsKernel
     walk: Walk
@@ -244,13 +249,13 @@ class Program(NamedTuple):
     buffers: Any  # two for each warpgroup, (2, 2, HALF, PIECE), as TMA and as registers take them; None: no "out"
 
     def offsets(self) -> list[Any]:
-        """Returns the offsets: what was known when the call was traced costs no launch that would write it."""
+        """Returns the offsets. Static ones need no launch that writes them to memory."""
         places = iter(range(2 * PIECES, 2 * PIECES + self.kernel.offsets.count(None)))
         return [self.scalar_ref[next(places)] if one is None else jnp.int32(one) for one in self.kernel.offsets]
 
 
 def load_tiles(own: Program, x_ref: Any, w_ref: Any) -> None:
-    """The loading warpgroup: streams the steps of all tiles of this program through the ring."""
+    """The loading warpgroup: loads the steps of all tiles of this program into the ring."""
     tiles, ring = own.kernel.tiles, own.ring
     first_row, first_class, _ = own.offsets()
     if tiles.vocab_axis and own.kernel.offsets[1] is None:
@@ -277,7 +282,7 @@ def load_tiles(own: Program, x_ref: Any, w_ref: Any) -> None:
 
 
 def logits_warpgroup(own: Program) -> None:
-    """A multiplying warpgroup: its halves of all tiles of this program, each finished under the next."""
+    """A multiplying warpgroup: computes its halves of the program's tiles, and finishes each during the next matmul."""
     pauses = own_pauses(own.scalar_ref, own.warpgroup)
     arrive_at_all(own.ring.empty, STAGES)
 
@@ -297,7 +302,7 @@ def logits_warpgroup(own: Program) -> None:
 
 
 def multiply(acc: Any, own: Program, pauses: list[Any], before: Array, done: Done) -> tuple[Array, ...]:
-    """Returns the raw logits of a half tile, PIECES of (HALF, PIECE) float32; finishes what is `done` meanwhile."""
+    """Returns the raw logits of a half tile, PIECES of (HALF, PIECE) float32, and finishes `done` meanwhile."""
     ring, steps = own.ring, own.kernel.tiles.steps
 
     def step(s: Array | int, *, releases: bool = True) -> None:
@@ -321,17 +326,17 @@ def multiply(acc: Any, own: Program, pauses: list[Any], before: Array, done: Don
 
 
 class Finishing(NamedTuple):
-    """A half tile whose epilogue runs, a piece at a time."""
+    """A half tile whose epilogue runs in pieces."""
 
     done: Done
     row: Array
-    whole: Half  # as the epilogue sees it where all columns count
+    whole: Half  # the argument of the epilogue if all columns count
     masked: Half  # where not
-    cut: Array  # () bool: not all columns count
+    is_partial: Array  # () bool: not all columns count
 
 
 def finishing(own: Program, done: Done) -> Finishing:
-    """Returns what `finish` needs of a half tile that was multiplied."""
+    """Returns the arguments of `finish` for a half tile that was multiplied."""
     tiles, refs = own.kernel.tiles, own.refs
     row_block, class_block = tile_of(tiles, done.tile)
     row = row_block * BLOCK_N + own.warpgroup * HALF
@@ -341,30 +346,30 @@ def finishing(own: Program, done: Done) -> Finishing:
     whole = Half(refs, rows, row, class_block, None, tiles.classes)
     left_out = own.offsets()[2]
     masked = replace(whole, first=left_out)
-    cut = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
+    is_partial = (whole.column < left_out) | (whole.column + BLOCK_V > tiles.classes)
     if "places" in refs:
         place = refs["places"][2 * row_block + own.warpgroup, class_block]
-        masked, cut = replace(masked, place=place), cut | (place >= 0)
-    return Finishing(done, row, whole, masked, cut)
+        masked, is_partial = replace(masked, place=place), is_partial | (place >= 0)
+    return Finishing(done, row, whole, masked, is_partial)
 
 
 def finish(own: Program, found: Finishing, piece: int, carried: Any) -> Any:
-    """Runs the epilogue of a piece of a half tile; returns what the next piece's takes."""
+    """Runs the epilogue of a piece of a half tile. Returns the values that the next piece takes."""
     kernel, done = own.kernel, found.done
 
     def of(half: Half) -> Any:
         new, values = kernel.epilogue(half, piece, done.raw[piece], carried)
         return new, None if values is None else values.astype(kernel.stored)
 
-    # Where no tile is cut too: without the branch ptxas waits for every matmul, C7514.
-    carried, values = either(found.cut, lambda: of(found.masked), lambda: of(found.whole))
+    # The branch is also there if all tiles are full: without it ptxas waits for every matmul, C7514.
+    carried, values = either(found.is_partial, lambda: of(found.masked), lambda: of(found.whole))
     if values is not None:
         store_piece(own, values, found.row + done.shift, found.whole.column + piece * PIECE, piece)
     return carried
 
 
 def store_piece(own: Program, values: Array, row: Array, column: Array, piece: int) -> None:
-    """Stores a piece of "out" through one of the warpgroup's two buffers; whatever lies outside it is dropped."""
+    """Stores a piece of "out" through one of the warpgroup's two buffers; values outside of it are not stored."""
     moved, buffer = own.buffers
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
     buffer[own.warpgroup, piece % 2] = values

@@ -1,10 +1,10 @@
-"""Pallas kernels for any GPU from Ampere on, by Pallas' Triton backend: the implementation "pallas_triton", and for
-the Hopper kernels too the one that does rows again that left the range of their anchors.
+"""Kernels of Pallas' Triton backend that compute logits, for any GPU from Ampere on.
 
-How they are launched is in `triton_launch.py`; core_triton/kernels.py is the same in Triton. A program owns a tile and
-writes each output alone, so results repeat bit for bit; what is summed over tiles is reduced by `row_kernels.py` or
-XLA. Nothing is sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas' interpreter. Equations:
-linear_ce/MATH.md.
+They are the implementation "pallas_triton". The Hopper implementation uses `repair_kernel`, which recomputes rows whose
+exponentials left the range. `triton_launch.py` launches the kernels. core_triton/kernels.py has the same kernels in
+Triton. One program owns a tile and writes its outputs, so results repeat bit for bit. `row_kernels.py` or XLA reduces
+the sums of tiles. Operands are not sliced, padded or copied before. Lowered for a CPU, a kernel runs in Pallas'
+interpreter. Equations: linear_ce/MATH.md.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from jax_pallas.row_kernels import (
     Again,
     CallRows,
     Exponentials,
-    repaired_anchor,
+    repaired_ref_exponent,
 )
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
@@ -38,7 +38,7 @@ ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes f
 
 
 class Matmul(NamedTuple):
-    """The matmul that a kernel makes of rows of x and classes of w, and what makes logits of it."""
+    """The matmul of a kernel, rows of x by classes of w, and the options that turn it into logits."""
 
     rows: int
     classes: int
@@ -69,7 +69,7 @@ class LogitsTile(NamedTuple):
 
     logits: Array
     row: Array  # (block_n,)
-    inside: Array  # (block_n,) bool: these rows are there
+    inside: Array  # (block_n,) bool: the row exists
     column: Array  # (block_v,) of w
     place: Array  # (block_v,) within the chunk of classes
     first: Array  # the first of it
@@ -81,7 +81,8 @@ class LogitsTile(NamedTuple):
 
 
 def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
-    """Returns the row block and the class block of a tile: GROUP row blocks first, then the next class block."""
+    """Returns the row block and the class block of a tile: GROUP row blocks of a class block, then the next class
+    block."""
     group = lax.div(tile, GROUP * matmul.class_blocks)
     within = tile - group * (GROUP * matmul.class_blocks)
     size = lax.min(pl.cdiv(matmul.rows, ROW_BLOCK) - group * GROUP, jnp.int32(GROUP))
@@ -91,7 +92,7 @@ def blocks_of(matmul: Matmul, tile: Any) -> tuple[Array, Array]:
 def logits_tile(
     matmul: Matmul, blocks: tuple[Array, Array], scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any
 ) -> LogitsTile:
-    """Computes a tile of logits: (1), (2). Past the last row it repeats it; columns not seen hold anything."""
+    """Computes a tile of logits: (1), (2). Rows past the last repeat it. Columns that are not `seen` are undefined."""
     tile, axis, hidden, end = matmul.tile, matmul.vocab_axis, x_ref.shape[1], w_ref.shape[matmul.vocab_axis]
     row = arange(blocks[0] * ROW_BLOCK, ROW_BLOCK)
     first_place = blocks[1] * tile.block_v
@@ -147,7 +148,7 @@ def at_targets(part: LogitsTile, target: Array, values: Array, put: Callable[[Ar
 
 
 class ExponentialsIO(NamedTuple):
-    """What `store_exponentials` reads beside the logits, and writes: None where not asked for."""
+    """What `store_exponentials` reads besides the logits, and what it writes; None if not computed."""
 
     target_ref: Any  # (rows,), or those of the call
     e_ref: Any  # (rows, padded)
@@ -160,15 +161,17 @@ class ExponentialsIO(NamedTuple):
 def exponential(logits: Array, reference: Array) -> Array:
     """Returns exp(logits - reference).
 
-    Subtracted first: Triton under XLA fuses no multiplication with a subtraction, and a large logit times LOG2_E, once
-    rounded, says little of its distance to the reference.
+    The subtraction comes first. Triton under XLA does not fuse a multiplication with a subtraction, and the rounded
+    product of a large logit and LOG2_E has lost its distance to the reference.
     """
     return jnp.exp2((logits - reference) * LOG2_E)
 
 
-def store_exponentials(matmul: Matmul, part: LogitsTile, anchor: Array, io: ExponentialsIO, first_row: Any = 0) -> None:
-    """Writes what is asked for of a tile of logits under anchors (block_n,)."""
-    reference = anchor * LN_2
+def store_exponentials(
+    matmul: Matmul, part: LogitsTile, ref_exponent: Array, io: ExponentialsIO, first_row: Any = 0
+) -> None:
+    """Writes the results of `ExponentialsIO` for a tile of logits and its reference exponents (block_n,)."""
+    reference = ref_exponent * LN_2
 
     def put_target(logit: Array, owns: Array) -> None:
         for ref, value in ((io.target_exp_ref, exponential(logit, reference)), (io.target_logit_ref, logit)):
@@ -186,19 +189,19 @@ def store_exponentials(matmul: Matmul, part: LogitsTile, anchor: Array, io: Expo
 
 
 def exponentials_kernel(
-    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any, target_ref: Any,
+    matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, ref_exponent_ref: Any, target_ref: Any,
     *results: Any,
 ) -> None:  # fmt: skip
-    """Writes what is asked for of `ExponentialsIO`: (29), (31). A program owns a tile."""
+    """Writes the results of `ExponentialsIO`: (29), (31). One program owns a tile."""
     blocks, io = blocks_of(matmul, pl.program_id(0)), ExponentialsIO(target_ref, *results)
     part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
     if io.top_ref is not None:
         store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
-    store_exponentials(matmul, part, load(anchor_ref, part.row, mask=part.inside), io)
+    store_exponentials(matmul, part, load(ref_exponent_ref, part.row, mask=part.inside), io)
 
 
 def exponentials(
-    x: Array, w: Array, bias: Array | None, anchor: Array, target: Array, start: Array | int, *, rows: int,
+    x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
     classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -206,10 +209,10 @@ def exponentials(
     Args:
         x: (N, D), of which rows `start` to `start` + `rows` count.
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
-        bias, anchor: at least (classes,) float32, or None; (rows,) float32 integers.
-        target: (rows,) int32 classes, -1 for none; of a target comes back what its sum was made of, in one place.
+        bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
+        target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
-        stores, largest: whether the exponentials, the largest logits are wanted.
+        stores, largest: whether the exponentials, the largest logits are computed.
     """
     crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
@@ -218,14 +221,16 @@ def exponentials(
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
     results = stored, by_block, by_block if largest else None, of_target, of_target
-    return Exponentials(*matmul.run(exponentials_kernel, (start,), (x, w, bias, anchor, target), results, matmul.tiles))
+    return Exponentials(
+        *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
+    )
 
 
 FINDS, REDOES = 1, 2  # steps of a repair. Not 0: XLA launches a kernel to write scalars that are all 0
 
 
 class Repair(NamedTuple):
-    """What `repair_kernel` knows when the call is traced: the matmul, and how many programs share its tiles."""
+    """The static arguments of `repair_kernel`: the matmul, and how many programs divide its tiles."""
 
     matmul: Matmul
     programs: int
@@ -235,12 +240,12 @@ def repair_kernel(
     repair: Repair, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, target_ref: Any, flag_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Does the flagged row blocks of a chunk again, under anchors made of their largest logits: (30).
+    """Recomputes the flagged row blocks of a chunk with reference exponents from their largest logits: (30).
 
-    The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch. FINDS
-    raises top (P,), -inf before, to the largest logits. REDOES computes the logits again and writes what
-    `exponentials_kernel` does. Both launches are one kernel, compiled once. Programs take turns at the tiles; most
-    chunks have no flag, and there is nothing to do.
+    The scalars are the first row of x, that of the call, the chunk's first flag, and the step of this launch. The FINDS
+    step raises top (P,), initially -inf, to the largest logits. The REDOES step recomputes the logits and writes what
+    `exponentials_kernel` writes. Both launches are one kernel, which is compiled once. Programs take turns at the
+    tiles. Most chunks have no flag, and then there is nothing to do.
     """
     matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-5:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
@@ -257,16 +262,16 @@ def repair_kernel(
 
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
-            anchor = repaired_anchor(load(top_ref, at, mask=part.inside))
+            ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
             sum_ref, target_exp_ref, target_logit_ref = results
             io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref)
-            store_exponentials(matmul, part, anchor, io, first_row)
+            store_exponentials(matmul, part, ref_exponent, io, first_row)
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs
         blocks = blocks_of(matmul, lax.min(number, jnp.int32(matmul.tiles - 1)))
-        wanted = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
-        pl.when(wanted)(lambda: tile(blocks))
+        needed = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
+        pl.when(needed)(lambda: tile(blocks))
 
     steps = jnp.where(flag_ref[first_flag] != 0, jnp.int32(pl.cdiv(matmul.tiles, repair.programs)), jnp.int32(0))
     lax.fori_loop(jnp.int32(0), steps, step, None)
@@ -279,7 +284,7 @@ def repair(
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
     matmul = Matmul(size, problem.classes, *options, ranged=False)
-    known = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
+    static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
     made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
@@ -288,7 +293,13 @@ def repair(
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
         results, in_place = (rows.top, e, *made), 1 + (e is not None)
         top, e, *again = run(
-            repair_kernel, known, operands, results, (known.programs,), in_place=in_place, stages=REPAIR_STAGES
+            repair_kernel,
+            static_args,
+            operands,
+            results,
+            (static_args.programs,),
+            in_place=in_place,
+            stages=REPAIR_STAGES,
         )
         rows = rows._replace(top=top)
     return rows, e, Again(*again)
@@ -336,12 +347,12 @@ def statistics(
         class_weight: (V,) float32, indexed as w is, or None, which means ones.
         first_class, classes: the chunk, from class `first_class` of w on. A number or a scalar, as `skip` is.
         skip: how many classes at its start are left out.
-        weighted, entropy: whether the third, the fourth are wanted.
+        weighted, entropy: whether the third and the fourth result are computed.
         target: (rows,) int32, places in the chunk, none of which is left out, -1 for none; or None.
 
     Returns:
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
-        target's summand of the first sum, and its logit, 0 where there is none. None what is not wanted.
+        target's summand of the first sum, and its logit, 0 where there is none. Results that are not computed are None.
     """
     crowded = softcap is not None or weighted or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)

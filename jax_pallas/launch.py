@@ -1,7 +1,7 @@
-"""Which implementation a call runs, and what a plan needs to know of its device.
+"""Which implementation a call runs, and the device properties that a plan depends on.
 
-A call without a name is traced for no device in particular: `resolve` chooses where the program is lowered, for each
-platform of a program that is lowered for several.
+A call that names no implementation is traced without a device. `resolve` chooses when the program is lowered, for each
+platform if it is lowered for several.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array
 
-from jax_pallas.pieces import is_symbolic
+from jax_pallas.slicing import is_symbolic
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
@@ -19,7 +19,7 @@ Capability = tuple[int, int]  # compute capability of an NVIDIA GPU, (9, 0) for 
 
 
 class DeviceInfo(NamedTuple):
-    """What a plan needs to know of a device."""
+    """The properties of a device that a plan depends on."""
 
     type: str  # "cuda", "cpu", ...
     capability: int  # 80, 90, ...; 0 where it is not known
@@ -27,7 +27,7 @@ class DeviceInfo(NamedTuple):
 
 
 def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+    """Returns why these kernels cannot run a call, a sentence, or None if they can."""
     if jnp.dtype(x_dtype) not in (jnp.bfloat16, jnp.float16):
         return f"the Hopper kernels multiply bfloat16 or float16, not {jnp.dtype(x_dtype).name}"
     if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
@@ -42,7 +42,7 @@ def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str
 
 
 def hopper_gradient_limits(dtype: Any, hidden: int, vocab: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from a call that those of logits serve, or None."""
+    """Returns why these kernels cannot run a call that those of the logits can run, a sentence, or None."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"the Hopper kernels of gradients multiply bfloat16, not {jnp.dtype(dtype).name}"
     if not 0 < hidden < 2**25 or not 0 < vocab < 2**25:  # d_input multiplies steps by programs and tiles, in int32
@@ -53,7 +53,7 @@ def hopper_gradient_limits(dtype: Any, hidden: int, vocab: int) -> str | None:
 
 
 def triton_limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns a sentence that names what keeps these kernels from serving a call, or None."""
+    """Returns why these kernels cannot run a call, a sentence, or None if they can."""
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
         return f"pallas_triton multiplies bfloat16, float16 or float32, not {jnp.dtype(dtype).name}"
     if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
@@ -62,27 +62,27 @@ def triton_limits(dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str |
 
 
 def limits(implementation: str, dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
-    """Returns what keeps an implementation from arrays of these shapes and dtypes, or None."""
+    """Returns why an implementation cannot run with arrays of these shapes and dtypes, or None."""
     of_kernels = {"mosaic": hopper_limits, "pallas_triton": triton_limits}
     return of_kernels[implementation](dtype, hidden, vocab, vocab_axis) if implementation in of_kernels else None
 
 
 def check_sizes(input_shape: tuple[Any, ...], weight_shape: tuple[Any, ...]) -> None:
-    """Raises ValueError where a hidden size or a vocabulary is symbolic: only numbers of tokens may be."""
+    """Raises ValueError if the hidden size or the vocabulary is symbolic. Only the number of tokens may be."""
     for name, shape, sizes in (("input", input_shape, input_shape[-1:]), ("linear_weight", weight_shape, weight_shape)):
         if any(map(is_symbolic, sizes)):
             raise ValueError(f"{name} must have a known hidden size and vocabulary, got {shape}")
 
 
 def symbolic_limits(input_shape: tuple[Any, ...]) -> str | None:
-    """Returns what keeps the kernels from an input whose number of tokens is known only when it is called, or None."""
+    """Returns why the kernels cannot run with a symbolic number of tokens, or None if it is not symbolic."""
     if not any(map(is_symbolic, input_shape[:-1])):
         return None
     return f"input has a symbolic number of tokens, {input_shape}, which only 'chunked' takes"
 
 
 def device_limits(implementation: str, platform: str, capability: Capability | None) -> str | None:
-    """Returns what keeps an implementation from a device, or None; a capability of None, not known, does not."""
+    """Returns why an implementation cannot run on a device, or None. A capability of None (unknown) is accepted."""
     if implementation == "mosaic":
         if platform != "cuda":
             return f"the Hopper kernels need an NVIDIA GPU, not a {platform} device"
@@ -99,9 +99,9 @@ def device_limits(implementation: str, platform: str, capability: Capability | N
 def choose(
     platform: str, capability: Capability | None, dtype: Any, hidden: int, vocab: int, vocab_axis: int
 ) -> tuple[str, str]:
-    """Returns the implementation that a call takes without a name, and why it is that.
+    """Returns the implementation of a call that names none, and the reason.
 
-    Training on an H200, in multiples of XLA's three products: "mosaic" 1.00 to 1.03, "chunked" 1.8 to 2.7.
+    Training on an H200, in multiples of XLA's three GEMMs: "mosaic" 1.00 to 1.03, "chunked" 1.8 to 2.7.
 
     Args:
         platform: that a program is lowered for, "cuda" for an NVIDIA GPU.
@@ -113,7 +113,7 @@ def choose(
     if capability is None:
         return "chunked", "the GPU's compute capability is not known where this is lowered: name an implementation"
     if jnp.dtype(dtype) == jnp.float32:
-        return "chunked", "XLA's products of float32 are faster than the kernels'"  # 2 to 3.4 times, on an H200
+        return "chunked", "XLA's float32 GEMMs are faster than the kernels'"  # 2 to 3.4 times, on an H200
     reason = f"its kernels serve compute capability {_version(capability)}"
     for name in NAMES:
         obstacle = device_limits(name, platform, capability) or limits(name, dtype, hidden, vocab, vocab_axis)
@@ -126,7 +126,7 @@ def choose(
 def resolve(
     implementation: str | None, platform: str | None, dtype: Any, hidden: int, vocab: int, vocab_axis: int
 ) -> str:
-    """Returns the implementation that a call runs, which `choose` finds where it has no name.
+    """Returns the implementation that a call runs: the named one, or that of `choose`.
 
     Args:
         implementation: as given to the call.
@@ -169,11 +169,11 @@ def known_capability(platform: str) -> Capability | None:
 
 
 def device_info(implementation: str, platform: str) -> DeviceInfo:
-    """Returns what a plan needs to know of the device that an implementation's kernels are lowered for."""
+    """Returns the properties of the device that an implementation's kernels are lowered for."""
     major, minor = known_capability(platform) or (0, 0)
     multiprocessors = 0
     if implementation == "mosaic":
-        from jax_pallas.hopper import programs
+        from jax_pallas.hopper_common import programs
 
         multiprocessors = programs()
     return DeviceInfo(platform, 10 * major + minor, multiprocessors)

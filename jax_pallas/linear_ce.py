@@ -1,16 +1,16 @@
-"""The public functions: fused linear + cross-entropy for JAX, never the N x V logits.
+"""The public functions: fused linear + cross-entropy for JAX, without the N x V logits in memory.
 
-A public function checks its call and reduces it to arrays (`_prepare`), runs one of the operators of `ops.py`
-(`_loss`), and gives the results their shape. The operators know nothing of ignore_index, token weights, reductions or
-denominators: `rows.row_weights` folds all of that into one vector. Which operator a call takes:
+A public function checks its arguments and flattens their leading axes (`_prepare`), runs one of the operators of
+`ops.py` (`_loss`), and reshapes the results. `_prepare` folds ignore_index, token weights, the reduction and its
+denominator into one weight for each row (`row_math.row_weights`). This table shows which operator a call runs:
 
-    scalar reduction     `loss_and_gradients`   plan A, 3 products; undifferentiated plan B, 1 product
-    reduction="none"     `row_losses`           plan C, 4 products, 2 with a frozen head; undifferentiated plan B
+    scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
+    reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
 
-The files of a call, in order: this one, `ops.py`, then `scaled_exp.py` (or `recompute.py` with `chunked.py`), then the
-file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`, `row_kernels.py` or
-`target_kernels.py`. `plan.py` decides which.
+The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
+`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
+`row_kernels.py` or `target_grad.py`.
 """
 
 import math
@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import launch, ops, rows
+from jax_pallas import launch, ops, row_math
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
 from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
@@ -34,15 +34,15 @@ ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_we
 
 
 class LossStats(NamedTuple):
-    """What `linear_cross_entropy_with_stats` reports besides the loss; none of it carries a gradient.
+    """What `linear_cross_entropy_with_stats` returns besides the loss. None of it has a gradient.
 
-    Rows that contribute nothing (ignored, or of token_weight 0) have lse and target_logit 0.
+    Rows that do not contribute (ignored, or with token_weight 0) have lse and target_logit 0.
     """
 
     lse: Array  # (...,) float32, log-sum-exp of the logits
-    target_logit: Array  # (...,) float32, NaN for a target that is no class
+    target_logit: Array  # (...,) float32, NaN for a target that is not a class
     z_loss: Array  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
-    accuracy: Array  # () float32, share of contributing tokens whose target has the largest logit; ties count
+    accuracy: Array  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Array  # () int32, targets that are not ignore_index
 
 
@@ -62,7 +62,7 @@ class Implementation(NamedTuple):
 
 
 class Explanation(Implementation):
-    """What `explain` returns: an `Implementation`, and the plan of the call, which `str` puts into a few lines."""
+    """What `explain` returns: an `Implementation` with the plan of the call. `str` describes both in a few lines."""
 
     plan: ExecutionPlan
 
@@ -95,56 +95,58 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> Array:
-    r"""Cross-entropy of a linear layer's logits, without the logits.
+    r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
     .. math::
         \ell_i = \mathrm{lse}_i - z_{i,y_i}, \qquad z = \mathrm{cap}(\mathrm{logit\_scale} \cdot (x W^\top + b)), \qquad
         \mathrm{cap}(t) = \mathrm{softcap} \cdot \tanh(t / \mathrm{softcap})
 
-    Where `torch.nn.functional.cross_entropy` has an option its meaning is kept to the last digit, with one deviation:
-    where nothing is counted (no valid target, an empty batch, a zero denominator) the loss is 0 with zero gradients,
-    not NaN.
+    Options that `torch.nn.functional.cross_entropy` also has mean exactly the same here. There is one deviation: if no
+    token is counted (no valid target, an empty batch, a zero denominator), the loss is 0 with zero gradients, not NaN.
 
-    Sharded arrays: call it within `jax.shard_map`, on each device's own tokens. Under plain jit the compiler gathers
-    them where it cannot cut the loops and kernels, and each device then computes the whole loss; a trace of automatic
-    axes cannot see that. In a `jax.lax.scan` over micro-batches differentiate within its body, or under
-    `jax.checkpoint`: else each one's gradient of the head is saved. `jax.export` of kernels needs
-    `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A symbolic number of tokens
-    runs "chunked", in chunks of at most 1024 rows, and each token's 64 bytes are not in memory_budget.
+    - Sharded arrays: call the function within `jax.shard_map`, on the tokens of each device. Under plain jit the
+      compiler cannot partition the loops and kernels. It gathers the arrays, and each device computes the whole loss. A
+      trace with automatic axes cannot detect that.
+    - `jax.lax.scan` over micro-batches: differentiate within its body, or under `jax.checkpoint`. Otherwise the head's
+      gradient of each micro-batch is saved.
+    - `jax.export`: kernels need `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`; "chunked" needs nothing. A
+      symbolic number of tokens runs "chunked", in chunks of at most 1024 rows. Then memory_budget does not include
+      64 bytes for each token.
 
     Args:
         input: (..., D) float16, bfloat16 or float32 hidden states.
-        linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype, or float32 (then rounded to input's
-            dtype slab by slab, its gradient in float32; the logits are computed twice, which a copy in input's dtype
-            spares).
-        target: (...,) class indices, any integer dtype. A target that is neither a class nor `ignore_index` makes its
-            row's loss and gradients NaN; `check_targets` finds such rows.
+        linear_weight: (V, D) head, or (D, V) with vocab_axis 1; input's dtype or float32. A float32 head is rounded to
+            input's dtype one vocabulary chunk at a time, and its gradient is float32. Then the logits are computed
+            twice; pass a copy in input's dtype to avoid that.
+        target: (...,) class indices, any integer dtype. If a target is neither a class nor `ignore_index`, the loss
+            and the gradients are NaN; `check_targets` finds such targets.
         linear_bias: (V,) input's dtype or float32.
         weight: (V,) class weights. With "mean" the denominator is their sum over the counted targets.
-        token_weight: (...,) factor on each token's loss; not in the denominator, not differentiated.
+        token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
         reduction: "mean", "sum" or "none".
-        normalizer: () denominator of "mean" instead of the number of counted tokens (of a global batch, of all
-            micro-batches); not differentiated.
-        ignore_index: target of tokens that contribute nothing, whatever they hold.
+        normalizer: () denominator of "mean" in place of the number of counted tokens, for example the number in a
+            global batch or in all micro-batches. It is not differentiated.
+        ignore_index: target of tokens that do not contribute. Their input may hold any values.
         label_smoothing: in [0, 1].
-        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss; class weights do not touch it.
-        softcap: bound on the logits, or None.
+        z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss. Class weights do not apply to it.
+        softcap: bound on the absolute value of the logits, or None.
         logit_scale: factor on the raw logits.
-        vocab_size: rows of linear_weight past it are padding: no probability, zero gradient.
-        vocab_axis: which axis of linear_weight is the vocabulary; 1 is Flax's own kernel layout, never copied
-            transposed.
-        memory_budget: bytes of workspace above inputs and gradients, 512 MiB for None.
+        vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
+            zero gradient.
+        vocab_axis: which axis of linear_weight is the vocabulary. 1 is the kernel layout of Flax. The head is never
+            transposed in memory.
+        memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
-            the call is lowered for (`explain` tells which). A named one never falls back.
+            the call is lowered for (`explain` returns which). A named implementation never falls back to another.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
 
     Raises:
-        TypeError: an argument is no array, or has a dtype that is not admitted.
-        ValueError: a shape, option, a memory_budget that cannot hold the smallest piece, or an array sharded over
-            explicit axes; the message names the argument.
+        TypeError: an argument is not an array or has an unsupported dtype.
+        ValueError: a shape or an option is wrong, memory_budget cannot hold the smallest chunk, or an array is sharded
+            over explicit axes. The message names the argument.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -156,8 +158,8 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
-            slab: Wijmans et al.,
-        "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md (1)-(18).
+        chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
+        (1)-(18).
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
@@ -186,13 +188,13 @@ def linear_cross_entropy_with_stats(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, LossStats]:
-    """`linear_cross_entropy` together with the statistics that its pass over the logits leaves behind.
+    """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`; only the loss carries a gradient.
+        The loss and `LossStats`. Only the loss has a gradient.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -238,7 +240,8 @@ def linear_log_probs(
     memory_budget: int | None = None,
     implementation: str | None = None,
 ) -> LogProbs:
-    r"""Log-probability of each target, entropy and log-sum-exp of each row, without the logits; differentiable each.
+    r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
+    logits.
 
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
@@ -246,7 +249,7 @@ def linear_log_probs(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and take no gradient.
+        `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -320,13 +323,13 @@ def explain(
         input: (..., D).
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
-        gradients: whether the gradients of input and linear_weight are wanted.
+        gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
 
     Raises:
         TypeError: a dtype that is not admitted.
         ValueError: a shape or an option; `implementation` is no implementation, or cannot serve these shapes and
-            dtypes; memory_budget cannot hold the smallest piece.
+            dtypes; memory_budget cannot hold the smallest chunk.
 
     Example:
         >>> import jax.numpy as jnp
@@ -448,7 +451,7 @@ def _prepare(
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)
     flat_token_weight = None if named["token_weight"] is None else named["token_weight"].reshape(-1)
-    row_weight, n_valid = rows.row_weights(
+    row_weight, n_valid = row_math.row_weights(
         spec, flat_target, class_weight, flat_token_weight, named["normalizer"], classes
     )
     options = ops.Options(
@@ -485,7 +488,7 @@ def _check_unsharded(name: str, array: Array | None) -> None:
 
 
 def _signed(target: Array | np.ndarray) -> Array:
-    """Returns `target` in int32 or int64; what would change its value there is no class, and becomes another such."""
+    """Returns `target` in int32 or int64. A value that does not fit is not a class, and becomes another that is not."""
     range32 = np.iinfo(np.int32)
     if target.dtype in (jnp.uint32, jnp.uint64):
         target = (np if isinstance(target, np.ndarray) else jnp).minimum(target, range32.max)

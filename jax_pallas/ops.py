@@ -6,14 +6,15 @@
                           computes d_input instead, and the backward rule scales its rows
     `log_probs`           plan C for log-probabilities
 
-Undifferentiated, each runs plan B and does no gradient work. Which gradients a rule computes follows from what is
-differentiated: a custom_vjp with symbolic zeros is told. The operators know nothing of ignore_index, token weights,
-reductions or denominators: `rows.row_weights` folds all of that into one vector.
+If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
+are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
+ignore_index, token weights, reductions and denominators into one vector before.
 
-Primitives stand on both sides of a custom_vjp function (`primitives.py`). Outside, for the sake of vmap: batching a
-custom_vjp would keep one d_weight for each batch element until they are summed; the batching rule flattens the batch
-into rows instead, and lets plan C take a cotangent for each. Inside, around the loops over chunks: partial evaluation
-(of `jax.checkpoint`, say) would hoist what it finds invariant out of them, such as every slab of the head.
+There are primitives outside and inside of each custom_vjp function (`primitives.py`). The outer one is for vmap:
+batching a custom_vjp would keep one d_weight for each batch element until they are summed. Its batching rule flattens
+the batch into rows, and plan C takes a cotangent for each row. The inner one is around the loops over chunks. Without
+it, partial evaluation (in `jax.checkpoint` for example) would hoist loop invariants, such as every vocabulary chunk of
+the head.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,25 +26,22 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_pallas import chunked, launch, rows
+from jax_pallas import chunked, launch, row_math
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
-from jax_pallas.rows import Coefficients
+from jax_pallas.row_math import Coefficients
 from linear_ce.spec import LossSpec
 
-RESIDUAL = (
-    "linear_ce_residual"  # the checkpoint_name of what a forward rule saves; a policy that saves it spares a rerun
-)
+# The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
+RESIDUAL = "linear_ce_residual"
 
-Arrays = tuple[
-    Array, ...
-]  # input (N, D), linear_weight, target (N,), row_weight (N,), then linear_bias and class_weight
+Arrays = tuple[Array, ...]  # input (N, D), linear_weight, target (N,), row_weight (N,), then linear_bias, class_weight
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is static in a call."""
+    """The static arguments of a call."""
 
     spec: LossSpec
     classes: int
@@ -52,7 +50,7 @@ class Options:
     implementation: str | None  # None: chosen where the call is lowered
     has_bias: bool
     has_class_weight: bool
-    statistics: bool  # the largest logits are wanted; without they may be inf
+    statistics: bool  # the largest logits are computed; without they may be inf
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
@@ -69,7 +67,7 @@ class Options:
         return {**dict(zip(names, arrays[:4], strict=True)), "linear_bias": linear_bias, "class_weight": class_weight}
 
     def needs_grad(self, primals: Sequence[Any]) -> NeedsGrad:
-        """Reads from a forward rule's primals what is differentiated."""
+        """Returns which arguments are differentiated, from the primals of a forward rule."""
         named = self.named(primals)
         bias = named["linear_bias"]
         return NeedsGrad(
@@ -77,7 +75,7 @@ class Options:
         )
 
     def cotangents(self, gradients: Gradients) -> Any:
-        """A backward rule's results; None stands for zero."""
+        """Returns the results of a backward rule. None means zero."""
         return self.arrays(
             input=gradients.d_input,
             linear_weight=gradients.d_weight,
@@ -143,7 +141,7 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, lse, needs_grad = recomputed
     problem = _problem("gradients", options, arrays, needs_grad)
     upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
-    coefficients = rows.loss_coefficients(
+    coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, problem.row_weight, problem.class_weight, options.classes
     )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
@@ -171,7 +169,7 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
     problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
     cotangents = tuple(map(_dense, cotangents))
-    coefficients = rows.log_prob_coefficients(
+    coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
     return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
@@ -197,7 +195,7 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 
 
 @opaque("linear_ce_losses")
-def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, rows.RowStatistics]:
+def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, row_math.RowStatistics]:
     """Plan B."""
     problem = _problem("losses", options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
     plan = plan_of(problem)
@@ -210,7 +208,7 @@ def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tu
 
 
 @opaque("linear_ce_statistics")
-def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> rows.RowStatistics:
+def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> row_math.RowStatistics:
     """Plan B, with the entropy."""
     problem = _problem("statistics", options, arrays, NO_GRADIENTS, platform, entropy=True)
     plan = plan_of(problem)
@@ -226,7 +224,7 @@ def _plan_a(
     statistics = options.statistics
     problem = _problem("loss_and_gradients", options, arrays, needs_grad, platform, statistics=statistics)
     plan = plan_of(problem)
-    scales = rows.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
+    scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
@@ -294,7 +292,7 @@ def plan_for(
     statistics: bool = False,
     entropy: bool = False,
 ) -> ExecutionPlan:
-    """Returns the plan of a problem: `plan.make_plan` with what it needs to know of the arrays."""
+    """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays."""
     key = PlanKey(
         stage=stage,
         input=layout_of(problem.input),
@@ -316,7 +314,7 @@ def plan_for(
 
 
 def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
-    """Returns what makes the tiles of the plans in `chunked`; Pallas is imported only where its kernels do."""
+    """Returns the functions that compute the tiles of a plan of `chunked`. Pallas is imported only for its kernels."""
     if plan.path == "chunked":
         return chunked.XLA_TILES
     from jax_pallas.recompute import KERNEL_TILES

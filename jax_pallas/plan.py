@@ -1,7 +1,7 @@
-"""The one decision of a call: which path runs, with which kernels, in which pieces.
+"""The plan of a call: which path runs, with which kernels, in which chunks.
 
-`make_plan` is a pure function of shapes, dtypes, device and options. Nothing below it asks again. The plan determines
-speed and memory, and never changes a result beyond rounding.
+`make_plan` is a pure function of shapes, dtypes, device and options, and all these decisions are made here. A plan
+determines speed and memory. It changes results only by rounding.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
-    """What a plan needs to know of a matrix."""
+    """The properties of a matrix that a plan depends on."""
 
     shape: tuple[int, int]
     itemsize: int
@@ -28,7 +28,7 @@ class MatrixLayout(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """All that a plan depends on."""
+    """Everything that a plan depends on."""
 
     stage: Stage
     input: MatrixLayout  # (N, D)
@@ -53,19 +53,20 @@ class ExecutionPlan:
 
     Args:
         implementation: "mosaic", "pallas_triton" or "chunked".
-        path: "scaled_exp" stores scaled exponentials, 3 matmuls with gradients and 1 without; "recompute" computes
-            logits again for the gradients, 4 matmuls; "chunked" is XLA's own operators.
-        hopper: the matmul kernels are those of sm_90, in Mosaic; otherwise those of Pallas' Triton backend.
-        tile: of logits; None where no kernel runs.
-        chunks: rows at a time, and what depends on them.
+        path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
+            logits for the gradients: 4 matmuls. "chunked" uses XLA operators only.
+        hopper: whether the matmul kernels are those for sm_90, in Mosaic, or those of Pallas' Triton backend.
+        tile: the tile of logits; None if no kernel runs.
+        chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" run.
-        casts_head: the head is copied to the input's dtype, a piece at a time.
-        slabs_in_place: kernels read slabs of the head where they are; otherwise from a copy of each.
-        d_input_kernel: d_input comes from our kernel; otherwise from XLA's GEMM.
-        d_weight_kernel: d_weight comes from our kernel; otherwise from XLA's GEMM.
-        d_weight_starts: the kernel that adds to d_weight also starts it, which saves compiling another, 1.5 s.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
+        vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
+        d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
+        d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
+        d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
+            kernel, 1.5 s.
     """
 
     implementation: str
@@ -77,7 +78,7 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     casts_head: bool
-    slabs_in_place: bool
+    vocab_chunks_in_place: bool
     d_input_kernel: bool
     d_weight_kernel: bool
     d_weight_starts: bool = False
@@ -117,7 +118,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest piece; the message names the least that would do.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
     """
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
@@ -139,7 +140,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            slabs_in_place=False, d_input_kernel=False, d_weight_kernel=False,
+            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
@@ -150,8 +151,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
-    # Slabs, of multiples of 64 classes, begin where TMA can in a (D, V) head's rows: at such multiples.
-    slabs_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
+    # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
+    vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     # As the launchers in kernels.py have it.
     crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
@@ -187,10 +188,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            slabs_in_place=slabs_in_place,
+            vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, d_weight_starts=d_weight_starts,
         )  # fmt: skip
-    d_weight_kernel = multiplies and slabs_in_place
+    d_weight_kernel = multiplies and vocab_chunks_in_place
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
@@ -200,11 +201,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,
-        converts=casts_head,
+        needs_cast=casts_head,
         in_place=d_weight_kernel,
         budget=key.memory_budget,
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
-        slabs_in_place=slabs_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+        vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
     )  # fmt: skip

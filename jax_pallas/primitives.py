@@ -1,9 +1,10 @@
-"""Two ways of making a JAX primitive of a function: to keep transformations out, and to give it its own vmap.
+"""Two ways to turn a function into a JAX primitive: `opaque` keeps transformations out, `differentiable` sets its vmap.
 
-Both take `function(static, *arguments)`, the first argument hashable, the others pytrees of arrays.
+Both take `function(static, *arguments)`. The first argument is hashable, the others are pytrees of arrays.
 
-Under `jax.shard_map` a primitive's arguments are made to vary over the same axes of the mesh, as JAX's own are, so that
-what was the same on all devices gets the sum of their gradients. An opaque one's own program knows of no mesh.
+Under `jax.shard_map` all arguments of a primitive are made to vary over the same mesh axes, as the arguments of JAX's
+primitives are. Then an array that was the same on all devices gets the sum of their gradients. The program of an opaque
+primitive has no mesh.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,8 +59,8 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
         results = primitive.bind(*leaves, static=static, tree=tree)
         return tuple(results) if returns_tuple else jax.tree.unflatten(shapes_of(leaves, static, tree)[1], results)
 
-    def flat(*leaves: Any, static: Any, tree: Any, **known: Any) -> list[Any]:
-        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **known))
+    def flat(*leaves: Any, static: Any, tree: Any, **static_args: Any) -> list[Any]:
+        return jax.tree.leaves(function(static, *jax.tree.unflatten(tree, leaves), **static_args))
 
     def abstract(*avals: Any, static: Any, tree: Any) -> list[Any]:
         mesh, axes = avals[0].sharding.mesh, avals[0].manual_axis_type
@@ -76,10 +77,11 @@ def _primitive(name: str, function: Function, *, returns_tuple: bool) -> tuple[P
 
 
 def compiled(primitive: Primitive, function: Function, *static: str) -> Function:
-    """Returns what runs a primitive outside of any trace: a program of its own.
+    """Returns the implementation of a primitive outside of a trace: a separate jitted program.
 
-    `jax.debug_nans` calls what it finds a NaN in again without `jax.jit`, and `jax.disable_jit` calls all so: a program
-    that binds the primitive would then call itself without end. They get `function`, operation by operation.
+    When `jax.debug_nans` finds a NaN, it calls the program again without `jax.jit`. `jax.disable_jit` does that for all
+    calls. A program that binds the primitive would then call itself endlessly, so they run `function`, operation by
+    operation.
     """
 
     def call(*leaves: Any, **parameters: Any) -> Any:
@@ -90,11 +92,11 @@ def compiled(primitive: Primitive, function: Function, *static: str) -> Function
 
 
 def opaque(name: str) -> Callable[[Function], Function]:
-    """Makes a function a primitive that is differentiated by nothing and partially evaluated as a whole.
+    """Turns a function into a primitive that is not differentiable and that partial evaluation does not split.
 
-    The function takes the `platform` that it is lowered for; without, it is traced for the shapes of its results. It is
-    traced again where it is lowered, and there for that platform alone, which `jax.lax.platform_dependent` would not
-    do. Under vmap it runs for one element after the other: each fills the budget of memory.
+    The function takes the `platform` that it is lowered for. Without a platform it is traced for the shapes of its
+    results. When it is lowered it is traced again, for that platform only, which `jax.lax.platform_dependent` would not
+    do. Under vmap it runs for one element after the other, because each one may take the whole memory budget.
     """
 
     def decorate(function: Function) -> Function:
@@ -125,8 +127,8 @@ def opaque(name: str) -> Callable[[Function], Function]:
 
 
 def differentiable(name: str, function: Function, batched: Batched) -> Function:
-    """Makes a custom_vjp function of a tuple of arrays a primitive whose vmap is `batched`, or the function's own where
-    that gives None.
+    """Turns a custom_vjp function of a tuple of arrays into a primitive. Its vmap is `batched`, or the vmap of the
+    function if `batched` returns None.
 
     A call that is differentiated does not trace the version without gradients.
     """

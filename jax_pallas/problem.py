@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas.pieces import SYMBOLIC_TOKENS, Piece, is_symbolic
 from jax_pallas.plan import ExecutionPlan, MatrixLayout
+from jax_pallas.slicing import SYMBOLIC_TOKENS, Slice, is_symbolic
 from linear_ce.spec import LossSpec
 
 
@@ -24,13 +24,13 @@ class Problem:
             `vocab_offset`; float32 or input's dtype.
         linear_bias: (V,), of the same rows, or None.
         target: (N,) int32, class indices of the whole vocabulary.
-        row_weight: (N,) float32 of `rows.row_weights`; rows of 0 are selected out.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
         class_weight: (K,) float32 of the whole vocabulary, or None.
         spec: the options.
         classes: K of the whole vocabulary.
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
-        plan: how the call runs; None where a test calls the pieces of `chunked` by themselves.
+        plan: how the call runs; None in tests that call the functions of `chunked` directly.
     """
 
     input: Array
@@ -51,43 +51,44 @@ class Problem:
 
     @property
     def local_classes(self) -> int:
-        """How many rows of linear_weight are classes; the rest is padding."""
+        """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[self.vocab_axis])
 
-    def slab_class_weight(self, slab: Piece) -> Array | None:
+    def class_weight_of(self, vocab_chunk: Slice) -> Array | None:
         if self.class_weight is None:
             return None
-        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + slab.start, slab.size)
+        return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + vocab_chunk.start, vocab_chunk.size)
 
-    def slab_weight(self, slab: Piece) -> Array:
-        """Returns the slab of the head, (v, D) or (D, v), in input's dtype."""
-        return slab.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+    def weight_of(self, vocab_chunk: Slice) -> Array:
+        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype."""
+        return vocab_chunk.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
 
-    def target_column(self, target: Array, slab: Piece) -> tuple[Array, Array]:
-        """Returns each target's column within a slab, (n,), some column where it has none, and whether it has one."""
-        column = target - (self.vocab_offset + slab.start)
-        hit = (column >= 0) & (column < slab.size)
-        column = column.clip(0, slab.size - 1)
-        return column, hit if slab.fresh is None else hit & slab.fresh[column]
+    def target_column(self, target: Array, vocab_chunk: Slice) -> tuple[Array, Array]:
+        """Returns each target's column within a vocabulary chunk, (n,), some column where it has none, and whether it
+        has one."""
+        column = target - (self.vocab_offset + vocab_chunk.start)
+        hit = (column >= 0) & (column < vocab_chunk.size)
+        column = column.clip(0, vocab_chunk.size - 1)
+        return column, hit if vocab_chunk.fresh is None else hit & vocab_chunk.fresh[column]
 
-    def chunk_row_weight(self, chunk: Piece) -> Array:
+    def chunk_row_weight(self, chunk: Slice) -> Array:
         """Returns (n,) row weights, 0 for rows that an earlier chunk has seen."""
         row_weight = chunk.of(self.row_weight)
         return row_weight if chunk.fresh is None else jnp.where(chunk.fresh, row_weight, 0.0)
 
-    def rows(self, chunk: Piece) -> Array:
-        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute: they may hold NaN."""
+    def rows(self, chunk: Slice) -> Array:
+        """Returns the chunk's input, (n, D), with zeros in rows that do not contribute, because those may hold NaN."""
         return jnp.where((self.chunk_row_weight(chunk) != 0)[:, None], chunk.of(self.input), 0)
 
 
 def plan_of(problem: Problem) -> ExecutionPlan:
-    """Returns the problem's plan, which is there in every call of the public functions."""
+    """Returns the problem's plan. Every call of a public function has one."""
     assert problem.plan is not None
     return problem.plan
 
 
 def layout_of(matrix: Array) -> MatrixLayout:
-    """Returns what a plan needs to know of a matrix."""
+    """Returns the properties of a matrix that a plan depends on."""
     rows, columns = matrix.shape
     # As many rows as a symbolic number stands for: at most a chunk of them is computed in vain.
     return MatrixLayout(
@@ -96,7 +97,7 @@ def layout_of(matrix: Array) -> MatrixLayout:
 
 
 class Gradients(NamedTuple):
-    """None where not asked for."""
+    """The gradients of a call; None for those that are not computed."""
 
     d_input: Array | None  # (N, D), input's dtype
     d_weight: Array | None  # linear_weight's shape and dtype
@@ -104,7 +105,7 @@ class Gradients(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which gradients a call computes; the others cost nothing."""
+    """Which gradients a call computes. The others take no time and no memory."""
 
     d_input: bool
     d_weight: bool
@@ -114,10 +115,10 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
-def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
-    """Returns the product of a and b over one axis of each, in float32 with float32 accumulation.
+def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
+    """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 
-    float32 operands mean float32 products, not TF32, unless `jax.default_matmul_precision` asks for less.
+    float32 operands mean float32 matmuls, not TF32, unless `jax.default_matmul_precision` asks for less.
     """
     exact = a.dtype == jnp.float32 and jax.config.jax_default_matmul_precision is None
     return lax.dot_general(
@@ -130,18 +131,19 @@ def product_of(a: Array, b: Array, contract: tuple[int, int]) -> Array:
 
 
 def add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, d_weight: Array
 ) -> Array:
-    """Returns d_weight with scale * d_logits^T x added to its slab, of d_logits (n, v) and x (n, D); None is 1."""
+    """Returns d_weight with scale * d_logits^T x added to its vocabulary chunk, of d_logits (n, v) and x (n, D); None
+    is 1."""
     axis = problem.vocab_axis
-    product = product_of(d_logits, x, (0, 0)) if axis == 0 else product_of(x, d_logits, (0, 0))
+    update = float32_matmul(d_logits, x, (0, 0)) if axis == 0 else float32_matmul(x, d_logits, (0, 0))
     if scale is not None:
-        product = product * scale
-    return slab.put(d_weight, slab.of(d_weight, axis) + product, axis)
+        update = update * scale
+    return vocab_chunk.put(d_weight, vocab_chunk.of(d_weight, axis) + update, axis)
 
 
 class HeadSums(NamedTuple):
-    """The gradients of the head while chunks add to them; None where not asked for."""
+    """The gradients of the head while chunks add to them; None if not computed."""
 
     d_weight: Array | None  # float32, or linear_weight's dtype where a float32 sum would not fit the budget
     d_bias: Array | None  # (V,) float32

@@ -1,9 +1,9 @@
-"""The tiles of `chunked.py` made by kernels: for calls that compute logits again for their gradients, 1 + 3 matmuls.
+"""The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A takes them with float16, float32, label smoothing or a head of another dtype, and plan C always. Rows go in
-chunks and the vocabulary in slabs as in `chunked`; no logit leaves a multiprocessor in the first pass, and d_logits are
-written once in the second. The gradients are XLA's GEMMs of those, but d_weight comes from a kernel where an
-implementation has one.
+Plan A uses them for float16, float32, label smoothing or a head of another dtype. Plan C always uses them. The chunks
+of rows and vocabulary chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The
+second pass writes d_logits once, and the gradients are XLA GEMMs of d_logits. If the implementation has a kernel for
+d_weight, that kernel computes d_weight.
 """
 
 from types import ModuleType
@@ -13,16 +13,16 @@ from jax import Array
 
 from jax_pallas import kernels
 from jax_pallas.chunked import RowGradient, Tiles
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem, add_d_weight, plan_of
-from jax_pallas.rows import Partial
-from jax_pallas.scaled_exp import known
+from jax_pallas.row_math import Partial
+from jax_pallas.scaled_exp import static_args
+from jax_pallas.slicing import Slice
 
 
-def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy: bool) -> tuple[Partial, None]:
-    w, bias, class_weight, first, skip = _slab(problem, slab)
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, None]:
+    w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     weighted = problem.spec.label_smoothing != 0
-    column, hit = problem.target_column(target, slab)
+    column, hit = problem.target_column(target, vocab_chunk)
     top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = _launcher(problem).statistics(
         x,
         w,
@@ -32,7 +32,7 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
         first,
         skip,
         target=jnp.where(hit, column, -1),
-        **known(problem, len(x), slab.size),
+        **static_args(problem, len(x), vocab_chunk.size),
         weighted=weighted,
         entropy=entropy,
     )
@@ -40,16 +40,16 @@ def _partial(problem: Problem, x: Array, target: Array, slab: Piece, *, entropy:
 
 
 def _d_logits(
-    problem: Problem, x: Array, target: Array, slab: Piece, row: RowGradient, logits: None
+    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, row: RowGradient, logits: None
 ) -> tuple[Array, Array | None]:
-    w, bias, class_weight, first, skip = _slab(problem, slab)
+    w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
     coefficients = row.coefficients
     d_logits = _launcher(problem).d_logits(
         x,
         w,
         bias,
         class_weight if coefficients.sigma is not None else None,
-        target - (problem.vocab_offset + slab.start) + first,
+        target - (problem.vocab_offset + vocab_chunk.start) + first,
         row.lse,
         coefficients.alpha,
         coefficients.tau,
@@ -59,19 +59,19 @@ def _d_logits(
         0,
         first,
         skip,
-        **known(problem, len(x), slab.size),
+        **static_args(problem, len(x), vocab_chunk.size),
     )
     if not row.bias:
         return d_logits, None
     scale = 1.0 if row.bias_scale is None else row.bias_scale[:, None]
-    return d_logits, (d_logits[: len(x), : slab.size].astype(jnp.float32) * scale).sum(0)
+    return d_logits, (d_logits[: len(x), : vocab_chunk.size].astype(jnp.float32) * scale).sum(0)
 
 
 def _add_d_weight(
-    problem: Problem, d_logits: Array, x: Array, slab: Piece, scale: Array | None, d_weight: Array
+    problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, d_weight: Array
 ) -> Array:
     if not plan_of(problem).d_weight_kernel:
-        return add_d_weight(problem, d_logits[: len(x), : slab.size], x, slab, scale, d_weight)
+        return add_d_weight(problem, d_logits[: len(x), : vocab_chunk.size], x, vocab_chunk, scale, d_weight)
     from jax_pallas import hopper_gradients
 
     axis = problem.vocab_axis
@@ -80,10 +80,10 @@ def _add_d_weight(
         x,
         0,
         vocab=d_weight.shape[axis],
-        classes=slab.size,
+        classes=vocab_chunk.size,
         vocab_axis=axis,
         old=d_weight,
-        first_class=jnp.int32(slab.start),
+        first_class=jnp.int32(vocab_chunk.start),
     )
 
 
@@ -91,7 +91,7 @@ KERNEL_TILES = Tiles(_partial, _d_logits, _add_d_weight)
 
 
 def _launcher(problem: Problem) -> ModuleType:
-    """Returns the file of the plan's kernels of logits; Mosaic is imported only where they are its."""
+    """Returns the module with the plan's kernels. Mosaic is imported only if the plan uses it."""
     if not plan_of(problem).hopper:
         return kernels
     from jax_pallas import hopper_logits
@@ -99,18 +99,20 @@ def _launcher(problem: Problem) -> ModuleType:
     return hopper_logits
 
 
-def _slab(problem: Problem, slab: Piece) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
-    """Returns a head that has the slab, its bias and class weights in float32, the slab's first class in them, and how
-    many of its classes an earlier slab has seen."""
-    skip = 0 if slab.fresh is None else slab.size - slab.fresh.sum()
-    w, bias, first = problem.linear_weight, problem.linear_bias, slab.start
+def _vocab_chunk(
+    problem: Problem, vocab_chunk: Slice
+) -> tuple[Array, Array | None, Array | None, Array | int, Array | int]:
+    """Returns a head that contains the vocabulary chunk, its bias and class weights in float32, the row of the chunk's
+    first class in them, and how many of the chunk's classes are also in an earlier chunk."""
+    skip = 0 if vocab_chunk.fresh is None else vocab_chunk.size - vocab_chunk.fresh.sum()
+    w, bias, first = problem.linear_weight, problem.linear_bias, vocab_chunk.start
     plan = plan_of(problem)
-    copied = plan.casts_head or not (slab.fresh is None or plan.slabs_in_place)
+    copied = plan.casts_head or not (vocab_chunk.fresh is None or plan.vocab_chunks_in_place)
     if copied:
-        w, first = problem.slab_weight(slab), 0
-        bias = None if bias is None else slab.of(bias)
-    class_weight = problem.slab_class_weight(slab)
-    if problem.class_weight is not None and not copied:  # in the head's own numbering
+        w, first = problem.weight_of(vocab_chunk), 0
+        bias = None if bias is None else vocab_chunk.of(bias)
+    class_weight = problem.class_weight_of(vocab_chunk)
+    if problem.class_weight is not None and not copied:  # numbered as the head's rows are
         class_weight = jnp.zeros(w.shape[problem.vocab_axis], jnp.float32)
         size = min(problem.local_classes, len(class_weight))
         class_weight = class_weight.at[:size].set(problem.class_weight[problem.vocab_offset :][:size])

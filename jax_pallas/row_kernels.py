@@ -1,9 +1,8 @@
-"""Kernels of Pallas' Triton backend that multiply no matrices: what happens to rows between the matmuls of
-`scaled_exp.py`.
+"""Kernels of Pallas' Triton backend without matmuls: the work on rows between the matmuls of `scaled_exp.py`.
 
-They serve both families of matmul kernels. They read and write each number once or a few times, and sum in one fixed
-order. What belongs to a row of the call is in an array (P,), which goes on as far as the kernels of the last chunk do.
-Equations: linear_ce/MATH.md.
+Both families of matmul kernels use them. They read and write each number once or a few times, and sum in a fixed order.
+The values of the call's rows are in arrays (P,), padded to the end of the last chunk's tiles. Equations:
+linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +13,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from jax_pallas.problem import Problem
-from jax_pallas.rows import nll_and_lse
+from jax_pallas.row_math import nll_and_lse
 from jax_pallas.tile_config import CLASS_BLOCK, ROW_BLOCK
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
-# A row's sum is done again where it leaves these: far inside float32's range, far outside of what anchors near the
-# largest logit give.
+# A row is computed again if its sum is outside of these limits. They are far inside float32's range, and far outside of
+# the sums that reference exponents near the largest logit give.
 LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
 
 SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
@@ -34,30 +33,31 @@ FINISHED_COLUMNS = 512  # of the input that it scales at a time
 
 
 class CallRows(NamedTuple):
-    """What there is one of for each row of a call, (P,) float32 where nothing else is said."""
+    """The values of the rows of a call, (P,) float32 unless noted."""
 
-    target: Array  # int32, -1 where it is no class or there is no row
+    target: Array  # int32, -1 where it is not a class or there is no row
     row_weight: Array  # 0 where there is no row
-    anchor: Array  # inf where there is no row: its exponentials are zeros
-    top: Array  # the largest logit of rows whose anchor is too low, -inf before it is found
-    flag: Array  # (chunks * (1 + row blocks),) int32: of each chunk, whether any anchor is too low, and of which blocks
+    ref_exponent: Array  # inf where there is no row: its exponentials are zeros
+    top: Array  # the largest logit of rows whose reference exponent is too low, -inf before it is found
+    # (chunks * (1 + row blocks),) int32: of each chunk, whether any reference exponent is too low, and in which blocks.
+    flag: Array
     loss: Array
     lse: Array
-    target_logit: Array  # NaN where the target is no class
+    target_logit: Array  # NaN where the target is not a class
     largest: Array | None  # logit
     theta: Array | None
 
 
 class Exponentials(NamedTuple):
-    """What a chunk's logits leave, of the kernels of either family.
+    """The results of a chunk's logits, from the kernels of either family.
 
     Args:
-        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None: not asked for.
+        e: (rows or more, padded) bfloat16, times the cap's slope, 0 past the last class; None if not stored.
         sums: of the exponentials before they are rounded, (class blocks, rows or more) float32.
-        tops: the rows' largest logits, likewise; None: not asked for.
-        target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, anything where
+        tops: the rows' largest logits, (class blocks, rows or more) float32; None if not computed.
+        target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
             there is no target.
-        target_logit: and their logits.
+        target_logit: the targets' logits, likewise.
     """
 
     e: Array | None
@@ -82,14 +82,14 @@ HALF_ROWS = ROW_BLOCK // 2  # that share a row of `TargetPlaces.places`
 
 
 class Joined(NamedTuple):
-    """What the class blocks of a chunk's rows give together, (rows,) float32."""
+    """The sums of a chunk's rows over all class blocks, (rows,) float32."""
 
     total: Array  # of exponentials
     largest: Array | None  # logit
 
 
 class Again(NamedTuple):
-    """What `kernels.repair` finds of the flagged blocks of a chunk's rows, float32."""
+    """The results of `kernels.repair` for the flagged blocks of a chunk's rows, float32."""
 
     sums: Any  # (class blocks, rows)
     target_exp: Any  # (1, rows)
@@ -102,7 +102,7 @@ def chunk_flags(chunk_rows: int) -> int:
 
 
 class Pick(NamedTuple):
-    """What `pick_kernel` knows when the call is traced."""
+    """The static arguments of `pick_kernel`."""
 
     classes: int
     vocab_axis: int
@@ -112,12 +112,14 @@ class Pick(NamedTuple):
 
 
 def pick_kernel(
-    pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, anchor_ref: Any,
+    pick: Pick, target_ref: Any, row_weight_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, ref_exponent_ref: Any,
     top_ref: Any, flag_ref: Any, held_ref: Any, *_: Any,
 ) -> None:  # fmt: skip
-    """Writes a row of held, zeros where it does not contribute: it may hold anything. Also the integer anchor that its
-    target gives, 0 where it gives none: (29); -inf to top, and a zero to flag. A program owns a row. The other results
-    are only made here: those of `finish_rows_kernel`, which it writes a chunk at a time."""
+    """Writes a row of held, zeros if the row does not contribute, because it may then hold any values.
+
+    Also writes the reference exponent from the target's logit, 0 if there is none: (29). Writes -inf to top and 0 to
+    flag. One program owns a row. The other results are only allocated here: `finish_rows_kernel` writes them.
+    """
     row, (tokens, hidden) = pl.program_id(0), x_ref.shape
     target, contributes = target_ref[row], row_weight_ref[row] != 0
     x_row, y = lax.min(row, jnp.int32(tokens - 1)), lax.max(target, jnp.int32(0))
@@ -139,9 +141,9 @@ def pick_kernel(
     if pick.softcap is not None:
         logit = pick.softcap * jnp.tanh(logit / pick.softcap)
     usable = (target >= 0) & (jnp.abs(logit) < jnp.inf)
-    anchor = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
+    ref_exponent = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
     place = arange(row, 1)
-    store(anchor_ref, place, values=jnp.full(1, jnp.where(row < tokens, anchor, jnp.inf)), mask=place >= 0)
+    store(ref_exponent_ref, place, values=jnp.full(1, jnp.where(row < tokens, ref_exponent, jnp.inf)), mask=place >= 0)
     store(top_ref, place, values=jnp.full(1, -jnp.inf, jnp.float32), mask=place >= 0)
     store(flag_ref, place, values=jnp.zeros(1, jnp.int32), mask=place < flag_ref.shape[0])
 
@@ -157,24 +159,24 @@ def pick(
     flag = jax.ShapeDtypeStruct((chunks * chunk_flags(chunk_rows),), jnp.int32)
     assert flag.size <= size
     block_d = min(1024, pl.next_power_of_2(x.shape[1]))
-    known = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
+    static_args = Pick(problem.classes, problem.vocab_axis, spec.logit_scale, spec.softcap, block_d)
     operands = target, row_weight, x, problem.linear_weight, problem.linear_bias
     made = *(of_row for _ in range(3)), of_row if largest else None, of_row if gradients else None
     results = of_row, of_row, flag, held, *made
-    anchor, top, flag, held, *made = run(pick_kernel, known, operands, results, (size,), warps=4, stages=1)
-    return CallRows(target, row_weight, anchor, top, flag, *made), held
+    ref_exponent, top, flag, held, *made = run(pick_kernel, static_args, operands, results, (size,), warps=4, stages=1)
+    return CallRows(target, row_weight, ref_exponent, top, flag, *made), held
 
 
-def column_sums(ref: Any, row: Array, wanted: Any = True) -> Array:
-    """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in one fixed order; zeros
-    where it is not wanted."""
+def column_sums(ref: Any, row: Array, needed: Any = True) -> Array:
+    """Returns the sum over class blocks of ref (class blocks, rows), one for each of `row`, in a fixed order; zeros
+    where it is not needed."""
 
     def step(index: Any, total: Array) -> Array:
         block = arange(index * BLOCKS_AT_ONCE, BLOCKS_AT_ONCE)
         mask = (block < ref.shape[0])[:, None] & (row < ref.shape[1])[None, :]
         return total + load(ref, block[:, None], row[None, :], mask=mask)
 
-    steps = jnp.where(wanted, jnp.int32(pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE)), jnp.int32(0))
+    steps = jnp.where(needed, jnp.int32(pl.cdiv(ref.shape[0], BLOCKS_AT_ONCE)), jnp.int32(0))
     return lax.fori_loop(jnp.int32(0), steps, step, jnp.zeros((BLOCKS_AT_ONCE, len(row)), jnp.float32)).sum(0)
 
 
@@ -194,9 +196,9 @@ def join_blocks_kernel(
     _options: None, place_ref: Any, sum_ref: Any, top_ref: Any, row_weight_ref: Any, _: Any, flag_ref: Any,
     total_ref: Any, largest_ref: Any,
 ) -> None:  # fmt: skip
-    """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits; raises the flags of the
-    row blocks with a sum that leaves the range: (30). A program owns SMALL_BLOCK rows. Flags are only ever raised to 1,
-    so their order does not matter."""
+    """Writes the sums of a chunk's rows, total (rows,), and, if there, their largest logits. Sets the flags of the row
+    blocks with a sum that leaves the range: (30). One program owns SMALL_BLOCK rows. Flags are only set to 1, so the
+    order of the programs does not matter."""
     first, first_flag = pl.program_id(0) * SMALL_BLOCK, place_ref[FIRST_FLAG]
     row, block = arange(first, SMALL_BLOCK), lax.div(first, jnp.int32(ROW_BLOCK))
     inside = row < place_ref[SIZE]
@@ -224,7 +226,7 @@ def join_blocks(rows: CallRows, place: Array, size: int, sums: Array, tops: Arra
 
 
 class FinishRows(NamedTuple):
-    """What `finish_rows_kernel` knows when the call is traced: options of the loss."""
+    """The static arguments of `finish_rows_kernel`: options of the loss."""
 
     z_loss_weight: float
     logit_scale: float
@@ -232,17 +234,17 @@ class FinishRows(NamedTuple):
 
 
 def finish_rows_kernel(
-    known: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
+    static_args: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
     target_logit_ref: Any, target_places_ref: Any, again_sum_ref: Any, again_exp_ref: Any, again_logit_ref: Any,
-    target_ref: Any, row_weight_ref: Any, anchor_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
+    target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Finishes a chunk's rows: loss, lse, target_logit and, if there, the largest logit, zeros for rows of row_weight
-    0: (6), (10), (27), (29).
+    """Writes the results of a chunk's rows: (6), (10), (27), (29).
 
-    With gradients also writes rho (rows,), and theta to its place in the call, both times the scale: (31), and zeroes
-    the target's column of e (rows, padded), whose term theta is. It multiplies the rows of x by rho, rounded once,
-    zeros where rho is 0, where that is asked for. A program owns FINISHED_ROWS rows.
+    Writes loss, lse, target_logit and, if there, the largest logit. They are 0 for rows of row_weight 0. With gradients
+    also writes rho (rows,), and theta at its place in the call, both times the scale: (31). It sets the target's column
+    of e (rows, padded) to 0, because theta is its term. If x is given, multiplies its rows by rho, rounded once, with
+    zeros where rho is 0. One program owns FINISHED_ROWS rows.
     """
     loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
@@ -261,23 +263,23 @@ def finish_rows_kernel(
     again = inside & flagged
     total = load(total_ref, row, mask=inside)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
-    anchor = load(anchor_ref, at, mask=inside)
-    new_anchor = repaired_anchor(load(top_ref, at, mask=again))
+    ref_exponent = load(ref_exponent_ref, at, mask=inside)
+    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again))
     first, has = jnp.zeros_like(row), again & is_class
     new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (again_exp_ref, again_logit_ref))
-    total, anchor = jnp.where(again, new_total, total), jnp.where(again, new_anchor, anchor)
+    total, ref_exponent = jnp.where(again, new_total, total), jnp.where(again, new_ref_exponent, ref_exponent)
     target_exp = jnp.where(again, new_exp, target_exp)
     target_logit = jnp.where(is_class, jnp.where(again, new_logit, target_logit), jnp.nan)
 
     has_nan = total != total
     total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
-    nll, lse = nll_and_lse(total, target_exp, target_logit, anchor * LN_2, jnp.log(total))
+    nll, lse = nll_and_lse(total, target_exp, target_logit, ref_exponent * LN_2, jnp.log(total))
     nll, lse = (jnp.where(total == total, value, jnp.nan) for value in (nll, lse))  # maxima hide NaN on a GPU
     kept = jnp.where(is_class, row_weight, jnp.nan)  # no class: the whole row is NaN
     if class_weight_ref is not None:
         kept = kept * load(class_weight_ref, target, mask=is_class)
-    z_loss = 2.0 * known.z_loss_weight * row_weight * lse
-    loss = kept * nll + known.z_loss_weight * row_weight * lax.square(lse)
+    z_loss = 2.0 * static_args.z_loss_weight * row_weight * lse
+    loss = kept * nll + static_args.z_loss_weight * row_weight * lax.square(lse)
     results = (loss_ref, loss), (lse_ref, lse), (logit_ref, target_logit)
     for ref, value in results:
         store(ref, at, values=jnp.where(contributes, value, 0.0), mask=inside)
@@ -288,11 +290,11 @@ def finish_rows_kernel(
     if theta_ref is None:
         return
     theta = z_loss * jnp.exp(-nll) + kept * jnp.expm1(-nll)  # upstream * p - kept, of a confident token too
-    if known.softcap is not None:
-        theta = theta * (1.0 - lax.square(target_logit / known.softcap))
-    rho = jnp.where(contributes, known.logit_scale * (kept + z_loss) / total, 0.0)
+    if static_args.softcap is not None:
+        theta = theta * (1.0 - lax.square(target_logit / static_args.softcap))
+    rho = jnp.where(contributes, static_args.logit_scale * (kept + z_loss) / total, 0.0)
     store(rho_ref, row, values=rho, mask=inside)
-    store(theta_ref, at, values=jnp.where(contributes, known.logit_scale * theta, 0.0), mask=inside)
+    store(theta_ref, at, values=jnp.where(contributes, static_args.logit_scale * theta, 0.0), mask=inside)
     store(e_ref, row, lax.max(target, jnp.int32(0)), values=jnp.zeros_like(rho), mask=is_class)
     if x_ref is not None:
         scale_rows(x_ref, place_ref[FIRST_OF_X] + row, rho, inside)
@@ -312,8 +314,8 @@ def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
     lax.fori_loop(0, pl.cdiv(hidden, FINISHED_COLUMNS), step, None)
 
 
-def repaired_anchor(top: Array) -> Array:
-    """Returns the anchors of rows that are done again, of their largest logits: (30)."""
+def repaired_ref_exponent(top: Array) -> Array:
+    """Returns the reference exponents of rows that are computed again, from their largest logits: (30)."""
     return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
 
 
@@ -322,19 +324,19 @@ def finish_rows(
     joined: Joined, again: Again, x: Array | None,
 ) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
-    call, e, x times rho and rho, each None where it is not asked for."""
+    call, e, x times rho and rho, each None if not computed."""
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
-    known = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
+    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
     of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
-    of_call = rows.target, rows.row_weight, rows.anchor, rows.top, rows.flag, problem.class_weight
+    of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)
     results, in_place = (*written, rho), sum(array is not None for array in written)
     operands, grid = (place, *of_chunk, *of_call, *written), (pl.cdiv(size, FINISHED_ROWS),)
     (loss, lse, target_logit, largest, theta, e, x, rho) = run(
-        finish_rows_kernel, known, operands, results, grid, in_place=in_place, stages=1
+        finish_rows_kernel, static_args, operands, results, grid, in_place=in_place, stages=1
     )
     rows = rows._replace(loss=loss, lse=lse, target_logit=target_logit, largest=largest, theta=theta)
     return rows, e, x, rho

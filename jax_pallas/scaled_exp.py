@@ -1,20 +1,24 @@
-"""Plans A and B with scaled exponentials: each row's exponentials relative to a reference of its own, its anchor
-(MATH.md section 8).
+"""Plans A and B with scaled exponentials: the exponentials of each row relative to a per-row reference.
 
-Plan A is three matmuls. The one that makes the logits stores their exponentials instead, and the gradients are matmuls
-of those. It serves bfloat16 without label smoothing. `row_kernels.pick` first computes the anchors of all rows and
-copies the rows of the input that contribute. Then a chunk of rows takes these steps, in this order:
+The reference of a row is 2**k, and the integer k is its reference exponent. The kernels store
+2**(logit * log2(e) - k) (MATH.md section 8). The scale changes no mantissa, so the results do not depend on k as long
+as the exponentials stay within the range of bfloat16. At first k comes from the target's logit. Row blocks that leave
+the range are computed again with k from the largest logit.
+
+Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
+exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. `row_kernels.pick` first computes
+the reference exponents of all rows and copies the rows of the input that contribute. The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
     loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-The targets' terms of d_weight come last, for all rows (`_add_targets`). Plan B is the first two, with nothing stored
-but the sums, in any dtype.
+At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
+dtype. It stores only the sums.
 
-d_input's own memory holds the input's rows, zeros in those that do not contribute, until a chunk's rows of d_input
-replace them: then a chunk takes its exponentials and little else.
+The memory of d_input holds the rows of the input, with zeros in rows that do not contribute, until a chunk's rows of
+d_input replace them. So a chunk takes little memory besides its exponentials.
 """
 
 from typing import Any, NamedTuple
@@ -22,16 +26,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import kernels, row_kernels, target_kernels, tile_config
-from jax_pallas.pieces import Piece, over_chunks
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, plan_of, product_of
+from jax_pallas import kernels, row_kernels, target_grad, tile_config
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
 from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
-from jax_pallas.rows import RowStatistics
+from jax_pallas.row_math import RowStatistics
+from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 
 
 class Carry(NamedTuple):
-    """What chunks hand on; None where not asked for."""
+    """The values that each chunk passes to the next; None if not computed."""
 
     rows: CallRows
     held: Array | None  # (N, D): input's rows, then d_input's
@@ -40,8 +44,12 @@ class Carry(NamedTuple):
 
 
 def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Array, RowStatistics, Gradients]:
-    """Plan A, or plan B where no gradient is needed: each row's weighted loss (N,), its statistics, and the gradients
-    of their sum; (29)-(33). Without `statistics` the largest logits are inf."""
+    """Runs plan A, or plan B if no gradient is needed: (29)-(33).
+
+    Returns:
+        The weighted loss of each row (N,); the statistics of the rows, in which the largest logits are inf unless
+        `statistics`; and the gradients of the sum.
+    """
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
     chunks = -(-tokens // config.rows)
@@ -57,7 +65,7 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     )
     places = _call_places(problem, target, chunks)
 
-    def body(carry: Carry, chunk: Piece, *, first: bool) -> tuple[Carry, None]:
+    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, None]:
         return _chunk(problem, carry, chunk, places, first=first, gradients=any(needs_grad)), None
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
@@ -78,19 +86,21 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
 
 
 def _call_rows(problem: Problem) -> tuple[Array, Array]:
-    """Returns the targets, int32, -1 where they are no class, and the row weights, (P,) each: they go on as far as the
-    tiles of the last chunk's kernels do."""
+    """Returns the targets, int32, -1 where they are not a class, and the row weights, (P,) each, padded to the end of
+    the last chunk's tiles."""
     config, target = plan_of(problem).scaled_exp_config, problem.target
     last = (problem.tokens - 1) // config.rows * config.rows
     end = last + -(-config.kernel_rows(problem.tokens - last) // ROW_BLOCK) * ROW_BLOCK
     past = (0, end - problem.tokens)
-    known = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
-    return jnp.pad(known, past, constant_values=-1), jnp.pad(problem.row_weight, past)
+    target = jnp.where((target >= 0) & (target < problem.classes), target, -1).astype(jnp.int32)
+    return jnp.pad(target, past, constant_values=-1), jnp.pad(problem.row_weight, past)
 
 
 def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
-    """Returns in which places the Hopper kernel writes what the targets have, for all chunks; None for the other
-    kernels, which have one place, and where there are so many chunks that each makes its own."""
+    """Returns the places where the Hopper kernel writes the targets' logits and summands, for all chunks.
+
+    It is None for the other kernels, which have one place, and for many chunks, where each chunk computes its own.
+    """
     if not plan_of(problem).hopper or chunks > CALL_PLACES:
         return None
     from jax_pallas import hopper_logits
@@ -99,9 +109,9 @@ def _call_places(problem: Problem, target: Array, chunks: int) -> Array | None:
 
 
 def _target_places(
-    problem: Problem, target: Array, chunk: Piece, size: int, call_places: Array | None
+    problem: Problem, target: Array, chunk: Slice, size: int, call_places: Array | None
 ) -> TargetPlaces | None:
-    """Returns the places of a chunk of `size` rows: one of the call's, if these are there."""
+    """Returns the places of a chunk of `size` rows, from `call_places` if not None."""
     plan = plan_of(problem)
     if not plan.hopper:
         return None
@@ -110,12 +120,12 @@ def _target_places(
         return TargetPlaces(call_places, jnp.int32(chunk.start // rows))
     from jax_pallas import hopper_logits
 
-    of_chunk = Piece(chunk.start, size, None).of(target)
+    of_chunk = Slice(chunk.start, size, None).of(target)
     return TargetPlaces(hopper_logits.chunk_places(of_chunk, problem.classes, rows, 1), jnp.int32(0))
 
 
-def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
-    """Returns what kernels of tiles of logits know when a call is traced."""
+def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
+    """Returns the static arguments of the kernels that compute tiles of logits."""
     return {
         "rows": rows,
         "classes": classes,
@@ -126,16 +136,16 @@ def known(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
 
 
 def _chunk(
-    problem: Problem, carry: Carry, chunk: Piece, places: Array | None, *, first: bool, gradients: bool
+    problem: Problem, carry: Carry, chunk: Slice, places: Array | None, *, first: bool, gradients: bool
 ) -> Carry:
-    """Does one chunk of rows."""
+    """Computes one chunk of rows."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size = config.kernel_rows(chunk.size)
     if carry.held is not None:
         x, start = carry.held, chunk.start
     elif gradients:
         x, start = jnp.pad(problem.rows(chunk), ((0, size - chunk.size), (0, 0))), 0
-    else:  # what a row holds reaches no sum but its own
+    else:  # a row reaches no sum but its own, so rows that do not contribute may stay
         x, start = problem.input, chunk.start
     first_flag = chunk.start // config.rows * row_kernels.chunk_flags(config.rows)
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
@@ -157,7 +167,7 @@ def _chunk(
 def _store_exponentials(
     problem: Problem,
     rows: CallRows,
-    chunk: Piece,
+    chunk: Slice,
     size: int,
     place: Array,
     x: Array,
@@ -165,19 +175,19 @@ def _store_exponentials(
     *,
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Again]:
-    """Returns a chunk's exponentials e (n, padded(K)), if stored, and what their sums and its targets give; x holds its
-    rows from place[FIRST_OF_X] on.
+    """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
-    The chunk may go on past the last row: exponentials under an anchor of inf are zeros. The Hopper kernels may add
-    further rows of zeros to e.
+    The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
+    reference exponent there is inf, so the exponentials are zeros. The Hopper kernels may add more rows of zeros to e.
 
-    Row blocks with a sum that leaves the range are done again under anchors made of their largest logits. The host does
-    not know which: the launches that see to it find nothing to do where none is.
+    Row blocks whose sums leave the range are computed again with reference exponents from their largest logits. The
+    host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
+    nothing to do.
     """
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
-    part = Piece(chunk.start, size, None)
-    arrays = x, problem.linear_weight, bias, part.of(rows.anchor), part.of(rows.target)
-    options = {**known(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
+    part = Slice(chunk.start, size, None)
+    arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
+    options = {**static_args(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
@@ -192,7 +202,7 @@ def _store_exponentials(
 
 
 def _add_gradients(
-    problem: Problem, carry: Carry, chunk: Piece, e: Array, x: Array, start: Array | int, rho: Array, *, first: bool
+    problem: Problem, carry: Carry, chunk: Slice, e: Array, x: Array, start: Array | int, rho: Array, *, first: bool
 ) -> Carry:
     """Adds a chunk to the gradients: (32), (33), but for the targets' terms of the head's."""
     rows, held, d_weight, d_bias = carry
@@ -208,7 +218,7 @@ def _add_gradients(
 
 
 def _add_d_weight(
-    problem: Problem, chunk: Piece, e: Array, x: Array, start: Array | int, d_weight: Array, *, first: bool
+    problem: Problem, chunk: Slice, e: Array, x: Array, start: Array | int, d_weight: Array, *, first: bool
 ) -> Array:
     """Adds e^T x to d_weight, of rows of x already times rho: (33) without the targets' terms."""
     axis = problem.vocab_axis
@@ -227,32 +237,34 @@ def _add_d_weight(
             old=None if first and not plan.d_weight_starts else d_weight,
             starts=first if plan.d_weight_starts else None,
         )
-    scaled = Piece(start, chunk.size, None).of(x)
+    scaled = Slice(start, chunk.size, None).of(x)
     pair = (e, scaled) if axis == 0 else (scaled, e)
-    product = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
-    return product if first else d_weight + product
+    update = lax.dot_general(*pair, (((0,), (0,)), ((), ())), preferred_element_type=d_weight.dtype)
+    return update if first else d_weight + update
 
 
-def _store_d_input(problem: Problem, rows: CallRows, chunk: Piece, e: Array, held: Array, rho: Array) -> Array:
+def _store_d_input(problem: Problem, rows: CallRows, chunk: Slice, e: Array, held: Array, rho: Array) -> Array:
     """Writes the rows of d_input of a chunk: (32)."""
     plan, w = plan_of(problem), problem.linear_weight
     assert rows.theta is not None
-    theta = Piece(chunk.start, len(rho), None).of(rows.theta)
+    theta = Slice(chunk.start, len(rho), None).of(rows.theta)
     if plan.d_input_kernel:
         from jax_pallas import hopper_gradients
 
         held = _put_target_rows(problem, rows, chunk, held)
         shared = {"classes": problem.classes, "vocab_axis": problem.vocab_axis}
-        most = plan.scaled_exp_config.product_bytes
+        most = plan.scaled_exp_config.d_input_bytes
         return hopper_gradients.store_d_input(e, w, held, rho, theta, jnp.int32(chunk.start), **shared, most=most)
     w_target = target_rows(problem, chunk.of(rows.target).clip(0))
-    product = rho[:, None] * product_of(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(jnp.float32)
-    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], product, 0.0))
+    d_input = rho[:, None] * float32_matmul(e, w, (1, problem.vocab_axis)) + theta[:, None] * w_target.astype(
+        jnp.float32
+    )
+    return chunk.put(held, jnp.where((rho != 0)[:, None] | (theta != 0)[:, None], d_input, 0.0))
 
 
-def _put_target_rows(problem: Problem, rows: CallRows, chunk: Piece, held: Array) -> Array:
+def _put_target_rows(problem: Problem, rows: CallRows, chunk: Slice, held: Array) -> Array:
     """Returns held with the targets' rows of the head in the place of a chunk's rows."""
-    if isinstance(chunk.start, int):  # as an operand: with a constant, each chunk would have a kernel of its own
+    if isinstance(chunk.start, int):  # an operand, because each chunk would compile another kernel for a constant
         chunk = chunk._replace(start=lax.optimization_barrier(jnp.int32(chunk.start)))
     return chunk.put(held, target_rows(problem, chunk.of(rows.target).clip(0)))
 
@@ -268,11 +280,11 @@ def _add_targets(
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
     assert rows.theta is not None
-    target, row, theta = target_kernels.sort_by_target(
+    target, row, theta = target_grad.sort_by_target(
         rows.target, rows.row_weight, rows.theta, problem.tokens, problem.classes
     )
     if d_weight is not None:
-        d_weight = target_kernels.add_targets(
+        d_weight = target_grad.add_targets(
             d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis
         )
     if d_bias is not None:

@@ -1,5 +1,6 @@
-"""How a call is cut for the kernels: pure functions of shapes, dtypes and memory budget. Nothing here changes a result
-beyond rounding.
+"""The tiles and chunks of the kernels: pure functions of shapes, dtypes and memory budget.
+
+These functions determine speed and memory. They change results only by rounding.
 """
 
 import itertools
@@ -7,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from linear_ce.chunking import MIN_ROWS, MIN_SLAB, ChunkConfig, WorkspaceModel
+from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ def cdiv(a: int, b: int) -> int:
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
-# Classes of a tile of the Hopper kernels. A thread holds 96 sums of them, as many of the tile before, and what it
-# computes with: for 256, the most that wgmma takes, there would be no room.
+# Classes of a tile of the Hopper kernels. A thread holds 96 sums of this tile, 96 of the tile before, and temporaries.
+# With 256 classes, the most that wgmma takes, the registers would not be enough.
 CLASS_BLOCK = 192
 
 HALF = 64  # rows of a warpgroup: the least that wgmma takes
 
-STEP = 64  # units of the hidden size, or classes, that the Hopper kernels multiply at a time
+STEP = 64  # hidden units, or classes, of a step of a matmul in the Hopper kernels
 
 D_BLOCK = 2 * HALF  # columns of D of a tile of a gradient
 
@@ -48,11 +49,12 @@ class TritonTile(NamedTuple):
 
 
 def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
-    """Returns the tile of Pallas' Triton kernels; `crowded` where registers hold more than logits: a slope, a weight or
-    a gradient beside each, or operands of an `unaligned` head.
+    """Returns the tile of Pallas' Triton kernels.
 
-    A thread holds 128 float32 sums in its 255 registers, 64 where it is crowded; and 64 for float32, which no matrix
-    unit multiplies: operands take registers too. All fit an A100's shared memory; none spills there or on a Hopper.
+    A thread has 255 registers and holds 128 float32 sums. It holds 64 if `crowded`: the registers then also hold a
+    slope, a weight or a gradient for each logit, or operands of an `unaligned` head. It holds 64 for float32 too: no
+    matrix unit multiplies float32, so operands take registers. All tiles fit the shared memory of an A100. No kernel
+    spills there or on a Hopper.
     """
     if itemsize == 4:
         return TritonTile(128, 32)
@@ -60,11 +62,12 @@ def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
 
 
 def unaligned(vocab: int, vocab_axis: int) -> bool:
-    """Returns whether a thread loads a head's classes one by one: where rows of (D, V) do not start at 16 bytes."""
+    """Returns whether threads load the classes of a head one by one, because rows of (D, V) do not start at multiples
+    of 16 bytes."""
     return vocab_axis == 1 and vocab % 8 != 0
 
 
-# Of the kernel that repairs, which seldom has work: it compiles in a seventh of the time of `triton_tile`'s.
+# The tile of the repair kernel, which rarely has work. It compiles in a seventh of the time that `triton_tile`'s takes.
 REPAIR_TILE, REPAIR_STAGES = TritonTile(128, 32), 2
 
 
@@ -74,103 +77,122 @@ def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How a GPU's programs share d_input's few tiles, whose sums run over all classes: `item_of`.
+class StreamKSchedule:
+    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
 
     Args:
-        tile_rows: rows of a tile, of 128 columns of D.
-        rounds: whole tiles that each program takes first.
-        rest: tiles left, which are cut along the classes.
-        cuts: programs that take an equal part of each of them.
-        head: steps that those parts cover.
-        steps: of a whole tile.
-        spare: programs that divide the steps after the head of all cut tiles.
+        tile_rows: rows of a tile. It has 128 columns of D.
+        full_waves: whole tiles that each program computes first, data-parallel.
+        split_tiles: tiles that are left. They are split along the classes.
+        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_iters: iterations of each split tile that those parts cover.
+        iters_per_tile: iterations of a whole tile.
+        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+
+    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
+    GPU", 2023. An iteration is one step of a matmul's inner loop.
     """
 
     tile_rows: int
-    rounds: int
-    rest: int
-    cuts: int
-    head: int
-    steps: int
-    spare: int
+    full_waves: int
+    split_tiles: int
+    split_factor: int
+    split_iters: int
+    iters_per_tile: int
+    stream_k_programs: int
 
     @property
-    def slots(self) -> int:
-        """Partial tiles that wait in memory for their sum: none where no tile is cut."""
-        if self.cuts * self.rest == self.rest and self.head == self.steps:
+    def partial_tiles(self) -> int:
+        """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
+        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
             return 0
-        return self.cuts * self.rest + (self.spare + self.rest if self.spare else 0)
+        fixed_split = self.split_factor * self.split_tiles
+        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
 
     @property
     def bytes(self) -> int:
-        return 4 * self.slots * D_BLOCK * self.tile_rows
+        return 4 * self.partial_tiles * D_BLOCK * self.tile_rows
 
     @property
     def cost(self) -> float:
-        """An estimate of the time, in steps of one row of a tile, that orders what was measured on an H200.
+        """An estimate of the time, in iterations of one row of a tile. It orders schedules as measured on an H200.
 
-        A step costs 16 rows more than its own: narrow tiles read more for each matmul. Tails are read out of step
-        with the heads; and partial tiles are written and read.
+        An iteration costs 16 rows more than its own, because narrow tiles read more for each matmul. Iterations of the
+        stream-K programs read other classes than the fixed split does at the time. Partial tiles are written and read.
         """
-        tail = self.steps - self.head
-        part = max(cdiv(self.head, max(self.cuts, 1)), cdiv(tail * self.rest, max(self.spare, 1)))
-        longest = (self.tile_rows + 16) * (self.rounds * self.steps + (part if self.rest else 0))
-        return longest * (1 + 0.1 * tail / self.steps) + self.bytes / 6000
+        stream_k_iters = self.iters_per_tile - self.split_iters
+        part = max(
+            cdiv(self.split_iters, max(self.split_factor, 1)),
+            cdiv(stream_k_iters * self.split_tiles, max(self.stream_k_programs, 1)),
+        )
+        longest = (self.tile_rows + 16) * (self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0))
+        return longest * (1 + 0.1 * stream_k_iters / self.iters_per_tile) + self.bytes / 6000
 
 
-LEAST_SPARE = 16  # fewer idle programs cost less than the many short parts that they would take
+MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 TILE_ROWS = range(256, 120, -8)
 
 
-def cut(rows: int, hidden: int, classes: int, tile_rows: int, cuts_tiles: bool, many: int) -> Shares:
-    """Returns how `many` programs share tiles of so many rows; without `cuts_tiles` in whole ones."""
-    steps = cdiv(classes, STEP)
-    rounds, rest = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), many)
-    if not (rest and cuts_tiles):
-        return Shares(tile_rows, rounds, rest, int(rest > 0), steps, steps, 0)
-    cuts = min(many // rest, steps)
-    spare, head = many - cuts * rest, steps
-    if spare >= LEAST_SPARE:
-        head = max(cuts, round(steps * cuts * rest / many))
-    return Shares(tile_rows, rounds, rest, cuts, head, steps, min(spare, (steps - head) * rest))
+def schedule_of(
+    rows: int, hidden: int, classes: int, tile_rows: int, splits_tiles: bool, programs: int
+) -> StreamKSchedule:
+    """Returns how `programs` programs divide tiles of `tile_rows` rows: in whole tiles unless `splits_tiles`."""
+    iters_per_tile = cdiv(classes, STEP)
+    full_waves, split_tiles = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), programs)
+    if not (split_tiles and splits_tiles):
+        return StreamKSchedule(
+            tile_rows, full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0
+        )
+    split_factor = min(programs // split_tiles, iters_per_tile)
+    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
+    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
+        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
+    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
+    return StreamKSchedule(
+        tile_rows, full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs
+    )
 
 
-def choose_shares(rows: int, hidden: int, classes: int, most: int | None, many: int) -> Shares:
-    """Returns how `many` programs share the tiles of d_input, in at most `most` bytes of partial tiles."""
-    choices = [cut(rows, hidden, classes, *choice, many) for choice in itertools.product(TILE_ROWS, (False, True))]
-    return min((shares for shares in choices if most is None or shares.bytes <= most), key=lambda shares: shares.cost)
+def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> StreamKSchedule:
+    """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
+    choices = [
+        schedule_of(rows, hidden, classes, *choice, programs) for choice in itertools.product(TILE_ROWS, (False, True))
+    ]
+    fitting = (schedule for schedule in choices if most is None or schedule.bytes <= most)
+    return min(fitting, key=lambda schedule: schedule.cost)
 
 
-def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, many: int) -> int:
-    """Returns the bytes that `d_input` takes beside its arguments, by `many` programs; `most` is its argument of that
-    name."""
-    return choose_shares(rows, hidden, classes, most, many).bytes
+def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
+    """Returns the bytes that `d_input` takes beside its arguments, by `programs` programs; `most` is its argument of
+    that name."""
+    return choose_schedule(rows, hidden, classes, most, programs).bytes
 
 
-# Of a row, for its target's logit and summand: each of `TARGET_PLACES` tiles that hold a target has a place for all of
-# its rows' two numbers.
+# Places of a row for its target's logit and summand. Each of `TARGET_PLACES` tiles that hold a target has a place for
+# the two numbers of all its rows.
 TARGET_PLACES = 64
 TARGET_BYTES = 2 * 4 * TARGET_PLACES
 
-CALL_PLACES = 8  # chunks whose targets' places are found at once: more of them would take memory from the chunks
+CALL_PLACES = 8  # chunks whose targets' places are computed at once: more places would take memory from the chunks
 
 
 @dataclass(frozen=True)
 class ScaledExpConfig:
-    """How plans A and B with scaled exponentials cut a call.
+    """How plans A and B with scaled exponentials divide a call.
 
     Args:
-        rows: of a chunk.
-        last_rows: that the kernels of the last chunk compute, which may have fewer.
-        product_bytes: that d_input's partial sums may take.
-        bytes: of workspace.
+        rows: rows of a chunk.
+        last_rows: rows that the kernels compute for the last chunk, which may have fewer.
+        d_input_bytes: bytes that the partial tiles of d_input may take.
+        bytes: bytes of workspace.
     """
 
     rows: int
     last_rows: int
-    product_bytes: int
+    d_input_bytes: int
     bytes: int
 
     def kernel_rows(self, size: int) -> int:
@@ -178,13 +200,13 @@ class ScaledExpConfig:
         return size if size == self.rows else self.last_rows
 
 
-# The last chunk takes as many rows as the others where that costs less than such a share of the call: then the kernels
-# of the others serve it too, and are compiled once.
-COMPILED_SHARE = 50  # of two products: d_weight's takes no more steps than the chunk has rows for
+# The kernels compute as many rows for the last chunk as for the others if the additional rows are at most 1/50 of the
+# call. Then they are compiled once. Two matmuls compute the additional rows; the one of d_weight skips them.
+COMPILED_FRACTION = 50
 
-PRODUCT_SHARE = 16  # of the budget: what partial sums of d_input gain is lost again where chunks get smaller for them
+D_INPUT_FRACTION = 16  # 1/16 of the budget for the partial tiles of d_input: with more of it, chunks get too small
 
-PARTIAL_BYTES = 3 * 2**24  # of rows and their sums at a time, where no product waits for them
+PARTIAL_BYTES = 3 * 2**24  # bytes of rows and their sums at a time, where no matmul follows
 
 
 def choose_scaled_exp(
@@ -202,24 +224,24 @@ def choose_scaled_exp(
     scratch: Callable[[int, int], int],
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials, as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
 
     Args:
         tokens: N.
         hidden: D.
         classes: K.
         itemsize: of the input's dtype.
-        stores: the exponentials are stored, for gradients; else `PARTIAL_BYTES` do for the rest.
-        holds: the chunk's rows of the input are in d_input's own memory, or in the input's.
-        d_bias: d_bias is wanted.
-        statistics: the largest logits are wanted.
+        stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        holds: the chunk's rows of the input are in the memory of d_input or of the input.
+        d_bias: d_bias is computed.
+        statistics: the largest logits are computed.
         block_v: classes of a tile of logits.
-        hopper: the matmul kernels are those of sm_90. TMA reads zeros past the last row and drops what is stored there.
-        scratch: (rows, most) -> bytes that the gradients' products of a chunk take beside the exponentials.
+        hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
+        scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows fit; the message names the least budget that would do.
+        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
@@ -236,9 +258,9 @@ def choose_scaled_exp(
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
-        most = max(0, min(budget // PRODUCT_SHARE, budget - size))
+        most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
-        last_rows = rows if hopper and (rows - last) * COMPILED_SHARE <= tokens else last
+        last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
     chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
@@ -258,13 +280,14 @@ def choose_scaled_exp(
 
 
 def padded(classes: int) -> int:
-    """Returns the length of a row of exponentials or d_logits in memory: rows start at multiples of 128 bytes."""
+    """Returns the length of a row of exponentials or d_logits in memory, so that rows start at multiples of 128
+    bytes."""
     return -(-classes // 64) * 64
 
 
-D_LOGITS_SLAB = 12288  # classes of a slab at most
+D_LOGITS_VOCAB_CHUNK = 12288  # classes of a vocabulary chunk at most
 
-LIBRARY_BYTES = 2**25  # that cuBLAS takes on a Hopper, beyond what is counted
+LIBRARY_BYTES = 2**25  # workspace of cuBLAS on a Hopper
 
 
 def choose_recomputed(
@@ -277,73 +300,77 @@ def choose_recomputed(
     float16: bool,
     d_input: bool,
     d_weight: bool,
-    converts: bool,
+    needs_cast: bool,
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
-    """Returns the chunks and slabs of plans B and C, whose kernels compute logits again: the fewest passes over memory.
+    """Returns the chunks of plans B and C, which recompute the logits: those with the fewest passes over memory.
 
     Args:
         tokens: N.
         hidden: D.
         classes: K.
         itemsize: of the input's dtype.
-        statistics: numbers that the first pass writes for each row and class block.
+        statistics: how many numbers the first pass writes for each row and class block.
         float16: rows are scaled by powers of two for d_weight.
-        d_input: d_input is wanted.
-        d_weight: d_weight is wanted.
-        converts: the head is converted slab by slab.
-        in_place: products are added to sums where these are, d_weight's by a kernel, d_input's by cuBLAS; else they are
-            counted in float32.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        in_place: matmuls are added to their sums in place, to d_weight by a kernel and to d_input by cuBLAS. Otherwise
+            a float32 result of each matmul is counted.
         budget: bytes.
 
     Raises:
-        ValueError: not even `MIN_ROWS` rows and `MIN_SLAB` classes fit; the message names the least that would.
+        ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit. The message names the smallest budget
+        that would do.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    # The head's slab, and d_weight's product; rows of the input.
-    per_slab = hidden * (itemsize * (second or converts) + 4 * (d_weight and not in_place)) + 32
+    # The head's vocabulary chunk, and d_weight's matmul; rows of the input.
+    per_class = hidden * (itemsize * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
     per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
-    def model(slab: int) -> WorkspaceModel:
-        blocks = -(-(slab if converts else classes) // CLASS_BLOCK)  # of the first pass
+    def model(vocab_chunk: int) -> WorkspaceModel:
+        blocks = -(-(vocab_chunk if needs_cast else classes) // CLASS_BLOCK)  # of the first pass
         partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
-        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * slab * second  # d_input's, and d_logits
-        return WorkspaceModel(fixed, per_row + max(partial, sums), per_slab, 0)
+        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second  # d_input's, and d_logits
+        return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
 
-    def even(slab: int) -> int:
-        """Returns the smallest slab, of whole tiles, of which no more are needed: they overlap least."""
-        multiple = min(slab, CLASS_BLOCK)
-        return min(classes, -(-classes // (-(-classes // slab) * multiple)) * multiple)
+    def even(vocab_chunk: int) -> int:
+        """Returns the smallest vocabulary chunk of whole tiles that does not need more chunks: such chunks overlap
+        least."""
+        multiple = min(vocab_chunk, CLASS_BLOCK)
+        return min(classes, -(-classes // (-(-classes // vocab_chunk) * multiple)) * multiple)
 
-    slabs = [*(even(D_LOGITS_SLAB >> i) for i in range(7)), even(MIN_SLAB)]
-    least_rows, least_slab = min(tokens, MIN_ROWS), slabs[-1]
-    least = model(least_slab).bytes(least_rows, least_slab)
+    vocab_chunks = [*(even(D_LOGITS_VOCAB_CHUNK >> i) for i in range(7)), even(MIN_VOCAB_CHUNK)]
+    least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), vocab_chunks[-1]
+    least = model(least_vocab_chunk).bytes(least_rows, least_vocab_chunk)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
         )
-    budget = max(least, budget - min(LIBRARY_BYTES, budget // PRODUCT_SHARE) * in_place)
-    fitting = {slab: min(tokens, model(slab).rows_within(budget, slab)) for slab in slabs}
-    # Each chunk passes over the head and d_weight, each slab over the chunks' float32 sums of d_input.
+    budget = max(least, budget - min(LIBRARY_BYTES, budget // D_INPUT_FRACTION) * in_place)
+    fitting = {
+        vocab_chunk: min(tokens, model(vocab_chunk).rows_within(budget, vocab_chunk)) for vocab_chunk in vocab_chunks
+    }
+    # Each chunk passes over the head and d_weight, each vocabulary chunk over the chunks' float32 sums of d_input.
     passes = {
-        slab: -(-tokens // rows) * classes + -(-classes // slab) * tokens
-        for slab, rows in fitting.items()
+        vocab_chunk: -(-tokens // rows) * classes + -(-classes // vocab_chunk) * tokens
+        for vocab_chunk, rows in fitting.items()
         if rows >= least_rows
     }
-    slab = min(passes, key=lambda slab: passes[slab])
-    rows = fitting[slab]
-    if not second:  # no product waits for its rows: PARTIAL_BYTES of statistics are enough at a time
+    vocab_chunk = min(passes, key=lambda vocab_chunk: passes[vocab_chunk])
+    rows = fitting[vocab_chunk]
+    if not second:  # no matmul follows, so PARTIAL_BYTES of statistics at a time are enough
         blocks = -(-classes // CLASS_BLOCK)
         rows = min(rows, max(ROW_BLOCK, PARTIAL_BYTES // (4 * statistics * blocks) // ROW_BLOCK * ROW_BLOCK))
     chunks = -(-tokens // rows)
     rows = min(rows, -(-tokens // (chunks * ROW_BLOCK)) * ROW_BLOCK, tokens)
     return ChunkConfig(
         rows,
-        slab,
+        vocab_chunk,
         float32_sum=False,
-        statistics_slab=slab if converts else classes,
-        bytes=model(slab).bytes(rows, slab),
+        statistics_vocab_chunk=vocab_chunk if needs_cast else classes,
+        bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

@@ -1,6 +1,6 @@
-"""How a kernel of Pallas' Triton backend is launched, and what its body loads and stores by.
+"""Launches kernels of Pallas' Triton backend, and the loads and stores of their bodies.
 
-That backend is deprecated: whoever asks for "pallas_triton" by name has chosen it, and gets no warning. Lowered for a
+JAX deprecates that backend. Calls that name "pallas_triton" have chosen it, so its warning is suppressed. Lowered for a
 CPU, a kernel runs in Pallas' interpreter.
 """
 
@@ -35,10 +35,10 @@ class _Launch(NamedTuple):
     params: plgpu.CompilerParams
 
     def __call__(self, *leaves: Array, interpret: bool) -> list[Array]:
-        known = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
+        static_args = {"grid": self.grid, "input_output_aliases": dict(self.aliases), "compiler_params": self.params}
         kernel, name = partial(self.kernel, self.options), self.kernel.__name__
         results = jax.tree.map(lambda result: ShapedArray(result.shape, result.dtype), self.results)  # jax.shard_map
-        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **known)
+        call = pl.pallas_call(kernel, results, interpret=interpret, name=name, **static_args)
         return jax.tree.leaves(call(*self.operands.unflatten(leaves)))
 
 
@@ -49,7 +49,7 @@ def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
 
 
 def _one_by_one(*leaves: Array, launch: _Launch) -> list[Array]:
-    """Runs a kernel in a program of its own, where nothing else is compiled either."""
+    """Runs a kernel in a separate program, in a context in which nothing else is compiled."""
     platform = next(iter(leaves[0].devices())).platform
     with jax.disable_jit(False):
         return jax.jit(partial(launch, interpret=platform == "cpu"))(*leaves)
@@ -104,7 +104,7 @@ def load(ref: Any, *index: Any, mask: Any = None) -> Array:
 
 
 def raise_to(ref: Any, index: Any, values: Array) -> None:
-    """Makes ref[index] at least `values`, whichever program is first."""
+    """Raises ref[index] to at least `values`, for any order of the programs."""
     plgpu.atomic_max(ref, (index,), values)
 
 

@@ -1,84 +1,91 @@
-"""How a call is cut into pieces: pure functions of shapes, dtypes and the memory budget. Nothing here changes a
-result beyond rounding.
+"""How a call is divided into chunks: pure functions of shapes, dtypes and the memory budget.
 
-The chunked version walks rows in chunks and, within a chunk, the vocabulary in slabs. `WorkspaceModel` counts the
-bytes that one chunk of `rows` x one slab of `slab` keeps alive at the worst moment; `choose_chunks` finds the largest
-chunk within the budget.
+These functions determine speed and memory. They change results only by rounding.
+
+The chunked implementation processes the rows in chunks and, within a chunk of rows, the vocabulary in vocabulary
+chunks. `WorkspaceModel` counts the peak bytes of one chunk of `rows` rows and one vocabulary chunk of `vocab_chunk`
+classes. `choose_chunks` returns the largest chunk that fits the budget.
 """
 
 from dataclasses import dataclass, field, replace
 
-MIN_ROWS = 16  # fewer rows a product waste the matrix units; a budget that cannot hold them is refused
+MIN_ROWS = 16  # matmuls of fewer rows waste the matrix units; a budget that cannot hold 16 rows raises an error
 
-MIN_SLAB = 64
+MIN_VOCAB_CHUNK = 64
 
 ROW_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """How a call is cut.
+    """How a call is divided into chunks.
 
     Args:
-        rows: of a chunk.
-        slab: classes of a slab.
-        float32_sum: d_weight is summed over chunks in a float32 buffer of its own.
-        keeps_logits: plan A keeps a chunk's logits from its first pass to its second.
-        statistics_slab: classes of a slab in the first pass, where that is not `slab`.
-        bytes: of workspace; says nothing of how the call is cut.
+        rows: rows of a chunk.
+        vocab_chunk: classes of a vocabulary chunk.
+        float32_sum: whether d_weight is summed over chunks in a separate float32 buffer.
+        keeps_logits: whether plan A keeps a chunk's logits from its first pass to its second.
+        statistics_vocab_chunk: classes of a vocabulary chunk in the first pass, if not `vocab_chunk`.
+        bytes: bytes of workspace. It is not part of the division, so it is not compared.
     """
 
     rows: int
-    slab: int
+    vocab_chunk: int
     float32_sum: bool
     keeps_logits: bool = False
-    statistics_slab: int | None = None
+    statistics_vocab_chunk: int | None = None
     bytes: int = field(default=0, compare=False)
 
     @property
-    def first_slab(self) -> int:
-        return self.statistics_slab or self.slab
+    def first_vocab_chunk(self) -> int:
+        """Classes of a vocabulary chunk in the first pass."""
+        return self.statistics_vocab_chunk or self.vocab_chunk
 
 
 @dataclass(frozen=True)
 class WorkspaceModel:
-    """Bytes of workspace as a polynomial in the chunk's `rows` (n) and `slab` (v); each framework's `workspace_model`
-    makes one.
+    """Bytes of workspace as a function of the rows n of a chunk and the classes v of a vocabulary chunk:
+
+        fixed + per_row * n + per_class * v + per_logit * n * v
+
+    The function `workspace_model` of each framework returns one.
 
     Args:
-        fixed: whatever the chunk, in bytes.
-        per_row: times n.
-        per_slab: times v.
-        per_tile: times n * v.
-        float32_sum: a float32 d_weight of all classes, needed only where several chunks add to a 16-bit one.
+        fixed: bytes that do not depend on the chunk.
+        per_row: bytes for each row.
+        per_class: bytes for each class.
+        per_logit: bytes for each logit.
+        float32_sum: bytes of a float32 d_weight of all classes. It is needed only if several chunks add to a 16-bit
+            d_weight.
     """
 
     fixed: int
     per_row: int
-    per_slab: int
-    per_tile: int
+    per_class: int
+    per_logit: int
     float32_sum: int = 0
 
-    def bytes(self, rows: int, slab: int) -> int:
-        return self.fixed + rows * self.per_row + slab * self.per_slab + rows * slab * self.per_tile
+    def bytes(self, rows: int, vocab_chunk: int) -> int:
+        return self.fixed + rows * self.per_row + vocab_chunk * self.per_class + rows * vocab_chunk * self.per_logit
 
-    def rows_within(self, budget: int, slab: int) -> int:
-        """Returns the most rows that fit beside `slab`; negative or zero if none does."""
-        return (budget - self.fixed - slab * self.per_slab) // (self.per_row + slab * self.per_tile)
+    def rows_within(self, budget: int, vocab_chunk: int) -> int:
+        """Returns the largest number of rows that fits with `vocab_chunk`; zero or negative if none fits."""
+        return (budget - self.fixed - vocab_chunk * self.per_class) // (self.per_row + vocab_chunk * self.per_logit)
 
 
 def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:
-    """Returns the largest chunk whose workspace stays within `budget` bytes.
+    """Returns the largest chunk whose workspace fits `budget` bytes.
 
-    One chunk of all rows is best: d_weight is then written once. Otherwise d_weight is summed in float32 if that buffer
-    takes no more than half the budget, and in the weight's own dtype if it takes more (rounded once a chunk).
+    One chunk of all rows is best, because d_weight is then written once. With several chunks d_weight is summed in
+    float32 if that buffer takes at most half of the budget. Otherwise it is summed in the weight's dtype and rounded
+    once for each chunk.
 
     Raises:
-        ValueError: not even the smallest chunk fits; the message names the least budget that would do.
+        ValueError: the smallest chunk does not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
-    least_rows, least_slab = min(tokens, MIN_ROWS), min(classes, MIN_SLAB)
-    least = model.bytes(least_rows, least_slab)
+    least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)
+    least = model.bytes(least_rows, least_vocab_chunk)
     if least > budget:
         raise ValueError(
             f"memory_budget must be at least {least} bytes for {tokens} tokens and {classes} classes, got {budget}"
@@ -87,24 +94,25 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     if whole.rows >= tokens or not 0 < model.float32_sum <= budget // 2:
         return whole
     rest = budget - model.float32_sum
-    if model.bytes(least_rows, least_slab) > rest:
+    if model.bytes(least_rows, least_vocab_chunk) > rest:
         return whole
     summed = _largest(model, tokens, classes, rest)
-    return ChunkConfig(summed.rows, summed.slab, float32_sum=True, bytes=summed.bytes + model.float32_sum)
+    return ChunkConfig(summed.rows, summed.vocab_chunk, float32_sum=True, bytes=summed.bytes + model.float32_sum)
 
 
 def choose_plan_a(
     keeping: WorkspaceModel, recomputing: WorkspaceModel, tokens: int, classes: int, budget: int
 ) -> ChunkConfig:
-    """Returns the chunks of plan A, which keeps the logits from the first pass to the second if all rows fit so.
+    """Returns the chunks of plan A. It keeps the logits from the first pass to the second if those of all rows fit.
 
-    Kept logits spare a product, but at a large vocabulary the budget holds them for few rows at a time, and products of
-    few rows waste more than that (benchmarks/NOTES.md). Then they are computed twice, in chunks that V does not limit.
+    Kept logits save a matmul. But at a large vocabulary the budget holds the logits of few rows only, and matmuls of
+    few rows lose more time than the saved matmul takes (benchmarks/NOTES.md). Then the logits are computed twice, in
+    chunks whose size does not depend on V.
 
     Raises:
         ValueError: as `choose_chunks`.
     """
-    if keeping.bytes(min(max(tokens, 1), MIN_ROWS), min(classes, MIN_SLAB)) <= budget:
+    if keeping.bytes(min(max(tokens, 1), MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)) <= budget:
         kept = choose_chunks(keeping, tokens, classes, budget)
         if kept.rows >= tokens:
             return replace(kept, keeps_logits=True)
@@ -112,19 +120,24 @@ def choose_plan_a(
 
 
 def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> ChunkConfig:
-    """Widest slab that leaves half of the rows that the narrowest would: products and passes want both sides long."""
-    narrowest = min(classes, MIN_SLAB)
-    slabs = [narrowest]
-    while slabs[-1] < classes:
-        slabs.append(min(2 * slabs[-1], classes))
+    """Returns the widest vocabulary chunk that still fits half of the rows that the narrowest one fits: matmuls and
+    passes over memory are fast where both sides are long."""
+    narrowest = min(classes, MIN_VOCAB_CHUNK)
+    vocab_chunks = [narrowest]
+    while vocab_chunks[-1] < classes:
+        vocab_chunks.append(min(2 * vocab_chunks[-1], classes))
     most = min(tokens, model.rows_within(budget, narrowest))
     enough = max(min(tokens, MIN_ROWS), most // 2)
-    slab = max(slab for slab in slabs if slab == narrowest or model.rows_within(budget, slab) >= enough)
-    rows = min(tokens, model.rows_within(budget, slab))
+    vocab_chunk = max(
+        vocab_chunk
+        for vocab_chunk in vocab_chunks
+        if vocab_chunk == narrowest or model.rows_within(budget, vocab_chunk) >= enough
+    )
+    rows = min(tokens, model.rows_within(budget, vocab_chunk))
     if ROW_MULTIPLE <= rows < tokens:
-        chunks = -(-tokens // (rows - rows % ROW_MULTIPLE))  # then as even as the multiple allows
+        chunks = -(-tokens // (rows - rows % ROW_MULTIPLE))  # as equal as the multiple allows
         rows = min(tokens, -(-tokens // (chunks * ROW_MULTIPLE)) * ROW_MULTIPLE)
-    return ChunkConfig(rows, slab, float32_sum=False, bytes=model.bytes(rows, slab))
+    return ChunkConfig(rows, vocab_chunk, float32_sum=False, bytes=model.bytes(rows, vocab_chunk))
 
 
 PATHS = {
@@ -147,19 +160,19 @@ def describe_plan(
     workspace: int,
     budget: int,
 ) -> str:
-    """Returns a plan in a few lines, in the words that both frameworks use.
+    """Returns the description of a plan, a few lines in the same words for both frameworks.
 
     Args:
         path: "scaled_exp", "recompute" or "chunked".
-        kernels: whose kernels run, or None.
+        kernels: which kernels run, or None.
         tile: rows and classes of a tile of logits, or None.
-        rows: of a chunk.
+        rows: rows of a chunk.
         tokens: N.
         casts_head: whether the head is copied, to the input's dtype or to rows that kernels can read.
-        matmuls: those that run, and whether our kernels do.
-        library: whose matmuls run otherwise.
-        workspace: bytes.
-        budget: bytes.
+        matmuls: the matmuls that run, and whether our kernels compute them.
+        library: the library that computes the others.
+        workspace: bytes of workspace.
+        budget: bytes of the memory budget.
     """
     family, why = "none", f": {PATHS[path]}"
     if kernels is not None and tile is not None:
@@ -174,7 +187,7 @@ def describe_plan(
         "path": f"{path}{why}",
         "kernels": family,
         "chunks": f"{max(1, -(-tokens // rows))} of up to {rows} rows",
-        "weight": "copied a piece at a time" if casts_head else "read where it is",
+        "weight": "copied one vocabulary chunk at a time" if casts_head else "read where it is",
         "matmuls": "; ".join(f"{', '.join(names)} by {maker}" for maker, names in makers.items() if names),
         "workspace": f"{workspace / 2**20:.1f} MiB of a budget of {budget / 2**20:.1f} MiB",
     }

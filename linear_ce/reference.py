@@ -1,8 +1,8 @@
 """The loss and the log-probabilities in NumPy, with materialised logits and analytic gradients.
 
-In float64 (`EXACT`) this is the truth that every backend is judged against. The same lines, run in float32 with
-d_logits and the gradients rounded to the storage dtype (`unfused`), are the error that an unfused computation of that
-dtype makes: the measure of every tolerance. Equation numbers are MATH.md's.
+In float64 (`EXACT`) this is the reference for every backend. The same code in float32, with d_logits and the gradients
+rounded to the storage dtype (`unfused`), gives the error of an unfused computation of that dtype, and all tolerances
+are multiples of that error. Equation numbers are those of MATH.md.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class Arithmetic(NamedTuple):
     """The dtypes of a computation: `real` for all arithmetic, the others for what is stored."""
 
     real: type[np.floating]
-    input_dtype: str  # of d_logits ahead of the products, and of d_input
+    input_dtype: str  # of d_logits ahead of the matmuls, and of d_input
     head_dtype: str  # of d_weight and d_bias
 
 
@@ -56,7 +56,7 @@ class LogProbsResult(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """One flattened problem: rows that take no part are zeroed, padding of the vocabulary is cut off."""
+    """One flattened problem, with zeros in rows that do not contribute and without the padding of the vocabulary."""
 
     x: np.ndarray  # (N, D)
     w: np.ndarray  # (K, D)
@@ -148,7 +148,9 @@ def reference_loss(
         d_logits[np.arange(y.size), column] -= a * (1 - smoothing) * c_target
         d_logits[~in_range] = np.nan
         d_logits[~contributes] = 0
-        d_input, d_weight, d_bias = _products(d_logits, contributes, p, rows, linear_bias is not None, spec, arithmetic)
+        d_input, d_weight, d_bias = _gradients(
+            d_logits, contributes, p, rows, linear_bias is not None, spec, arithmetic
+        )
 
         def reduce(per_row: np.ndarray) -> np.ndarray:
             weighted = np.where(contributes, t * per_row, real(0))
@@ -225,7 +227,7 @@ def reference_log_probs(
         d_logits[np.arange(y.size), np.where(p.in_range, y, 0)] += d_lp
         d_logits[~p.in_range] = np.nan
         d_logits[~valid] = 0
-        d_input, d_weight, d_bias = _products(d_logits, valid, p, rows, linear_bias is not None, spec, arithmetic)
+        d_input, d_weight, d_bias = _gradients(d_logits, valid, p, rows, linear_bias is not None, spec, arithmetic)
 
         def select(per_row: np.ndarray) -> np.ndarray:
             return np.where(valid, per_row, real(0)).reshape(shape)
@@ -252,7 +254,7 @@ def _problem(
     """Returns logits, lse and probabilities, (1)-(4)."""
     classes = spec.classes(linear_weight.shape[0])
     x = input.reshape(-1, input.shape[-1]).astype(real)
-    x[~contributes] = 0  # selected out: NaN or inf in such a row must not reach a product
+    x[~contributes] = 0  # excluded: NaN or inf in such a row must not reach a matmul
     w = linear_weight[:classes].astype(real)
     raw_logits = x @ w.T
     if linear_bias is not None:
@@ -267,7 +269,7 @@ def _problem(
     return _Problem(x, w, logits, y, in_range, lse, np.exp(logits - lse[:, None]), target_logit)
 
 
-def _products(
+def _gradients(
     d_logits: np.ndarray,
     contributes: np.ndarray,
     p: _Problem,
@@ -280,7 +282,7 @@ def _products(
     real, scale = arithmetic.real, arithmetic.real(spec.logit_scale)
     d_raw = d_logits if spec.softcap is None else d_logits * (1 - (p.logits / real(spec.softcap)) ** 2)
     d_raw = np.where(contributes[:, None], round_to(d_raw, arithmetic.input_dtype), real(0))
-    # A row of zeros times a head that holds inf would be NaN: such rows are selected out again.
+    # A row of zeros times a head that holds inf would be NaN: such rows are excluded again.
     d_input = np.where(contributes[:, None], scale * (d_raw @ p.w), real(0))
     d_weight = np.zeros((rows, p.w.shape[1]), real)
     d_weight[: len(p.w)] = scale * (d_raw.T @ p.x)

@@ -1,4 +1,4 @@
-"""Rounding to the storage dtypes in NumPy, which has no bfloat16: values rounded, kept in an array NumPy does have."""
+"""Rounding to the storage dtypes in NumPy. It has no bfloat16, so the rounded values are kept in float32 arrays."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
         The rounded values, in a float64 array for "float64" and in a float32 array otherwise.
 
     Raises:
-        ValueError: `dtype` is none of the four.
+        ValueError: `dtype` is not one of the four.
     """
     if dtype == "float64":
         return np.asarray(array, np.float64)

@@ -1,9 +1,9 @@
-"""The meaning of a call: its options and the arrays it admits, checked once for both frameworks.
+"""The options of a call and the checks of its arguments, for both frameworks.
 
-`LossSpec` holds every option that changes what the loss *means*; how fast it is computed lives elsewhere and never
-changes a result beyond rounding. A spec is frozen and hashable, so it serves as a static argument of `jax.jit` and as a
-constant of `torch.compile`. `check_arrays` states which shapes and dtypes a call admits, in one place, for PyTorch,
-JAX and NumPy alike: it sees shapes and the names of dtypes, never an array.
+`LossSpec` holds the options that change the value of the loss. Options for speed and memory are elsewhere. They change
+results only by rounding. A spec is frozen and hashable, so it can be a static argument of `jax.jit` and a constant of
+`torch.compile`. `check_arrays` checks shapes and dtypes for PyTorch, JAX and NumPy. It takes shapes and names of
+dtypes, not arrays.
 """
 
 import math
@@ -16,7 +16,7 @@ Reduction = Literal["mean", "sum", "none"]
 
 REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum", "none")
 FLOAT_DTYPES = ("float16", "bfloat16", "float32")
-DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace above inputs and gradients
+DEFAULT_MEMORY_BUDGET = 512 * 2**20  # bytes of workspace besides inputs and gradients
 
 
 def _number(name: str, value: Any) -> float:
@@ -41,7 +41,7 @@ class LossSpec:
 
     Args:
         reduction: "mean", "sum" or "none".
-        ignore_index: target value of rows that contribute nothing.
+        ignore_index: target value of rows that do not contribute.
         label_smoothing: in [0, 1]; `torch.nn.functional.cross_entropy`'s meaning.
         z_loss_weight: >= 0; adds `z_loss_weight * lse**2` to each token's loss.
         softcap: > 0 or None; `logits = softcap * tanh(raw / softcap)`.
@@ -76,7 +76,7 @@ class LossSpec:
         vocab_size = None if self.vocab_size is None else _integer("vocab_size", self.vocab_size)
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
-        # Plain Python values, so that equal calls hash and compare equal whatever number types they came in.
+        # Plain Python values, so that equal calls hash and compare equal for all number types.
         object.__setattr__(self, "ignore_index", _integer("ignore_index", self.ignore_index))
         object.__setattr__(self, "label_smoothing", smoothing)
         object.__setattr__(self, "z_loss_weight", z_loss_weight)
@@ -94,7 +94,7 @@ class LossSpec:
 
 
 class ArrayInfo(NamedTuple):
-    """What `check_arrays` needs to know of an array."""
+    """The properties of an array that `check_arrays` checks."""
 
     shape: tuple[int, ...]
     dtype: str  # "float32", "bfloat16", "int64", ...
@@ -112,7 +112,7 @@ def check_arrays(
     normalizer: ArrayInfo | None = None,
     vocab_axis: int = 0,
 ) -> None:
-    """Raises one error that names the argument whose shape or dtype a call does not admit, and what it got.
+    """Raises an error if a shape or dtype is not supported. The message names the argument and its shape or dtype.
 
     Args:
         input: (..., D), float16, bfloat16 or float32.

@@ -1,4 +1,4 @@
-"""Counts what PyTorch operators allocate and which products they run, without a GPU."""
+"""Counts what PyTorch operators allocate and which matmuls they run, without a GPU."""
 
 import weakref
 from typing import Any
@@ -9,11 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 from core_triton import operators
 
-PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
+MATMULS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 
 
 class Meter(TorchDispatchMode):
-    """Counts, while it is active, live bytes of storages that operators make, their peak, and products of matrices.
+    """Counts, while it is active, live bytes of storages that operators make, their peak, and matmuls.
 
     Operators of the project are opened: what they allocate inside is counted.
     """
@@ -23,7 +23,7 @@ class Meter(TorchDispatchMode):
         self.live: dict[weakref.ref, int] = {}
         self.peak = 0
         self.largest = 0  # bytes of the largest storage
-        self.products: list[str] = []
+        self.matmuls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,8 +32,8 @@ class Meter(TorchDispatchMode):
             with self:
                 return operators.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
         out = func(*args, **kwargs)
-        if func.overloadpacket.__name__ in PRODUCTS:
-            self.products.append(func.overloadpacket.__name__)
+        if func.overloadpacket.__name__ in MATMULS:
+            self.matmuls.append(func.overloadpacket.__name__)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in known:
                 self._add(storage)

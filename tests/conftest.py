@@ -175,11 +175,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """With --durations, says how long the programs took: where they should start, and what to make shorter."""
     times = config.stash.get(TIMES, {})
-    wanted = config.getoption("durations")
-    if not times or wanted is None:
+    durations = config.getoption("durations")
+    if not times or durations is None:
         return
     terminalreporter.section("slowest programs")
     slowest = sorted(times.items(), key=lambda timed: timed[1][0] - timed[1][1])
-    for command, (start, end) in slowest[: wanted or None]:
+    for command, (start, end) in slowest[: durations or None]:
         words = " ".join(Path(word).name for word in command[1:])
         terminalreporter.write_line(f"{end - start:.2f}s from {start:.0f}s on  {words:.100}")

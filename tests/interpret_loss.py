@@ -24,7 +24,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np
 import torch
 import triton.language as tl
-from judged import least_budget
+from assertions import least_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
@@ -32,7 +32,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, operators, ops, recompute, row_kernels, rows, target_kernels
+from core_triton import chunked, operators, ops, recompute, row_kernels, row_math, target_grad
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -171,7 +171,7 @@ def run_fewer_rows(*names: str) -> None:
         say_judged(smaller, make_arrays(smaller))
 
 
-# Anchors that have to be repaired.
+# Reference exponents that have to be repaired.
 
 REPAIRED = (
     Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
@@ -181,7 +181,7 @@ REPAIRED = (
     Case(name="far-frozen_weight", logit_std=60.0, frozen=("linear_weight",), vocab=300),
     Case(name="far-frozen_input", logit_std=60.0, frozen=("input",), tight_memory=True, lead=(150,)),
 )
-LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that an anchor stands
+LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that a reference exponent stands
 
 
 def run_repair(which: Literal["quick", "more"]) -> None:
@@ -198,7 +198,7 @@ def run_repair(which: Literal["quick", "more"]) -> None:
 
 
 def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
-    """Returns the rows whose anchors are too low, which is why their block has to be done again."""
+    """Returns the rows whose reference exponents are too low, which is why their block has to be done again."""
     arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
     result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
@@ -305,7 +305,7 @@ SIZES = (300, 100, 107)
 
 
 def run_shards(dtype: str) -> None:
-    """Statistics and gradients of three stretches of the vocabulary, merged."""
+    """Statistics and gradients of three vocabulary chunks, merged."""
     for case in SHARDED:
         case = replace(case, lead=(70,), dtype=dtype, spec=replace(case.spec, reduction="sum"))
         arrays = make_arrays(case)
@@ -331,19 +331,20 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     row_weight = torch.ones(n)
     shards = list(shards_of(case, t, row_weight, class_weight))
 
-    def statistics(shard: Problem) -> rows.Partial:
+    def statistics(shard: Problem) -> row_math.Partial:
         return chunked.chunk_statistics(shard, everything, 128, tiles=recompute.KERNEL_TILES)
 
     merged = statistics(shards[0])
     for shard in shards[1:]:
-        merged = rows.merge(merged, statistics(shard))
-    found = rows.finish(merged, t["target"], row_weight, classes)
-    loss = rows.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
-    coefficients = rows.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
-    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
-    config = ChunkConfig(rows=64, slab=128, float32_sum=True)
+        merged = row_math.merge(merged, statistics(shard))
+    found = row_math.finish(merged, t["target"], row_weight, classes)
+    loss = row_math.row_loss(case.spec, found, t["target"], row_weight, class_weight, classes)
+    coefficients = row_math.loss_coefficients(case.spec, found.lse, t["target"], row_weight, class_weight, classes)
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
+    config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
-        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, wanted) for shard in shards
+        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, needs_grad)
+        for shard in shards
     ]
     gradients = {
         "d_input": torch.stack([part.d_input.float() for part in parts if part.d_input is not None]).sum(0),
@@ -388,13 +389,14 @@ def run_layouts(dtype: str) -> None:
         same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         say(name=f"{reduction}, gradients {differentiates}", used={"difference": 0.0 if same else 200.0})
     if dtype != "float32":
-        run_head_slabs(getattr(torch, dtype), generator)
+        run_head_chunks(getattr(torch, dtype), generator)
     if dtype == "bfloat16":
-        run_stretches(generator)
+        run_segments(generator)
 
 
-def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A float32 head that is converted in slabs, the last of fewer class blocks than others, gives the same loss."""
+def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """A float32 head that is cast in vocabulary chunks, the last of fewer class blocks than others, gives the same
+    loss."""
     x, w = (torch.randn(*shape, generator=generator) for shape in ((16, 24), (700, 24)))
     target = torch.randint(0, 700, (16,), generator=generator)
     for differentiates in (False, True):
@@ -405,22 +407,22 @@ def run_head_slabs(dtype: torch.dtype, generator: torch.Generator) -> None:
                 core_triton.linear_cross_entropy(*arrays, target, memory_budget=budget, implementation="triton")
             )
         difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
-        say(name=f"slabs of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
+        say(name=f"vocabulary chunks of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
 
 
-def run_stretches(generator: torch.Generator) -> None:
-    """Targets sorted in three stretches, which are merged, give the same bits as those sorted in one."""
+def run_segments(generator: torch.Generator) -> None:
+    """Targets sorted in three segments, which are merged, give the same bits as those sorted in one."""
     x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((700, 8), (40, 8)))
     target = torch.randint(0, 50, (700,), generator=generator)
     target[target >= 40] = -100
     gradients = []
-    for stretch in (target_kernels.STRETCH, 256):
+    for segment in (target_grad.SEGMENT, 256):
         head = w.clone().requires_grad_()
-        with mock.patch.object(target_kernels, "STRETCH", stretch):
+        with mock.patch.object(target_grad, "SEGMENT", segment):
             core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
         gradients.append(head.grad)
     same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())
-    say(name="stretches of targets", used={"difference": 0.0 if same else 200.0})
+    say(name="segments of targets", used={"difference": 0.0 if same else 200.0})
 
 
 # Chunks.
@@ -463,7 +465,7 @@ def run_rows() -> None:
         ("class weights", (class_weight, token_weight, None)),
         ("normalizer", (None, token_weight, torch.tensor(7.5))),
     ):
-        want = rows.row_weights(spec, target, *vectors, classes)
+        want = row_math.row_weights(spec, target, *vectors, classes)
         found = row_kernels.row_weights(target, *vectors, classes, spec.ignore_index, mean=True)
         used = {"row_weight": 100 * error(found.numpy(), want.numpy()) / 1e-6}
         order, packed_target, packed_weight = torch.empty_like(target), torch.empty_like(target), torch.empty_like(want)

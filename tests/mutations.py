@@ -58,8 +58,8 @@ TRITON_KERNELS = (
     ),
     Mutation(
         "core_triton/kernels.py",
-        "\n        exponentials = tl.exp2(logits * LOG2_E - anchor[:, None])",
-        "\n        exponentials = tl.exp2(logits * LOG2_E + anchor[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])",
+        "\n        exponentials = tl.exp2(logits * LOG2_E + ref_exponent[:, None])",
         TABLE,
     ),
     Mutation(
@@ -105,16 +105,19 @@ TRITON_KERNELS = (
         "total -= tl.load(sum_ptr + columns",
         tests("core_triton_interpreted", "chunks"),
     ),
-    Mutation("core_triton/target_kernels.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
+    Mutation("core_triton/target_grad.py", "tl.where(member, tl.load", "tl.where(within, tl.load", TABLE),
     Mutation(
-        "core_triton/target_kernels.py",
+        "core_triton/target_grad.py",
         "others[None, :] < row_ids[:, None]",
         "others[None, :] <= row_ids[:, None]",
         TABLE,
     ),
     # Hopper's kernels run on a GPU only: without one they are compiled, and their code is read.
     Mutation(
-        "core_triton/hopper.py", "warpgroup_mma_wait(1, deps=[acc])", "warpgroup_mma_wait(0, deps=[acc])", COMPILED
+        "core_triton/hopper_common.py",
+        "warpgroup_mma_wait(1, deps=[acc])",
+        "warpgroup_mma_wait(0, deps=[acc])",
+        COMPILED,
     ),
     Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
@@ -122,24 +125,29 @@ TRITON_KERNELS = (
         "core_triton/tile_config.py",
         "divmod(tiles, programs)",
         "divmod(tiles, programs + 1)",
-        tests("chunking", "shares"),
+        tests("chunking", "schedules"),
     ),
 )
 TORCH_ROWS = (
-    Mutation("core_triton/rows.py", "a.target_logit + b.target_logit", "a.target_logit - b.target_logit", TORCH),
-    Mutation("core_triton/rows.py", "* statistics.lse.square()", "* statistics.lse.abs()", TORCH),
+    Mutation("core_triton/row_math.py", "a.target_logit + b.target_logit", "a.target_logit - b.target_logit", TORCH),
+    Mutation("core_triton/row_math.py", "* statistics.lse.square()", "* statistics.lse.abs()", TORCH),
     Mutation(
-        "core_triton/rows.py", "upstream * (spec.label_smoothing / classes)", "upstream * spec.label_smoothing", TORCH
+        "core_triton/row_math.py",
+        "upstream * (spec.label_smoothing / classes)",
+        "upstream * spec.label_smoothing",
+        TORCH,
     ),
-    Mutation("core_triton/rows.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH),
-    Mutation("core_triton/chunked.py", "slab, summed, first=first", "slab, summed, first=True", TORCH),
+    Mutation(
+        "core_triton/row_math.py", "lambda c: torch.ldexp(c, -exponent)", "lambda c: torch.ldexp(c, exponent)", TORCH
+    ),
+    Mutation("core_triton/chunked.py", "vocab_chunk, summed, first=first", "vocab_chunk, summed, first=True", TORCH),
     Mutation("core_triton/chunked.py", "top - FLOAT16_HEADROOM", "top", TORCH),
 )
 CONTRACT = (
     Mutation(
         "linear_ce/chunking.py",
-        "(budget - self.fixed - slab",
-        "(budget - slab",
+        "(budget - self.fixed - vocab_chunk",
+        "(budget - vocab_chunk",
         tests("chunking", "rows_within"),
     ),
     Mutation(
@@ -169,13 +177,13 @@ CONTRACT = (
 )
 JAX_ROWS = (
     Mutation(
-        "jax_pallas/rows.py",
+        "jax_pallas/row_math.py",
         "d_log_prob - d_entropy * entropy",
         "d_log_prob + d_entropy * entropy",
         tests("jax_pallas_transforms", "test_jit and None-log_probs"),
     ),
     Mutation(
-        "jax_pallas/rows.py",
+        "jax_pallas/row_math.py",
         "row_weight / denominator",
         "row_weight * denominator",
         tests("jax_pallas_edges", "normalizer_of_any_type"),
@@ -188,7 +196,7 @@ JAX_ROWS = (
     ),
     Mutation(
         "jax_pallas/chunked.py",
-        "slab.of(d_bias) + summed",
+        "vocab_chunk.of(d_bias) + summed",
         "summed",
         tests("jax_pallas_transforms", "test_jit and 65536-mean"),
     ),
@@ -214,8 +222,8 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/hopper_logits.py",
-        'LOG2_E - half.of_rows("anchor")',
-        'LOG2_E + half.of_rows("anchor")',
+        'LOG2_E - half.of_rows("ref_exponent")',
+        'LOG2_E + half.of_rows("ref_exponent")',
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
     Mutation(
@@ -238,12 +246,12 @@ PALLAS_KERNELS = (
     ),
     Mutation(
         "jax_pallas/tile_config.py",
-        "min(many // rest, steps)",
-        "many // rest",
-        tests("jax_pallas_hopper_gradients", "shares_cover"),
+        "min(programs // split_tiles, iters_per_tile)",
+        "programs // split_tiles",
+        tests("jax_pallas_hopper_gradients", "schedules_cover"),
     ),
     Mutation(
-        "jax_pallas/target_kernels.py",
+        "jax_pallas/target_grad.py",
         "(other[None, :] < row[:, None])",
         "(other[None, :] <= row[:, None])",
         tests("jax_pallas_kernels", "test_sort_by_target"),
@@ -286,8 +294,8 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
 
 
 def main() -> int:
-    wanted = sys.argv[1:]
-    chosen = [m for m in MUTATIONS if not wanted or any(text in m.file or text in m.old for text in wanted)]
+    texts = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not texts or any(text in m.file or text in m.old for text in texts)]
     wrong = 0
     with ThreadPoolExecutor(WORKERS) as pool:
         for mutation, (said, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):

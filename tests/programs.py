@@ -23,7 +23,7 @@ import pytest
 HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
 # One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need. XLA
-# would compile each product of its own in dozens of ways, and time them beside the other programs.
+# would compile each matmul in dozens of ways, and time them beside the other programs.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),

@@ -189,18 +189,18 @@ SLOW: dict[str, tuple[str, ...]] = {
     # Mosaic's interpreter: one shape for each kernel and each of its branches.
     "test_jax_pallas_hopper_logits.py": (
         "test_sums_alone[deep]",
-        "test_d_logits[stretch-True]",
-        "test_statistics[stretch]",
+        "test_d_logits[vocab_chunk-True]",
+        "test_statistics[vocab_chunk]",
         "test_statistics_of_masked_classes",
-        "test_d_logits[transposed stretch-False]",
+        "test_d_logits[transposed vocab_chunk-False]",
         # NaN of rows that do not contribute are also in every case of test_d_logits.
         "test_rows_that_do_not_contribute_may_hold_nan",
     ),
     "test_jax_pallas_hopper_gradients.py": (
-        "test_d_weight_of_a_stretch[37-0]",
+        "test_d_weight_of_a_vocab_chunk[37-0]",
         "test_d_weight[few steps-True]",
-        "test_d_input[cut]",
-        # Parts and a cut last step are also in the transposed case.
+        "test_d_input[split]",
+        # Parts and a partial last step are also in the transposed case.
         "test_d_weight[many steps-False]",
     ),
     "test_jax_pallas_recompute.py": (

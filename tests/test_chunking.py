@@ -24,7 +24,7 @@ MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 
 
 def workspace_model(chunked: ModuleType, **options: Any) -> Any:
     if chunked is not core_triton.chunk_config:
-        del options["upcasts"]  # JAX has products of 16-bit operands on every device
+        del options["upcasts"]  # JAX has matmuls of 16-bit operands on every device
     return chunked.workspace_model(**options)
 
 
@@ -39,8 +39,8 @@ class Drawn(NamedTuple):
 
     @property
     def least(self) -> int:
-        rows, slab = min(max(self.tokens, 1), chunking.MIN_ROWS), min(self.classes, chunking.MIN_SLAB)
-        return self.recomputing.bytes(rows, slab)
+        rows, vocab_chunk = min(max(self.tokens, 1), chunking.MIN_ROWS), min(self.classes, chunking.MIN_VOCAB_CHUNK)
+        return self.recomputing.bytes(rows, vocab_chunk)
 
 
 @st.composite
@@ -69,8 +69,8 @@ def test_choice_covers_and_fits(p: Drawn) -> None:
     assert not chosen.keeps_logits
     for config, model in ((chosen, p.recomputing), (plan_a, p.keeping if plan_a.keeps_logits else p.recomputing)):
         assert min(max(p.tokens, 1), chunking.MIN_ROWS) <= config.rows <= max(p.tokens, 1)
-        assert 1 <= config.slab <= p.classes
-        assert model.bytes(config.rows, config.slab) + config.float32_sum * model.float32_sum <= p.budget
+        assert 1 <= config.vocab_chunk <= p.classes
+        assert model.bytes(config.rows, config.vocab_chunk) + config.float32_sum * model.float32_sum <= p.budget
         assert not config.float32_sum or 0 < model.float32_sum <= p.budget // 2
 
 
@@ -87,21 +87,21 @@ def test_less_than_the_least_is_refused(p: Drawn) -> None:
 
 @given(drawn(), st.integers(1, 2**30))
 def test_more_budget_holds_no_fewer_rows(p: Drawn, more: int) -> None:
-    slab = min(p.classes, chunking.MIN_SLAB)
-    assert p.recomputing.rows_within(p.budget + more, slab) >= p.recomputing.rows_within(p.budget, slab)
+    vocab_chunk = min(p.classes, chunking.MIN_VOCAB_CHUNK)
+    assert p.recomputing.rows_within(p.budget + more, vocab_chunk) >= p.recomputing.rows_within(p.budget, vocab_chunk)
 
 
 @given(drawn())
-def test_a_wider_slab_leaves_no_more_rows(p: Drawn) -> None:
-    rows = [p.recomputing.rows_within(p.budget, slab) for slab in range(1, min(p.classes, 50))]
+def test_a_wider_vocab_chunk_leaves_no_more_rows(p: Drawn) -> None:
+    rows = [p.recomputing.rows_within(p.budget, vocab_chunk) for vocab_chunk in range(1, min(p.classes, 50))]
     assert rows == sorted(rows, reverse=True)
 
 
 @given(drawn())
 def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
-    slab = min(p.classes, chunking.MIN_SLAB)
-    rows = p.recomputing.rows_within(p.budget, slab)
-    assert p.recomputing.bytes(rows, slab) <= p.budget < p.recomputing.bytes(rows + 1, slab)
+    vocab_chunk = min(p.classes, chunking.MIN_VOCAB_CHUNK)
+    rows = p.recomputing.rows_within(p.budget, vocab_chunk)
+    assert p.recomputing.bytes(rows, vocab_chunk) <= p.budget < p.recomputing.bytes(rows + 1, vocab_chunk)
 
 
 @given(drawn())
@@ -138,10 +138,10 @@ def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, in
             chunking.choose_plan_a(keeping, recomputing, *sizes),
         ):
             model = keeping if config.keeps_logits else recomputing
-            assert model.bytes(config.rows, config.slab) <= DEFAULT_MEMORY_BUDGET
-            # Products of fewer rows or classes would leave a GPU idle.
+            assert model.bytes(config.rows, config.vocab_chunk) <= DEFAULT_MEMORY_BUDGET
+            # Matmuls of fewer rows or classes would leave a GPU idle.
             assert config.rows >= min(tokens, 256)
-            assert config.slab >= 512
+            assert config.vocab_chunk >= 512
 
 
 # The choices of the Triton kernels.
@@ -163,7 +163,7 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @st.composite
-def anchored(draw: st.DrawFn) -> dict[str, Any]:
+def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_scaled_exp` but for the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_scaled_exp)}
     options["d_input"] &= options["stores"]
@@ -194,24 +194,24 @@ def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two
+MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two numbers
 
 
 @settings(max_examples=200)
-@given(anchored(), *MORE)
-def test_anchored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
+@given(scaled_exp_arguments(), *MORE)
+def test_scaled_exp_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
     budget = refusal(core_triton.tile_config.choose_scaled_exp, options) + times * more
     config = core_triton.tile_config.choose_scaled_exp(**options, budget=budget)
     tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
-    assert config.product_rows >= 1
+    assert config.d_input_rows >= 1
     assert 1 <= config.head_rows <= classes
-    assert options["converts"] or config.head_rows == classes
+    assert options["needs_cast"] or config.head_rows == classes
     tails = [min(config.head_rows, classes - start) for start in range(0, classes, config.head_rows)]
     assert config.blocks == sum(-(-tail // options["block_v"]) for tail in tails)
     assert config.scratch >= (1 + options["statistics"]) * config.blocks * config.rows
     held = 0 if options["holds"] else options["itemsize"] * hidden * config.rows
-    converted = options["itemsize"] * hidden * config.head_rows if options["converts"] else 0
+    converted = options["itemsize"] * hidden * config.head_rows if options["needs_cast"] else 0
     exponentials = 2 * config.rows * core_triton.tile_config.padded(classes) if options["stores"] else 0
     assert exponentials + held + converted + 4 * config.scratch <= config.bytes <= budget
 
@@ -223,13 +223,15 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     config = core_triton.tile_config.choose_recomputed(**options, budget=budget)
     tokens, classes = max(options["tokens"], 1), options["classes"]
     assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
-    assert 1 <= config.slab <= classes
-    assert config.slab <= config.first_slab <= classes
+    assert 1 <= config.vocab_chunk <= classes
+    assert config.vocab_chunk <= config.first_vocab_chunk <= classes
     assert not config.float32_sum
-    partials = 4 * options["statistics"] * -(-config.first_slab // options["block_v"]) * config.rows
-    d_logits = options["itemsize"] * config.rows * config.slab if options["d_input"] or options["d_weight"] else 0
+    partials = 4 * options["statistics"] * -(-config.first_vocab_chunk // options["block_v"]) * config.rows
+    d_logits = (
+        options["itemsize"] * config.rows * config.vocab_chunk if options["d_input"] or options["d_weight"] else 0
+    )
     d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
-    converted = options["itemsize"] * options["hidden"] * config.slab if options["converts"] else 0
+    converted = options["itemsize"] * options["hidden"] * config.vocab_chunk if options["needs_cast"] else 0
     assert partials + d_logits + d_input + converted <= budget
 
 
@@ -237,7 +239,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 @given(st.data(), st.sampled_from(("choose_scaled_exp", "choose_recomputed")))
 def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
     choose = getattr(core_triton.tile_config, name)
-    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
+    options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     least = refusal(choose, options)
     choose(**options, budget=least)
     with pytest.raises(ValueError, match=f"memory_budget must be at least {least} bytes .* got {least - 1}"):
@@ -250,11 +252,11 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     data: st.DataObject, name: str, times: int, more: int, yet_more: int
 ) -> None:
     choose = getattr(core_triton.tile_config, name)
-    options = data.draw(anchored() if name == "choose_scaled_exp" else recomputed())
+    options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
-        options |= {"programs": 0, "converts": False}  # cut tiles and wide pieces of the head are worth some rows
+        options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head are worth some rows
     else:
-        options |= dict.fromkeys(flags(choose), False)  # wide slabs too
+        options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks too
     budget = refusal(choose, options) + times * more
     tokens = max(options["tokens"], 1)
     chunks = [-(-tokens // choose(**options, budget=size).rows) for size in (budget, budget + yet_more)]
@@ -262,13 +264,13 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
 
 
 @given(st.integers(1, 3000), st.integers(1, 4000), st.sampled_from((108, 132, 148)), st.booleans())
-def test_shares_divide_all_tiles(tiles: int, steps: int, programs: int, cut: bool) -> None:
-    shares = core_triton.tile_config.choose_shares(tiles, steps, programs, cut=cut)
-    assert shares.rounds * programs + shares.rest == tiles
-    assert shares.cuts * shares.rest + shares.spare <= programs
-    assert shares.rest == 0 or 1 <= shares.cuts <= shares.head <= steps
-    if not cut:
-        assert shares.slots == 0
+def test_schedules_divide_all_tiles(tiles: int, iters: int, programs: int, splits_tiles: bool) -> None:
+    schedule = core_triton.tile_config.choose_schedule(tiles, iters, programs, splits_tiles=splits_tiles)
+    assert schedule.full_waves * programs + schedule.split_tiles == tiles
+    assert schedule.split_factor * schedule.split_tiles + schedule.stream_k_programs <= programs
+    assert schedule.split_tiles == 0 or 1 <= schedule.split_factor <= schedule.split_iters <= iters
+    if not splits_tiles:
+        assert schedule.partial_tiles == 0
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
@@ -287,11 +289,11 @@ def test_models_fit_the_budgets_of_the_kernels(
             "itemsize": 2,
             "block_v": 256,
         }
-        # Products of fewer rows would leave a GPU idle.
-        anchored_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
-        anchored_options |= common | {"statistics": statistics, "programs": programs}
-        anchored_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
-        plan_a = core_triton.tile_config.choose_scaled_exp(**anchored_options, budget=budget)
+        # Matmuls of fewer rows would leave a GPU idle.
+        scaled_exp_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
+        scaled_exp_options |= common | {"statistics": statistics, "programs": programs}
+        scaled_exp_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
+        plan_a = core_triton.tile_config.choose_scaled_exp(**scaled_exp_options, budget=budget)
         assert plan_a.bytes <= budget
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
@@ -300,4 +302,4 @@ def test_models_fit_the_budgets_of_the_kernels(
             options |= {"d_input": gradients, "d_weight": gradients}
             plan_c = core_triton.tile_config.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
-            assert plan_c.slab >= 1024
+            assert plan_c.vocab_chunk >= 1024

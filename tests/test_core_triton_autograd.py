@@ -19,8 +19,9 @@ from core_triton import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
 
-# Products of matrices of a whole call with one chunk and one slab: logits, d_input, d_weight, once more the logits.
-PRODUCTS = {
+# Matmuls of a whole call with one chunk and one vocabulary chunk: logits, d_input, d_weight, once more the
+# logits.
+MATMULS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "none": {(True, True): 4, (True, False): 2, (False, True): 3, (False, False): 2},
@@ -45,22 +46,22 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 @pytest.mark.parametrize("frozen", [f for k in range(1, 4) for f in itertools.combinations(ARGUMENTS, k)])
 def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
     arrays = problem(dtype=dtype)
-    wanted = [name for name in ARGUMENTS if name not in frozen]
+    needed = [name for name in ARGUMENTS if name not in frozen]
     everything = dict(zip(ARGUMENTS, gradients(function, arrays), strict=True))
     arrays = freeze(arrays, *frozen)
     with Meter() as meter:
         value = total(function, arrays)
-        found = torch.autograd.grad(value, leaves(arrays)) if wanted else ()
-    assert value.requires_grad == bool(wanted)
+        found = torch.autograd.grad(value, leaves(arrays)) if needed else ()
+    assert value.requires_grad == bool(needed)
     # The way to a gradient can depend on which others are asked for, and with it the order of the roundings.
     step = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(list(found), [everything[name] for name in wanted], rtol=step, atol=step)
-    expected = PRODUCTS[function]["input" in wanted, "linear_weight" in wanted] if wanted else 1
+    torch.testing.assert_close(list(found), [everything[name] for name in needed], rtol=step, atol=step)
+    expected = MATMULS[function]["input" in needed, "linear_weight" in needed] if needed else 1
     # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
-    expected += function == "none" and wanted == ["input", "linear_bias"]
-    # float16 takes the bias's gradient as a product of a vector and a matrix.
-    expected += dtype == torch.float16 and "linear_bias" in wanted
-    assert len(meter.products) == expected
+    expected += function == "none" and needed == ["input", "linear_bias"]
+    # float16 takes the bias's gradient as a vector-matrix product.
+    expected += dtype == torch.float16 and "linear_bias" in needed
+    assert len(meter.matmuls) == expected
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -157,13 +158,13 @@ def test_statistics_carry_no_gradient() -> None:
     assert stats.n_valid.dtype == torch.int64
 
 
-def test_no_grad_and_inference_mode_run_one_product() -> None:
+def test_no_grad_and_inference_mode_run_one_matmul() -> None:
     arrays = problem()
     want = total("mean", arrays).detach()
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode, Meter() as meter:
             value = total("mean", arrays)
-        assert len(meter.products) == 1
+        assert len(meter.matmuls) == 1
         assert not value.requires_grad
         torch.testing.assert_close(value.clone(), want)
 
@@ -185,7 +186,7 @@ def test_activation_checkpointing(function: str, use_reentrant: bool) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_runs_the_products_in_its_dtype(function: str, dtype: torch.dtype) -> None:
+def test_autocast_runs_the_matmuls_in_its_dtype(function: str, dtype: torch.dtype) -> None:
     arrays = problem()
     rounded = {n: t.detach().to(dtype).float().requires_grad_() if t.requires_grad else t for n, t in arrays.items()}
     rounded["linear_bias"] = arrays["linear_bias"]  # float32 stays float32, and is added in float32

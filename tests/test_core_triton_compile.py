@@ -62,10 +62,10 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     bias = options["bias"]
     # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for wanted in ((True, True, bias), (False, True, False)):
+    for needs_grad in ((True, True, bias), (False, True, False)):
         for statistics in (True, False):
             torch.library.opcheck(
-                torch.ops.linear_ce.loss_and_gradients.default, (*arguments, statistics, True, *wanted), **close
+                torch.ops.linear_ce.loss_and_gradients.default, (*arguments, statistics, True, *needs_grad), **close
             )
     torch.library.opcheck(
         torch.ops.linear_ce.loss_and_gradients.default, (*arguments, True, False, True, False, False), **close

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from markov_data import markov_tokens
 from programs import Command, Printed, each, python
 from run_cases import assert_passed, commands
 from torch import Tensor
@@ -30,7 +31,6 @@ from torch_gpu import (
     results,
 )
 from torch_problem import FUNCTIONS, leaves, total
-from walks import walks
 
 import core_triton
 from parity.cases import Case, cases
@@ -116,8 +116,8 @@ def test_workspace_is_within_budget(model: str) -> None:
         loss = core_triton.linear_cross_entropy(**arrays, target=y, reduction=reduction, memory_budget=budget)
         if not loss.requires_grad:
             return 0
-        wanted = leaves(arrays)
-        return sum(gradient.nbytes for gradient in torch.autograd.grad(loss, wanted, upstream[reduction]))
+        needed = leaves(arrays)
+        return sum(gradient.nbytes for gradient in torch.autograd.grad(loss, needed, upstream[reduction]))
 
     used = {}
     for kind in KINDS:
@@ -158,7 +158,7 @@ def test_a_graph_replays_with_changed_inputs(function: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_autocast_runs_the_products_in_its_dtype(function: str) -> None:
+def test_autocast_runs_the_matmuls_in_its_dtype(function: str) -> None:
     arrays = gpu_problem(dtype=torch.float32)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         value = total(function, arrays)
@@ -288,7 +288,7 @@ def curve(fused: bool, steps: int = 300) -> Tensor:
     model = Model(v=503, dtype=torch.bfloat16, fused=fused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []
-    for tokens in torch.from_numpy(walks(steps, batch=32, length=32, v=503)).to(DEVICE, torch.int64):
+    for tokens in torch.from_numpy(markov_tokens(steps, batch=32, length=32, v=503)).to(DEVICE, torch.int64):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         optimizer.zero_grad()
         loss.backward()

@@ -56,11 +56,11 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
     # mean, ignore_index, z_loss_weight, logit_scale, vocab_size, memory_budget
     settings = (bias, -100, smoothing, 0.01, softcap, 0.5, 45, 2**20, "triton")
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    for wanted in ((True, True, bias), (False, True, False), (True, False, False)):
+    for needs_grad in ((True, True, bias), (False, True, False), (True, False, False)):
         for statistics in (True, False):
             torch.library.opcheck(
                 torch.ops.linear_ce.loss_and_gradients.default,
-                (*arguments, *weights, *settings, statistics, True, *wanted),
+                (*arguments, *weights, *settings, statistics, True, *needs_grad),
                 **close,
             )
     torch.library.opcheck(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from launches import SHARED_MEMORY, Launch, compile_launch, dump, fake_card, launches_of
+from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -24,7 +24,7 @@ from core_triton import chunked, ops, row_kernels
 from core_triton.plan import Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.recompute import KERNEL_TILES
-from core_triton.rows import Coefficients
+from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
         bias: there is one.
         transposed: linear_weight is a transposed (D, V).
         class_weight: there are class weights.
-        wanted: d_input and d_weight.
+        needs_grad: d_input and d_weight.
         softcap, smoothing: as in LossSpec.
     """
 
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     bias: bool = False
     transposed: bool = False
     class_weight: bool = False
-    wanted: tuple[bool, bool] = (True, True)
+    needs_grad: tuple[bool, bool] = (True, True)
     softcap: float | None = None
     smoothing: float = 0.0
 
@@ -78,15 +78,17 @@ class Call(NamedTuple):
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
         """Makes the call; returns the gradients."""
         problem = self.problem()
-        wanted = NeedsGrad(*self.wanted, self.bias and self.wanted[1])
+        needs_grad = NeedsGrad(*self.needs_grad, self.bias and self.needs_grad[1])
         stage, entropy, statistics = STAGES[self.plan]
-        needed = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else wanted
-        plan = ops.plan_for(problem, stage, budget, "triton", needed, statistics=statistics, entropy=entropy)
+        stage_needs_grad = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else needs_grad
+        plan = ops.plan_for(problem, stage, budget, "triton", stage_needs_grad, statistics=statistics, entropy=entropy)
         problem = replace(problem, plan=plan)
         if plan.path == "scaled_exp":
-            return tuple(scaled_exp(problem, needed, statistics=statistics)[2])
+            return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
-            found = chunked.loss_and_gradients(KERNEL_TILES, problem, plan.chunk_config, wanted, (array(), array()))[2]
+            found = chunked.loss_and_gradients(
+                KERNEL_TILES, problem, plan.chunk_config, needs_grad, (array(), array())
+            )[2]
         elif stage == "losses":
             chunked.losses(KERNEL_TILES, problem, plan.chunk_config)
             return ()
@@ -97,7 +99,7 @@ class Call(NamedTuple):
             row = problem.row_weight
             beta, sigma = row if entropy else None, row if self.smoothing else None
             coefficients = Coefficients(row, row, beta, sigma)
-            found = chunked.gradients(KERNEL_TILES, problem, plan.chunk_config, row, coefficients, wanted)
+            found = chunked.gradients(KERNEL_TILES, problem, plan.chunk_config, row, coefficients, needs_grad)
         return tuple(found)
 
 
@@ -162,7 +164,7 @@ SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
-# Compiled for Hopper alone, to save time: the other cards' kernels differ by a switch from what they compile anyhow.
+# Compiled for Hopper alone, to save time: the other GPUs' kernels differ by a switch from what they compile anyhow.
 FOR_HOPPER = (
     "train-long",
     "train-transposed",
@@ -183,18 +185,18 @@ def multiplies(launch: Launch) -> str:
 
 
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-# The launches that the quick suite compiles, by kernel (a part of it), are those of these cards and operands.
+# The launches that the quick suite compiles, by kernel (a part of it), are those of these GPUs and operands.
 SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (100, "bf16"), (80, "fp32")]
 
 
 @cache
 def launches(arch: int, name: str) -> list[Launch]:
-    """Returns what a call of `LAUNCHING` launches on a card."""
+    """Returns what a call of `LAUNCHING` launches on a GPU."""
     return launches_of(arch, LAUNCHING[name])
 
 
 def sample(arch: int, operands: str) -> list[Launch]:
-    """Returns a launch of each kernel that multiplies these operands on a card, of those with the most switches on."""
+    """Returns a launch of each kernel that multiplies these operands on a GPU, of those with the most switches on."""
     names = [name for name in LAUNCHING if (arch, name) != SPILLS]
     found: dict[tuple[str, str], Launch] = {}
     for launch in (launch for name in names for launch in launches(arch, name) if multiplies(launch) == operands):
@@ -220,10 +222,10 @@ def assert_fits(launch: Launch, arch: int) -> None:
 
 
 def assert_overlaps(launch: Launch) -> None:
-    """Fails where ptxas cannot follow the accumulator and waits for each product, silently: a fifth of the time."""
+    """Fails where ptxas cannot follow the accumulator and waits for each matmul, silently: a fifth of the time."""
     code = dump(compile_launch(launch, 90).cubin, "-sass")
     waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", code))
-    assert waits == 2, f"{launch.name} waits {waits} times for all products, not once a warpgroup"
+    assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once a warpgroup"
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
@@ -248,7 +250,7 @@ def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "train-options", "train-smoothing", "train-transposed", "eval"])
-def test_products_of_the_hopper_kernels_overlap(name: str) -> None:
+def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
     for launch in launches(90, name):
         if "hopper" in launch.kernel.__module__ and multiplies(launch):
             assert_overlaps(launch)
@@ -279,7 +281,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
     launched = {
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
-    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_kernels"}
+    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad"}
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients"}
     for module in modules:
@@ -299,15 +301,15 @@ def calls_of(shape: str) -> tuple[Call, ...]:
     return (
         Call("train", shape),
         Call("stats", shape, bias=True, softcap=30.0),
-        Call("train", shape, wanted=(True, False)),
-        Call("train", shape, wanted=(False, True)),
+        Call("train", shape, needs_grad=(True, False)),
+        Call("train", shape, needs_grad=(False, True)),
         Call("train", shape, torch.float16),
         Call("train", shape, torch.float32),
         Call("train", shape, head=torch.float32),
         Call("train", shape, smoothing=0.1, class_weight=True),
         Call("entropy", shape),
         Call("none", shape),
-        Call("none", shape, wanted=(True, False)),
+        Call("none", shape, needs_grad=(True, False)),
         Call("log_probs", shape, torch.float16),
     )
 
@@ -336,7 +338,7 @@ def test_workspace_of_many_tokens_is_within_budget(smoothing: float, budget: int
 
 @pytest.mark.parametrize("arch", [80, 100])
 @pytest.mark.parametrize("plan", ["train", "eval", "none"])
-def test_workspace_on_other_cards_is_within_budget(arch: int, plan: str) -> None:
+def test_workspace_on_other_gpus_is_within_budget(arch: int, plan: str) -> None:
     assert_within(arch, Call(plan, "llama3-8b"), DEFAULT)
 
 
@@ -346,7 +348,7 @@ def assert_within(arch: int, call: Call, budget: int) -> None:
 
 
 def workspace(arch: int, call: Call, budget: int) -> int:
-    with fake_card(arch):
+    with fake_gpu(arch):
         problem = call.problem()
         with Meter() as meter:
             found = call.run(budget)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from allocations import Meter, bytes_of
+from assertions import least_budget
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import least_budget
 from torch_problem import FUNCTIONS, leaves, problem, total
 
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET

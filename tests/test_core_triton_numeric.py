@@ -1,7 +1,7 @@
 """core_triton against the float64 reference: every case of the table, and float16 where it would underflow."""
 
 import pytest
-from judged import check, check_many_logits
+from assertions import check, check_many_logits
 
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays

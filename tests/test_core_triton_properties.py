@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from assertions import assert_within_budget, least_budget
 from drawn_cases import FEW_ELEMENTS, drawn_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judged import assert_within_budget, least_budget
 from torch import Tensor
 
 import core_triton
-from core_triton import chunked, rows
+from core_triton import chunked, row_math
 from core_triton.problem import NeedsGrad, Problem
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
@@ -54,9 +54,9 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     else:
         loss, stats = core_triton.linear_cross_entropy_with_stats(**arguments, **options)
         results, found = (loss,), {"loss": loss, **stats._asdict()}
-    wanted = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
-    gradients = torch.autograd.grad(results, [arguments[name] for name in wanted.values()], upstream)
-    found |= dict(zip(wanted, gradients, strict=True))
+    differentiated = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
+    gradients = torch.autograd.grad(results, [arguments[name] for name in differentiated.values()], upstream)
+    found |= dict(zip(differentiated, gradients, strict=True))
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
 
@@ -103,7 +103,7 @@ SHARDS = {
     "sizes": st.lists(st.integers(1, 40), min_size=3, max_size=3),
     "padding": st.integers(0, 45),
     "chunk": st.integers(1, 20),
-    "slab": st.integers(1, 40),
+    "vocab_chunk": st.integers(1, 40),
     "options": st.sampled_from(
         ({}, {"softcap": 4.0, "z_loss_weight": 0.01}, {"label_smoothing": 0.2, "logit_scale": 0.5})
     ),
@@ -117,7 +117,14 @@ def test_shards_of_the_vocabulary_make_the_whole(examples: int) -> None:
 
 
 def check_shards(
-    n: int, d: int, sizes: list[int], padding: int, chunk: int, slab: int, options: dict[str, Any], weighted: bool
+    n: int,
+    d: int,
+    sizes: list[int],
+    padding: int,
+    chunk: int,
+    vocab_chunk: int,
+    options: dict[str, Any],
+    weighted: bool,
 ) -> None:
     vocab = sum(sizes)
     classes = max(vocab - padding, 1)  # the last shards can be nothing but padding
@@ -134,7 +141,7 @@ def check_shards(
     t = {name: torch.from_numpy(np.asarray(array)) for name, array in arrays.items()}
     class_weight = t["weight"][:classes] if weighted else None
     row_weight = torch.ones(n)
-    config = ChunkConfig(min(chunk, n), slab, float32_sum=False)
+    config = ChunkConfig(min(chunk, n), vocab_chunk, float32_sum=False)
     shards, offset = [], 0
     for size in sizes:
         shard = slice(offset, offset + size)
@@ -146,19 +153,20 @@ def check_shards(
 
     want = reference_loss(**arrays, spec=case.spec)  # pyright: ignore[reportArgumentType]
     everything = slice(0, n)
-    merged = chunked.chunk_statistics(shards[0], everything, slab)
+    merged = chunked.chunk_statistics(shards[0], everything, vocab_chunk)
     for shard in shards[1:]:
-        merged = rows.merge(merged, chunked.chunk_statistics(shard, everything, slab))
-    statistics = rows.finish(merged, t["target"], row_weight, classes)
+        merged = row_math.merge(merged, chunked.chunk_statistics(shard, everything, vocab_chunk))
+    statistics = row_math.finish(merged, t["target"], row_weight, classes)
     assert error(statistics.lse.numpy(), want.lse) < 2e-6
     assert error(statistics.target_logit.numpy(), want.target_logit) < 2e-6
-    loss = rows.row_loss(case.spec, statistics, t["target"], row_weight, class_weight, classes)
+    loss = row_math.row_loss(case.spec, statistics, t["target"], row_weight, class_weight, classes)
     assert error(loss.sum().numpy(), want.loss) < 2e-6
 
-    coefficients = rows.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
-    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
+    coefficients = row_math.loss_coefficients(case.spec, statistics.lse, t["target"], row_weight, class_weight, classes)
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts = [
-        chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, wanted) for shard in shards
+        chunked.gradients(chunked.TORCH_TILES, shard, config, statistics.lse, coefficients, needs_grad)
+        for shard in shards
     ]
     d_input = sum(part.d_input.numpy() for part in parts if part.d_input is not None)
     d_weight = np.concatenate([part.d_weight.numpy() for part in parts if part.d_weight is not None])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax_runs import before_step, compilation_cache, small_trainer, start, write_texts
-from product_flops import product_flops
+from matmul_flops import matmul_flops
 
 import flax_models.train.main as program
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
@@ -53,7 +53,7 @@ def test_flops_are_the_products_of_the_traced_model(tie, changes):
         model = nnx.merge(graph, params)
         return model(tokens) @ model.head_weight().T
 
-    forward = product_flops(jax.make_jaxpr(logits)(params, tokens).jaxpr)
+    forward = matmul_flops(jax.make_jaxpr(logits)(params, tokens).jaxpr)
     width = config.num_heads * config.head_dim
     masked = 12.0 * config.num_layers * width * (16 - mean_keys(16))
     assert forward * 3 == 2 * 16 * (flops_per_token(config, 16) + masked)

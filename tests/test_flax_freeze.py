@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax_runs import before_step, learned, random_batch, start, train
 from jax.interpreters import partial_eval
-from product_flops import product_flops
+from matmul_flops import matmul_flops
 from random_decoder import random_decoder
 
 import flax_models.train.step as step_module
@@ -103,7 +103,7 @@ def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
     back = {name.split(".")[0] for name in trainer.trained} & {"blocks", "embedding"}
     attention = (12 if back else 4) * config.num_layers * config.num_heads * config.head_dim * masked
     said = flops_per_token(config, 16, trainer.trained)
-    assert product_flops(needed) == pytest.approx(2 * 16 * (said + attention), rel=0)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + attention), rel=0)
 
 
 def test_names_that_are_not_there_and_freezing_everything_are_refused():

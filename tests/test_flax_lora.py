@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from flax_runs import before_step, learned, random_batch, start, train
 from jax.interpreters import partial_eval
-from product_flops import product_flops
+from matmul_flops import matmul_flops
 from random_decoder import random_decoder
 
 from flax_models import export
@@ -195,7 +195,7 @@ def test_flops_are_the_products_of_the_differentiated_model(config, lora):
     needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     masked = 12 * config.num_layers * config.num_heads * config.head_dim * (16 - mean_keys(16))
     said = flops_per_token(config, 16, trainer.trained)
-    assert product_flops(needed) == pytest.approx(2 * 16 * (said + masked), rel=0)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + masked), rel=0)
 
 
 def test_what_cannot_be_is_refused_by_name():

@@ -132,8 +132,8 @@ def test_no_file_says_too_much(package: str) -> None:
 
 
 KERNELS = (
-    *("hopper.py", "hopper_logits.py", "hopper_gradients.py"),
-    *("kernels.py", "row_kernels.py", "target_kernels.py", "launch.py"),
+    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("kernels.py", "row_kernels.py", "target_grad.py", "launch.py"),
 )
 
 # Public functions and classes that only one framework needs, and why.
@@ -149,20 +149,20 @@ ALONE = {
     },
     "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it
     "problem.py": {
-        *("add_product", "operand", "ClassSum", "GradientSums"),  # sums in place
+        *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
         *("add_d_weight", "HeadSums"),  # sums that a loop carries
     },
     "recompute.py": {"tma_compatible"},  # arrays of JAX have no strides
-    "rows.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
+    "row_math.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         "Carry",  # what a loop carries
-        *("target_rows", "known"),  # by XLA, where PyTorch's row kernels do it
+        *("target_rows", "static_args"),  # by XLA, where PyTorch's row kernels do it
     },
     "tile_config.py": {
         "padded_hidden",  # TMA needs no copy of whole rows
         *("TritonTile", "triton_tile", "unaligned"),  # beside those of Hopper's kernels, which are another backend's
-        *("cut", "d_input_scratch"),  # of tiles whose rows are chosen too
+        *("schedule_of", "d_input_scratch"),  # of tiles whose rows are chosen too
         "cdiv",  # in PyTorch in launch.py
     },
 }

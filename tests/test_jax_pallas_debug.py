@@ -78,10 +78,10 @@ def real_nan_raises(function: str, implementation: str) -> None:
 
 def nothing_is_compiled(function: str, implementation: str) -> None:
     arrays, _ = drawn(5)
-    wanted = results(function, arrays["input"], arrays, implementation=implementation)
+    expected = results(function, arrays["input"], arrays, implementation=implementation)
     with jax.disable_jit():
         found = results(function, arrays["input"], arrays, implementation=implementation)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 

@@ -171,7 +171,7 @@ def test_ties_count_as_right() -> None:
     assert stats.accuracy == 1
 
 
-def test_float32_products_obey_the_frameworks_switch() -> None:
+def test_float32_matmuls_obey_the_frameworks_switch() -> None:
     arrays = problem()
 
     def precisions() -> set[str]:

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array, export
+from markov_data import markov_tokens
 from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
-from walks import walks
 
 from jax_pallas import launch
 from jax_pallas.linear_ce import explain, linear_cross_entropy
@@ -37,7 +37,7 @@ ROUNDING = 4e-3  # of gradients in bfloat16
 # Cases of the contract.
 
 # Of every day: the plain ones, those with all options at once and some more, and the edges, of one dtype but where both
-# take the kernels of every product.
+# take the kernels of every matmul.
 EVERY_DAY = ("16-n123", "strided-n123", "edge-hidden64")
 SHARES = 12  # of them, each a process
 
@@ -142,8 +142,8 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
         value, gradients = loss_and_gradients(memory_budget=budget, **options)(*arrays)
         assert_close(value, want[0], 1e-4)
         assert_close(gradients, want[1])
-        last, wanted = ([np.asarray(gradient)[-8:] for gradient in found] for found in (gradients, want[1]))
-        assert_close(last, wanted, 2 * ROUNDING)
+        last, expected = ([np.asarray(gradient)[-8:] for gradient in found] for found in (gradients, want[1]))
+        assert_close(last, expected, 2 * ROUNDING)
 
 
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}
@@ -158,7 +158,7 @@ def repeats_bit_for_bit_within_its_budget() -> None:
 
 
 @checked
-def anchors_that_are_too_low_are_repaired() -> None:
+def reference_exponents_that_are_too_low_are_repaired() -> None:
     x, w, y = drawn(500, 128, 3000)
     x = x * 200  # targets far below the largest logits
     assert_close(loss_and_gradients()(x, w, y), exact(x, w, y))
@@ -234,7 +234,7 @@ def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str
     config = ModelConfig(**shape, dtype="bfloat16", param_dtype="bfloat16")
     settings = TrainConfig(steps=steps, batch_size=32, learning_rate=2e-3, warmup_steps=20)
     trainer = step.Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
-    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in walks(steps, 32, 32, 503)]
+    batches = [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in markov_tokens(steps, 32, 32, 503)]
     with pytest.MonkeyPatch.context() as patch:  # the step is traced here, once
         patch.setattr(step, "linear_cross_entropy", loss)
         program = trainer.compile(32, 32).as_text() or ""

@@ -1,5 +1,5 @@
 """What the GPU compiler makes of the loss, without a GPU: temporaries within the budget, no copied head, and kernels
-that spill no register and wait for no product that could go on."""
+that spill no register and wait for no matmul that could go on."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def disassembled(cubin: Path) -> str:
 
 
 def check_kernels(kept: Path, *names: str) -> None:
-    """Fails where one of this library's kernels spills registers, or waits for all of its products more often than its
+    """Fails where one of this library's kernels spills registers, or waits for all of its matmuls more often than its
     source does: where the assembler cannot follow the sums of wgmma, each is waited for, a fifth of the time.
 
     Args:
@@ -134,7 +134,7 @@ def check_kernels(kept: Path, *names: str) -> None:
             asked = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx))
             waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", disassembled(path.with_suffix(".cubin"))))
             if waits > asked or "serialized" in said:
-                wrong.append(f"{kernel} waits {waits} times for all products, its source {asked} times")
+                wrong.append(f"{kernel} waits {waits} times for all matmuls, its source {asked} times")
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,4 +1,5 @@
-"""The Hopper kernels of gradients against float64, in Pallas' interpreter on the CPU, and how they share their work."""
+"""The Hopper kernels of gradients against float64, in Pallas' interpreter on the CPU, and how they divide their
+work."""
 
 import random
 from collections.abc import Iterator
@@ -13,10 +14,19 @@ import pytest
 from jax import Array
 
 from jax_pallas import hopper_gradients
-from jax_pallas.hopper import MULTIPROCESSORS
+from jax_pallas.hopper_common import MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
 from jax_pallas.launch import hopper_gradient_limits
-from jax_pallas.tile_config import D_BLOCK, STEP, Shares, cdiv, choose_shares, cut, d_input_scratch, padded
+from jax_pallas.tile_config import (
+    D_BLOCK,
+    STEP,
+    StreamKSchedule,
+    cdiv,
+    choose_schedule,
+    d_input_scratch,
+    padded,
+    schedule_of,
+)
 
 ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
 
@@ -29,10 +39,10 @@ def float64(array: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
 
 
-def close(found: Array, wanted: np.ndarray, tolerance: float = ROUNDED) -> None:
+def close(found: Array, expected: np.ndarray, tolerance: float = ROUNDED) -> None:
     """Compares elementwise, relative to the largest value wanted."""
-    assert found.shape == wanted.shape
-    error = np.abs(float64(found) - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert found.shape == expected.shape
+    error = np.abs(float64(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
@@ -104,9 +114,9 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     )
     assert found.dtype == jnp.bfloat16
     found = sizes.head(found)
-    wanted = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
-    wanted = wanted[: sizes.classes] + (0.0 if old is None else float64(old)[: sizes.classes])
-    close(found[: sizes.classes], wanted)
+    expected = float64(e)[: sizes.rows].T @ float64(x)[sizes.start : sizes.start + sizes.rows]
+    expected = expected[: sizes.classes] + (0.0 if old is None else float64(old)[: sizes.classes])
+    close(found[: sizes.classes], expected)
     after = jnp.zeros_like(found) if old is None else old
     assert (found[sizes.classes :] == after[sizes.classes :]).all()
 
@@ -116,26 +126,26 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
     use_programs(monkeypatch, 2)
     sizes = Sizes(192, 292, 0, 192, 523, 576, vocab_axis)
     x, found = sizes.bfloat16(sizes.tokens, sizes.hidden), jnp.full((sizes.vocab, sizes.hidden), jnp.nan, jnp.bfloat16)
-    found, wanted = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
+    found, expected = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
     for start, rows in (192, 100), (0, 192):
         e = sizes.e().at[rows:].set(0)
         shared = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": vocab_axis, "interpret": True}
         found = add_d_weight(e, x, jnp.int32(start), **shared, rows=rows, old=found, starts=rows < 192)
-        wanted += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
+        expected += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
     found = sizes.head(found)
-    close(found[: sizes.classes], wanted, 2 * ROUNDED)
+    close(found[: sizes.classes], expected, 2 * ROUNDED)
     assert (found[sizes.classes :] == 0).all()
 
 
-# The stretch's last tile has classes past its end, and past the head's.
+# The vocabulary chunk's last tile has classes past its end, and past the head's.
 @pytest.mark.parametrize(
     ("first", "vocab_axis"), [(37, 0), (128, 1), *(pytest.param(*more, marks=SLOW) for more in [(0, 0), (171, 0)])]
 )
-def test_d_weight_of_a_stretch(first: int, vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 2)
     sizes = Sizes(100, 100, 0, 192, 205, 384, vocab_axis)
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
-    seen = 11  # by the stretch before
+    seen = 11  # by the vocabulary chunk before
     e = e.at[:, :seen].set(0)
     more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
     found = add_d_weight(
@@ -162,45 +172,45 @@ SMALL = Sizes(150, 170, 13, 192, 571, 600)
 
 
 class Way(NamedTuple):
-    """Sizes of a call, and how so many programs share it."""
+    """Sizes of a call, and how so many programs divide it."""
 
     sizes: Sizes
     programs: int
-    shares: Shares
+    schedule: StreamKSchedule
 
 
 WAYS = {
     # Two tiles each, the last of either axis not full.
-    "whole": Way(SMALL, 2, Shares(128, 2, 0, 0, 9, 9, 0)),
+    "whole": Way(SMALL, 2, StreamKSchedule(128, 2, 0, 0, 9, 9, 0)),
     # Each program takes one whole tile, and a third of the fourth.
-    "cut": Way(SMALL, 3, Shares(128, 1, 1, 3, 9, 9, 0)),
+    "split": Way(SMALL, 3, StreamKSchedule(128, 1, 1, 3, 9, 9, 0)),
     # Two programs on the heads of each of four tiles, three on their tails, which begin and end within tiles.
-    "spare": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, Shares(128, 0, 4, 2, 6, 9, 3)),
+    "stream-K": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, StreamKSchedule(128, 0, 4, 2, 6, 9, 3)),
     # Whole heads of one program each, tails of another; narrow tiles.
-    "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, Shares(136, 0, 1, 1, 3, 5, 1)),
-    "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, Shares(248, 1, 1, 2, 3, 3, 0)),
-    "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, Shares(128, 0, 1, 1, 1, 1, 0)),
-    "transposed, cut": Way(Sizes(100, 100, 0, 192, 600, 640, 1), 5, Shares(128, 0, 2, 2, 10, 10, 0)),
+    "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, StreamKSchedule(136, 0, 1, 1, 3, 5, 1)),
+    "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, StreamKSchedule(248, 1, 1, 2, 3, 3, 0)),
+    "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, StreamKSchedule(128, 0, 1, 1, 1, 1, 0)),
+    "transposed, split": Way(Sizes(100, 100, 0, 192, 600, 640, 1), 5, StreamKSchedule(128, 0, 2, 2, 10, 10, 0)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("whole", "cut", "spare") else SLOW) for name in WAYS]
+    "name", [pytest.param(name, marks=() if name in ("whole", "split", "stream-K") else SLOW) for name in WAYS]
 )
 def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, many, shares = WAYS[name]
+    sizes, many, schedule = WAYS[name]
     use_programs(monkeypatch, many)
-    tiles = cdiv(sizes.rows, shares.tile_rows) * cdiv(sizes.hidden, D_BLOCK)
-    assert tiles == shares.rounds * many + shares.rest
+    tiles = cdiv(sizes.rows, schedule.tile_rows) * cdiv(sizes.hidden, D_BLOCK)
+    assert tiles == schedule.full_waves * many + schedule.split_tiles
     rng = np.random.default_rng(3)
     rho, theta = (rng.standard_normal(sizes.rows).astype(np.float32) for _ in range(2))
     rho[::5], theta[::7] = 0, 0
     w, held, e = sizes.bfloat16(sizes.vocab, sizes.hidden), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.e()
     own = np.arange(sizes.start, sizes.start + sizes.rows)
-    wanted = np.where(rho == 0, 0, rho)[:, None] * (
+    expected = np.where(rho == 0, 0, rho)[:, None] * (
         float64(e)[: sizes.rows, : sizes.classes] @ float64(w)[: sizes.classes]
     )
-    wanted += theta[:, None] * float64(held)[own]
+    expected += theta[:, None] * float64(held)[own]
     w = w.at[sizes.classes :].set(jnp.nan)
     e = e.at[: sizes.rows : 5].set(jnp.nan)
     held = held.at[own[::7]].set(jnp.nan)
@@ -214,16 +224,16 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         classes=sizes.classes,
         vocab_axis=sizes.vocab_axis,
         interpret=True,
-        shares=shares,
+        schedule=schedule,
     )
     assert found.dtype == jnp.bfloat16
-    close(found[own], wanted)
+    close(found[own], expected)
     others = np.setdiff1d(np.arange(sizes.tokens), own)
     assert (found[others] == held[others]).all()
     assert not float64(found)[own][(rho == 0) & (theta == 0)].any()
 
 
-# How programs share d_input's tiles.
+# How programs divide d_input's tiles.
 
 
 def truncated(a: Any, b: Any) -> Any:
@@ -232,42 +242,46 @@ def truncated(a: Any, b: Any) -> Any:
 
 @pytest.fixture
 def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `item_of` and `items_of` count in NumPy, for all programs of a card at once."""
+    """Has `work_unit_of` and `num_work_units` count in NumPy, for all programs of a GPU at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
     monkeypatch.setattr(hopper_gradients, "lax", SimpleNamespace(**numbers))
     monkeypatch.setattr(hopper_gradients, "jnp", np)
 
 
-def taken(shares: Shares, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Returns (first step, end, slot) of the items of each tile; fails where one is none or has a slot of another."""
+def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Returns (first iteration, end, slot) of each tile's work units; fails where one is empty or has another's
+    slot."""
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
-    items = np.broadcast_to(hopper_gradients.items_of(shares), MULTIPROCESSORS)
+    units = np.broadcast_to(hopper_gradients.num_work_units(schedule), MULTIPROCESSORS)
     slots = []
-    for item in range(items.max(initial=0)):
-        found = hopper_gradients.item_of(item, shares)
-        parts = np.stack([np.broadcast_to(part, MULTIPROCESSORS) for part in found], 1)[item < items]
+    for index in range(units.max(initial=0)):
+        found = hopper_gradients.work_unit_of(index, schedule)
+        parts = np.stack([np.broadcast_to(part, MULTIPROCESSORS) for part in found], 1)[index < units]
         for tile, first, length, slot in parts.tolist():
             assert length > 0
-            assert 0 <= first <= first + length <= shares.steps
-            assert slot < shares.slots
-            assert slot >= 0 or length == shares.steps, "a part needs a slot"
+            assert 0 <= first <= first + length <= schedule.iters_per_tile
+            assert slot < schedule.partial_tiles
+            assert slot >= 0 or length == schedule.iters_per_tile, "a part needs a slot"
             of_tile[tile].append((first, first + length, slot))
             slots += [slot] if slot >= 0 else []
     assert len(set(slots)) == len(slots)
     return of_tile
 
 
-def summed(shares: Shares, index: int) -> list[int]:
-    """Returns the slots that the summing kernel adds up for the index-th cut tile: `d_input_sum_kernel`."""
-    slots = [index + k * shares.rest for k in range(shares.cuts)]
-    if shares.spare:
-        tail, at = shares.steps - shares.head, shares.spare * index
-        low, high = max(at // shares.rest - 1, 0), min((at + shares.spare) // shares.rest + 2, shares.spare)
-        for turn in range(low, high):
-            begin, end = (int(hopper_gradients.tails(edge, shares)) for edge in (turn, turn + 1))
-            if begin < (index + 1) * tail and end > index * tail:
-                slots.append(shares.cuts * shares.rest + turn + index)
+def summed(schedule: StreamKSchedule, index: int) -> list[int]:
+    """Returns the slots that the fix-up adds up for the index-th split tile: `d_input_sum_kernel`."""
+    slots = [index + k * schedule.split_tiles for k in range(schedule.split_factor)]
+    if schedule.stream_k_programs:
+        stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
+        low, high = (
+            max(at // schedule.split_tiles - 1, 0),
+            min((at + schedule.stream_k_programs) // schedule.split_tiles + 2, schedule.stream_k_programs),
+        )
+        for worker in range(low, high):
+            begin, end = (int(hopper_gradients.stream_k_begin(edge, schedule)) for edge in (worker, worker + 1))
+            if begin < (index + 1) * stream_k_iters and end > index * stream_k_iters:
+                slots.append(schedule.split_factor * schedule.split_tiles + worker + index)
     return slots
 
 
@@ -284,20 +298,24 @@ def drawn_sizes() -> Iterator[tuple[int, int, int, int | None]]:
 
 
 @pytest.mark.usefixtures("every_program")
-def test_shares_cover_each_step_once() -> None:
+def test_schedules_cover_each_iteration_once() -> None:
     for rows, hidden, classes, most in drawn_sizes():
-        chosen = choose_shares(rows, hidden, classes, most, MULTIPROCESSORS)
+        chosen = choose_schedule(rows, hidden, classes, most, MULTIPROCESSORS)
         assert most is None or chosen.bytes <= most
-        for shares in {chosen, cut(rows, hidden, classes, 128, True, MULTIPROCESSORS)}:
-            whole = shares.rounds * MULTIPROCESSORS
-            for tile, parts in taken(shares, cdiv(rows, shares.tile_rows) * cdiv(hidden, D_BLOCK)).items():
-                edges = [0, *(edge for first, end, _ in sorted(parts) for edge in (first, end)), shares.steps]
-                assert edges[::2] == edges[1::2], f"{shares}: tile {tile} takes {sorted(parts)}"
+        for schedule in {chosen, schedule_of(rows, hidden, classes, 128, True, MULTIPROCESSORS)}:
+            whole = schedule.full_waves * MULTIPROCESSORS
+            for tile, parts in taken(schedule, cdiv(rows, schedule.tile_rows) * cdiv(hidden, D_BLOCK)).items():
+                edges = [
+                    0,
+                    *(edge for first, end, _ in sorted(parts) for edge in (first, end)),
+                    schedule.iters_per_tile,
+                ]
+                assert edges[::2] == edges[1::2], f"{schedule}: tile {tile} takes {sorted(parts)}"
                 slots = [slot for _, _, slot in parts if slot >= 0]
-                if tile < whole or not shares.slots:
+                if tile < whole or not schedule.partial_tiles:
                     assert not slots
                 else:
-                    assert sorted(slots) == sorted(summed(shares, tile - whole)), f"{shares}: tile {tile}"
+                    assert sorted(slots) == sorted(summed(schedule, tile - whole)), f"{schedule}: tile {tile}"
 
 
 def test_scratch_is_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from jax import Array
 
-from jax_pallas import hopper, hopper_logits
+from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.tile_config import HALF, cdiv, padded
 
-FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 products in another order
+FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 terms in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a program take several tiles, and store each under the products of the next."""
-    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    """Has a program take several tiles, and store each under the matmuls of the next."""
+    monkeypatch.setattr(hopper_common, "programs", lambda: 3)
 
 
 # The interpreter multiplies with NumPy.
@@ -35,7 +35,7 @@ class Call:
     Args:
         tokens, hidden, vocab: N, D, V.
         rows, start: the rows of it.
-        classes, first_class, skip: its stretch of classes.
+        classes, first_class, skip: its vocabulary chunk.
     """
 
     tokens: int = 130
@@ -72,7 +72,7 @@ class Call:
             "w": jnp.array(w.T if self.vocab_axis else w, self.dtype),
             "bias": jnp.array(random.normal(size=self.vocab), jnp.float32),
             "class_weight": jnp.array(random.uniform(size=self.vocab), jnp.float32),
-            "anchor": jnp.array(random.integers(-3, 3, self.rows), jnp.float32),
+            "ref_exponent": jnp.array(random.integers(-3, 3, self.rows), jnp.float32),
             "target": jnp.array(random.integers(-2, self.vocab, self.rows), jnp.int32),
             "contributes": jnp.array(random.uniform(size=self.rows) < 0.8),
         }
@@ -81,7 +81,7 @@ class Call:
         return drawn
 
     def logits(self, drawn: dict[str, Array]) -> np.ndarray:
-        """Returns (rows, classes) float64 logits of the stretch."""
+        """Returns (rows, classes) float64 logits of the vocabulary chunk."""
         x = float64(drawn["x"])[self.start : self.start + self.rows]
         w = float64(drawn["w"].T if self.vocab_axis else drawn["w"])
         raw = x @ w.T
@@ -108,9 +108,11 @@ CALLS = {
 }
 # Longer than a ring: stages are used again.
 CALLS["deep"] = Call(hidden=328, classes=300, bias=True)
-STRETCHES = {
-    "stretch": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
-    "transposed stretch": Call(300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True, dtype=jnp.float16),
+VOCAB_CHUNKS = {
+    "vocab_chunk": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
+    "transposed vocab_chunk": Call(
+        300, 64, 640, 70, 37, 300, 256, 270, vocab_axis=1, class_weight=True, dtype=jnp.float16
+    ),
 }
 
 
@@ -123,11 +125,11 @@ def float64(array: Array) -> np.ndarray:
     return np.asarray(array.astype(jnp.float32), np.float64)
 
 
-def close(found: Array, wanted: np.ndarray, tolerance: float) -> None:
+def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
     """Compares elementwise, relative to the largest value wanted."""
     found_ = float64(found)
-    assert found_.shape == wanted.shape
-    error = np.abs(found_ - wanted).max() / max(np.abs(wanted).max(), 1e-30)
+    assert found_.shape == expected.shape
+    error = np.abs(found_ - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
 
 
@@ -138,10 +140,18 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
     found = hopper_logits.exponentials(
-        drawn["x"], drawn["w"], bias, drawn["anchor"], target, places, jnp.int32(call.start), **call.options, **options
+        drawn["x"],
+        drawn["w"],
+        bias,
+        drawn["ref_exponent"],
+        target,
+        places,
+        jnp.int32(call.start),
+        **call.options,
+        **options,
     )
     row = jnp.arange(call.rows)
-    place = places[row // HALF, target.clip(0) // hopper.BLOCK_V].clip(0)
+    place = places[row // HALF, target.clip(0) // hopper_common.BLOCK_V].clip(0)
     of_target = (jnp.where(target >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
     top = None if found.tops is None else found.tops.max(0)[: call.rows]
     return found.e, found.sums.sum(0)[: call.rows], top, *of_target
@@ -166,7 +176,7 @@ def test_exponentials(name: str) -> None:
     assert e is not None
     assert tops is not None
     logits = call.logits(drawn)
-    exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    exponentials = np.exp2(logits * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
     close(tops, logits.max(1), FLOAT32)
     check_targets(target, (of_target[0], of_target[1]), exponentials, logits)
@@ -184,7 +194,7 @@ def test_sums_alone(name: str) -> None:
     e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, largest=False)
     assert e is None
     assert tops is None
-    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+    exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
 
 
@@ -198,7 +208,7 @@ def test_masked_classes_and_rows_of_nan() -> None:
     assert e is not None
     others = np.delete(np.arange(call.rows), [3, 7])
     with np.errstate(invalid="ignore"):
-        exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["anchor"])[:, None])
+        exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums[others], exponentials.sum(1)[others], FLOAT32)
     assert not e[others, ::3].any()
     assert jnp.isnan(sums[3])
@@ -223,9 +233,9 @@ def run_statistics(
     )
 
 
-@pytest.mark.parametrize("name", cases([*CALLS, *STRETCHES], ("options", "stretch")))
+@pytest.mark.parametrize("name", cases([*CALLS, *VOCAB_CHUNKS], ("options", "vocab_chunk")))
 def test_statistics(name: str) -> None:
-    call = {**CALLS, **STRETCHES}[name]
+    call = {**CALLS, **VOCAB_CHUNKS}[name]
     drawn = call.drawn()
     target = None if call.first_class else jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
     found = run_statistics(call, drawn, weighted=True, entropy=True, target=target)
@@ -290,23 +300,25 @@ def check_d_logits(call: Call, drawn: dict[str, Array], *, beta: bool, sigma: bo
     log_prob = logits - lse[:, None]
     factor = row["alpha"] + (row["beta"] * log_prob if beta else 0.0)
     columns = np.arange(call.first_class, call.first_class + call.classes)
-    wanted = np.exp(log_prob) * factor
+    expected = np.exp(log_prob) * factor
     if sigma:
-        wanted -= row["sigma"] * (float64(drawn["class_weight"])[columns] if call.class_weight else 1.0)
-    wanted -= (np.asarray(drawn["target"])[:, None] == columns) * row["tau"]
-    wanted *= call.slope(logits)
-    wanted = np.where(np.asarray(drawn["contributes"])[:, None] & (columns >= call.first_class + call.skip), wanted, 0)
+        expected -= row["sigma"] * (float64(drawn["class_weight"])[columns] if call.class_weight else 1.0)
+    expected -= (np.asarray(drawn["target"])[:, None] == columns) * row["tau"]
+    expected *= call.slope(logits)
+    expected = np.where(
+        np.asarray(drawn["contributes"])[:, None] & (columns >= call.first_class + call.skip), expected, 0
+    )
     assert found.shape == (cdiv(call.rows, 8) * 8, padded(call.classes))
     assert found.dtype == call.dtype
-    close(found[: call.rows, : call.classes], wanted, ROUNDED[call.dtype])
+    close(found[: call.rows, : call.classes], expected, ROUNDED[call.dtype])
     assert not found[call.rows :].any()
     assert not found[:, call.classes :].any()
 
 
-EVERY_DAY = {("options", True), ("stretch", True), ("transposed stretch", False)}
+EVERY_DAY = {("options", True), ("vocab_chunk", True), ("transposed vocab_chunk", False)}
 D_LOGITS = [
     pytest.param(name, full, marks=() if (name, full) in EVERY_DAY else pytest.mark.slow)
-    for name in [*CALLS, *STRETCHES]
+    for name in [*CALLS, *VOCAB_CHUNKS]
     for full in (False, True)
 ]
 
@@ -314,7 +326,7 @@ D_LOGITS = [
 @NAN
 @pytest.mark.parametrize(("name", "full"), D_LOGITS)
 def test_d_logits(name: str, full: bool) -> None:
-    call = {**CALLS, **STRETCHES}[name]
+    call = {**CALLS, **VOCAB_CHUNKS}[name]
     check_d_logits(call, call.drawn(), beta=full, sigma=full)
 
 
@@ -326,7 +338,7 @@ def test_rows_that_do_not_contribute_may_hold_nan() -> None:
 
     @jax.jit
     def run(x: Array) -> Array:
-        rows = (drawn["target"], drawn["anchor"], drawn["alpha"], drawn["tau"], None, None, contributes)
+        rows = (drawn["target"], drawn["ref_exponent"], drawn["alpha"], drawn["tau"], None, None, contributes)
         return hopper_logits.d_logits(x, w, None, None, *rows, 0, 0, 0, **call.options)
 
     one, other = (run(jnp.where(contributes[:, None], drawn["x"], value)) for value in (jnp.nan, 0))

@@ -1,5 +1,5 @@
 """The kernels of "pallas_triton" against NumPy in float64, in Pallas' interpreter, and compiled for GPUs that are not
-there: what they lower to fits each card and spills no register. Run as a program, this file compiles them."""
+there: what they lower to fits each GPU and spills no register. Run as a program, this file compiles them."""
 
 import json
 import os
@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import kernels, row_kernels, target_kernels
+from jax_pallas import kernels, row_kernels, target_grad
 from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
@@ -46,7 +46,7 @@ class Case(NamedTuple):
     softcap: float | None = None
 
     @property
-    def known(self) -> dict[str, Any]:
+    def static_args(self) -> dict[str, Any]:
         """Returns what every kernel knows when it is traced, the number of classes apart."""
         options = {"vocab_axis": self.vocab_axis, "logit_scale": self.scale, "softcap": self.softcap}
         return {"rows": ROWS, **options}
@@ -90,7 +90,7 @@ class Problem:
             logits = case.softcap * np.tanh(logits / case.softcap)
             self.slope = 1 - (logits / case.softcap) ** 2
         self.logits = logits
-        self.anchor = np.ceil(logits.max(1) * LOG2_E).astype(np.float32) - rng.integers(0, 5, ROWS)
+        self.ref_exponent = np.ceil(logits.max(1) * LOG2_E).astype(np.float32) - rng.integers(0, 5, ROWS)
         self.rng = rng
 
 
@@ -105,11 +105,11 @@ def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None
 
 
 def exponentials(
-    problem: "Problem", anchor: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
+    problem: "Problem", ref_exponent: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
 ) -> Any:
     """Returns e, and of all blocks together the sums and the largest logits; and what the targets have."""
     target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
-    found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(anchor), target, start, **options)
+    found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(ref_exponent), target, start, **options)
     top = None if found.tops is None else found.tops.max(0)
     return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0]
 
@@ -120,12 +120,12 @@ def test_exponentials(case: Case) -> None:
 
     @jax.jit
     def run(start: jax.Array) -> Any:
-        options = {**case.known, "classes": case.classes, "stores": True, "largest": True}
-        return exponentials(problem, problem.anchor, start, bias=problem.bias, target=target, **options)
+        options = {**case.static_args, "classes": case.classes, "stores": True, "largest": True}
+        return exponentials(problem, problem.ref_exponent, start, bias=problem.bias, target=target, **options)
 
     target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
     e, sums, tops, target_exp, target_logit = run(jnp.int32(START))
-    expected = np.exp2(problem.logits * LOG2_E - problem.anchor[:, None])
+    expected = np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
     assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
@@ -143,11 +143,11 @@ def test_exponentials(case: Case) -> None:
 def test_sums_alone() -> None:
     case = CASES[0]
     problem = Problem(case)
-    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
-    e, sums, tops, *_ = exponentials(problem, problem.anchor, START, **options)
+    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
+    e, sums, tops, *_ = exponentials(problem, problem.ref_exponent, START, **options)
     assert e is None
     assert tops is None
-    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def called(tokens: int, target: Any, flag: Any) -> CallRows:
@@ -174,8 +174,8 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens)
 
     rows, e, again = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
-    anchor = np.floor(problem.logits.max(1) * LOG2_E)
-    expected = np.exp2(problem.logits * LOG2_E - anchor[:, None])
+    ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
+    expected = np.exp2(problem.logits * LOG2_E - ref_exponent[:, None])
     judge("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
     assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
     judge("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
@@ -188,20 +188,20 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         assert (e == 7).all(), "the chunk's first flag is that of all"
 
 
-@pytest.mark.parametrize("stretch", [target_kernels.STRETCH, 256])
-def test_sort_by_target(stretch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_kernels, "STRETCH", stretch)
+@pytest.mark.parametrize("segment", [target_grad.SEGMENT, 256])
+def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_grad, "SEGMENT", segment)
     rng, count, classes = np.random.default_rng(0), 1000, 40
     target = rng.integers(-1, classes, count + 24).astype(np.int32)
     target[300:700] = 3
     weight = (rng.uniform(size=count + 24) < 0.8).astype(np.float32)
     theta = rng.standard_normal(count + 24).astype(np.float32)
     arrays = jnp.asarray(target), jnp.asarray(weight), jnp.asarray(theta)
-    found = target_kernels.sort_by_target(*arrays, count, classes)
+    found = target_grad.sort_by_target(*arrays, count, classes)
     key = np.where((target >= 0) & (weight != 0), target, classes)[:count]
     order = np.argsort(key, kind="stable")
-    for got, wanted in zip(found, (key[order], order, theta[order]), strict=True):
-        assert (np.asarray(got) == wanted).all()
+    for got, expected in zip(found, (key[order], order, theta[order]), strict=True):
+        assert (np.asarray(got) == expected).all()
 
 
 def test_what_is_not_finite_stays_in_its_row() -> None:
@@ -209,17 +209,17 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     problem = Problem(case)
     x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
     bias = jnp.zeros(case.vocab).at[:300].set(-jnp.inf)
-    known = {**case.known, "classes": case.classes}
-    anchor = jnp.zeros(ROWS)
+    static_args = {**case.static_args, "classes": case.classes}
+    ref_exponent = jnp.zeros(ROWS)
     problem.x = x
-    e, sums, *_ = exponentials(problem, anchor, START, bias=bias, stores=True, largest=False, **known)
+    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **static_args)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
     assert not np.isfinite(np.asarray(sums)[bad]).any()
     assert not wide(e)[~bad, :300].any()
     assert not wide(e)[:, case.classes :].any()
-    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **known)
+    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **static_args)
     judge("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
     assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class of no probability adds nothing to the entropy"
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
@@ -233,20 +233,20 @@ def test_statistics(case: Case, class_weights: bool) -> None:
 
     @jax.jit
     def run(start: jax.Array, first: jax.Array, skip: jax.Array) -> Any:
-        options = {**case.known, "classes": width, "weighted": True, "entropy": True}
+        options = {**case.static_args, "classes": width, "weighted": True, "entropy": True}
         weights = problem.class_weight if class_weights else None
         return kernels.statistics(problem.x, problem.w, problem.bias, weights, start, first, skip, **options)
 
     for first, skip in ((0, 0), (37, 11), (case.classes - width, width)):
         found = run(jnp.int32(START), jnp.int32(first), jnp.int32(skip))
-        stretch = slice(first + skip, first + width)
-        logits = problem.logits[:, stretch]
+        vocab_chunk = slice(first + skip, first + width)
+        logits = problem.logits[:, vocab_chunk]
         if skip == width:
             assert np.isneginf(np.asarray(found[0])).all()
             assert not np.stack(found[1:4]).any(), "nothing seen: sums of 0"
             continue
         top = logits.max(1, keepdims=True)
-        weights = wide(problem.class_weight)[stretch] if class_weights else np.ones(logits.shape[1])
+        weights = wide(problem.class_weight)[vocab_chunk] if class_weights else np.ones(logits.shape[1])
         terms = np.exp(logits - top)
         judge("max", found[0], top[:, 0], FLOAT32)
         judge("sum_exp", found[1], terms.sum(1), FLOAT32)
@@ -278,7 +278,7 @@ def test_d_logits(case: Case, form: str) -> None:
         optional = (jnp.asarray(beta) if has_beta else None, jnp.asarray(sigma) if has_sigma else None)
         rest = (jnp.asarray(contributes), start, first, skip)
         arrays: tuple[Any, ...] = (x, problem.w, problem.bias, weights, jnp.asarray(target), *of_rows, *optional, *rest)
-        return kernels.d_logits(*arrays, classes=width, **case.known)
+        return kernels.d_logits(*arrays, classes=width, **case.static_args)
 
     log_prob = logits - lse[:, None]
     expected = np.exp(log_prob) * (alpha[:, None] + (beta[:, None] * log_prob if has_beta else 0.0))
@@ -291,10 +291,10 @@ def test_d_logits(case: Case, form: str) -> None:
     for first, skip in ((0, 0), (37, 11)):
         found = run(x, jnp.int32(START), jnp.int32(first), jnp.int32(skip))
         assert found.dtype == DTYPES[case.dtype]
-        stretch = np.zeros((ROWS, 320))
-        stretch[:, skip:width] = expected[:, first + skip : first + width]
-        assert not wide(found)[stretch == 0].any(), "what is skipped, masked or padding is 0"
-        judge("d_logits", found, stretch, EPSILON[case.dtype] + FLOAT32)
+        vocab_chunk = np.zeros((ROWS, 320))
+        vocab_chunk[:, skip:width] = expected[:, first + skip : first + width]
+        assert not wide(found)[vocab_chunk == 0].any(), "what is skipped, masked or padding is 0"
+        judge("d_logits", found, vocab_chunk, EPSILON[case.dtype] + FLOAT32)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
@@ -310,7 +310,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     before = jnp.asarray(rng.standard_normal((classes, hidden)), DTYPES[dtype])
     x = jnp.asarray(x, DTYPES[dtype])
     arrays = (before if vocab_axis == 0 else before.T, x, jnp.asarray(target), jnp.asarray(row), jnp.asarray(theta))
-    found = target_kernels.add_targets(*arrays, classes=40, vocab_axis=vocab_axis)
+    found = target_grad.add_targets(*arrays, classes=40, vocab_axis=vocab_axis)
     expected = wide(before)
     for y, i, t in zip(target, row, theta, strict=True):
         if 0 <= y < classes and t:
@@ -323,15 +323,15 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
 def test_vmap_runs_one_after_the_other() -> None:
     case = Case("float32")
     problem = Problem(case)
-    options = {**case.known, "classes": case.classes, "stores": False, "largest": False}
+    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
 
-    def run(anchor: jax.Array) -> jax.Array:
-        return exponentials(problem, anchor, START, **options)[1]
+    def run(ref_exponent: jax.Array) -> jax.Array:
+        return exponentials(problem, ref_exponent, START, **options)[1]
 
-    anchors = jnp.asarray(problem.anchor) + jnp.arange(2.0)[:, None]
-    sums = jax.vmap(run)(anchors)
+    ref_exponents = jnp.asarray(problem.ref_exponent) + jnp.arange(2.0)[:, None]
+    sums = jax.vmap(run)(ref_exponents)
     judge("sums", sums[1] * 2, wide(sums[0]), 1e-7)
-    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.anchor[:, None]).sum(1), FLOAT32)
+    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def test_limits() -> None:
@@ -422,9 +422,9 @@ def compile_one(
     w = array(*((v, d) if vocab_axis == 0 else (d, v)), dtype=DTYPES[dtype])
     scalar, index, row = array(dtype=jnp.int32), array(n, dtype=jnp.int32), array(n)
     classes, maybe = (array(v), row) if options else (None, None)
-    known = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
-    stretch = {**known, "classes": min(v, 8192)}
-    stores = {**known, "classes": v, "stores": function != "sums", "largest": options}
+    static_args = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
+    vocab_chunk = {**static_args, "classes": min(v, 8192)}
+    stores = {**static_args, "classes": v, "stores": function != "sums", "largest": options}
     e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
     of_call, targets = array(size), array(size, dtype=jnp.int32)
     flags = array(4 * (1 + -(-n // 128)), dtype=jnp.int32)
@@ -463,17 +463,17 @@ def compile_one(
         return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, again, x)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
-        return target_kernels.sort_by_target(target, row_weight, theta, 9000, v)
+        return target_grad.sort_by_target(target, row_weight, theta, 9000, v)
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
-        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **stretch)
+        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **vocab_chunk)
 
     def d_logits(*arrays: Any) -> Any:
-        return kernels.d_logits(*arrays, **stretch)
+        return kernels.d_logits(*arrays, **vocab_chunk)
 
     def add_target_rows(*arrays: Any) -> Any:
-        return target_kernels.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)
+        return target_grad.add_targets(*arrays, classes=v, vocab_axis=vocab_axis)
 
     of_rows = (index, row, row, row, maybe, maybe, array(n, dtype=jnp.bool_))
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {

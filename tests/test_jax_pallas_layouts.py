@@ -128,14 +128,14 @@ def check(
     arrays = drawn(dtype, vocab_axis)
     others = {"vocab_axis": arrays.pop("vocab_axis")}
     run = jax.jit(lambda arrays: call(function, {**arrays, **others}, implementation))
-    wanted = run(arrays)
-    alone = call(function, {**arrays, **others}, implementation) if eager else wanted
+    expected = run(arrays)
+    alone = call(function, {**arrays, **others}, implementation) if eager else expected
     for layout, made in layouts.items():
         every = {name: made(array) for name, array in arrays.items()}
         if layout in OUTSIDE:
-            same(run(every), wanted, layout)
+            same(run(every), expected, layout)
         else:
-            same(jax.jit(partial(within, made, run))(arrays), wanted, layout)
+            same(jax.jit(partial(within, made, run))(arrays), expected, layout)
         for name in arrays:
             one = {**arrays, name: every[name]}
             found = call(function, {**one, **others}, implementation) if eager else run(one)
@@ -147,8 +147,8 @@ def within(made: Callable[[Array], Any], run: Any, arrays: dict[str, Array]) -> 
     return run(lax.optimization_barrier({name: made(array) for name, array in arrays.items()}))
 
 
-def same(found: Any, wanted: Any, what: str) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def same(found: Any, expected: Any, what: str) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other), equal_nan=True), f"{what}: differs in {one.shape}"
 
 
@@ -177,10 +177,10 @@ def test_a_bias_that_is_broadcast(implementation: str) -> None:
     arrays = drawn(jnp.bfloat16, 0)
     one = jnp.float32(0.5)
     for expanded in (jnp.broadcast_to(one, (128,)), np.broadcast_to(np.float32(0.5), (128,))):
-        found, wanted = (
+        found, expected = (
             call("mean", {**arrays, "linear_bias": bias}, implementation) for bias in (expanded, jnp.full(128, one))
         )
-        same(found, wanted, "broadcast")
+        same(found, expected, "broadcast")
 
 
 ON_A_GPU = {

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import least_budget
 from jax_problem import ARGUMENTS, FUNCTIONS, gradients, total
-from judged import least_budget
 
 SHAPES = ((1, 8, 50), (3, 64, 501), (257, 32, 300), (2000, 64, 1001))  # N, D, V
 

@@ -2,7 +2,7 @@
 own program), and float16 where it would underflow."""
 
 import pytest
-from judged import check, check_many_logits
+from assertions import check, check_many_logits
 from quick_cases import quick_names, quick_parameters
 
 from linear_ce.spec import LossSpec

@@ -111,10 +111,10 @@ def test_the_plan_has_the_tile_of_the_kernels(
 ) -> None:
     tiles, run = [], kernels.run
 
-    def record(kernel: Any, matmul: Any, *arguments: Any, **known: Any) -> Any:
+    def record(kernel: Any, matmul: Any, *arguments: Any, **static_args: Any) -> Any:
         if kernel in (kernels.exponentials_kernel, kernels.statistics_kernel):
             tiles.append(matmul.tile.block_v)
-        return run(kernel, matmul, *arguments, **known)
+        return run(kernel, matmul, *arguments, **static_args)
 
     monkeypatch.setattr(kernels, "run", record)
     shared = {"implementation": "pallas_triton", **options}
@@ -130,11 +130,11 @@ def test_the_plan_has_the_tile_of_the_kernels(
     assert {tile.block_v} == set(tiles) == {block_v}
 
 
-def test_slabs_of_a_transposed_head_begin_where_tma_can_read() -> None:
-    assert plan(stage="gradients", vocab_axis=1).slabs_in_place
-    assert not plan(stage="gradients", vocab_axis=1, classes=151930).slabs_in_place
-    assert plan(stage="gradients", classes=151930).slabs_in_place
-    assert not plan(stage="gradients", head="float32").slabs_in_place
+def test_vocab_chunks_of_a_transposed_head_begin_where_tma_can_read() -> None:
+    assert plan(stage="gradients", vocab_axis=1).vocab_chunks_in_place
+    assert not plan(stage="gradients", vocab_axis=1, classes=151930).vocab_chunks_in_place
+    assert plan(stage="gradients", classes=151930).vocab_chunks_in_place
+    assert not plan(stage="gradients", head="float32").vocab_chunks_in_place
 
 
 def test_every_plan_keeps_within_its_budget() -> None:
@@ -169,7 +169,7 @@ def test_explain_prints_the_plan() -> None:
     lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
     assert lines["implementation"] == "chunked, no kernel for cpu devices"
     assert lines["chunks"] == f"1 of up to {len(x)} rows"
-    assert lines["weight"] == "copied a piece at a time"
+    assert lines["weight"] == "copied one vocabulary chunk at a time"
     assert lines["matmuls"] == "logits, d_input, d_weight by XLA"
     assert lines["workspace"].endswith("of a budget of 1.0 MiB")
     assert "d_input" not in str(explain(x, w, gradients=False))

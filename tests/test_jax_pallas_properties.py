@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from assertions import assert_within_budget
 from drawn_cases import FEW_ELEMENTS, drawn_cases
 from hypothesis import given, settings
-from judged import assert_within_budget
 
-from jax_pallas import chunked, rows
-from jax_pallas.pieces import Piece
+from jax_pallas import chunked, row_math
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.slicing import Slice
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -40,7 +40,7 @@ SMOOTHED: dict[str, Any] = {"label_smoothing": 0.2, "logit_scale": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("n", "sizes", "padding", "chunk", "slab", "options", "weighted", "vocab_axis"),
+    ("n", "sizes", "padding", "chunk", "vocab_chunk", "options", "weighted", "vocab_axis"),
     [
         (20, (5, 17, 40), 3, 6, 8, CAPPED, False, 0),
         (7, (30, 1, 12), 0, 7, 40, SMOOTHED, True, 1),
@@ -53,7 +53,7 @@ def test_shards_of_the_vocabulary_make_the_whole(
     sizes: tuple[int, ...],
     padding: int,
     chunk: int,
-    slab: int,
+    vocab_chunk: int,
     options: dict[str, Any],
     weighted: bool,
     vocab_axis: int,
@@ -74,17 +74,19 @@ def test_shards_of_the_vocabulary_make_the_whole(
             w = w if vocab_axis == 0 else w.T
             shards.append(Problem(x, w, b, y, row_weight, class_weight, spec, classes, offset, vocab_axis))
             offset += size
-        slabs = [max(min(slab, shard.local_classes), 1) for shard in shards]
-        pairs = list(zip(shards, slabs, strict=True))
-        partials = [chunked.chunk_statistics(shard, Piece(0, n, None), size)[0] for shard, size in pairs]
-        statistics = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), y, row_weight, classes)
-        loss = rows.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
-        coefficients = rows.loss_coefficients(spec, statistics.lse, y, row_weight, row_weight, class_weight, classes)
-        wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
+        vocab_chunks = [max(min(vocab_chunk, shard.local_classes), 1) for shard in shards]
+        pairs = list(zip(shards, vocab_chunks, strict=True))
+        partials = [chunked.chunk_statistics(shard, Slice(0, n, None), size)[0] for shard, size in pairs]
+        statistics = row_math.finish(row_math.merge(row_math.merge(*partials[:2]), partials[2]), y, row_weight, classes)
+        loss = row_math.row_loss(spec, statistics, y, row_weight, class_weight, classes).sum()
+        coefficients = row_math.loss_coefficients(
+            spec, statistics.lse, y, row_weight, row_weight, class_weight, classes
+        )
+        needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
         parts: list[Any] = []
         for shard, size in pairs:
             config = ChunkConfig(min(chunk, n), size, float32_sum=False)
-            parts.append(chunked.gradients(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, wanted))
+            parts.append(chunked.gradients(chunked.XLA_TILES, shard, config, statistics.lse, coefficients, needs_grad))
         d_weight = jnp.concatenate([part.d_weight if vocab_axis == 0 else part.d_weight.T for part in parts])
         d_bias = jnp.concatenate([part.d_bias for part in parts])
         return loss, statistics.lse, statistics.target_logit, sum(part.d_input for part in parts), d_weight, d_bias

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from assertions import check
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax_problem import planned, problem
-from judged import check
 
 from jax_pallas import launch, recompute
 from jax_pallas.linear_ce import IMPLEMENTATIONS, explain, linear_cross_entropy
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
+from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import choose_recomputed, choose_scaled_exp
 from linear_ce.spec import LossSpec
 from parity.cases import Case, cases
@@ -89,39 +89,39 @@ def test_a_budget_too_small_for_exponentials_names_the_least() -> None:
         grown(16, least - 1)
 
 
-def test_slabs_of_recomputed_logits_fit() -> None:
+def test_vocab_chunks_of_recomputed_logits_fit() -> None:
     numbers: dict[str, Any] = {
         "hidden": 4096,
         "classes": 128256,
         "itemsize": 2,
         "statistics": 2,
         "float16": False,
-        "converts": False,
+        "needs_cast": False,
     }
     for tokens, in_place in itertools.product((1, 100, 8192, 65536), (False, True)):
         numbers |= {"tokens": tokens, "d_input": True, "d_weight": True, "in_place": in_place}
         config = choose_recomputed(**numbers, budget=2**29)
         assert 0 < config.rows <= tokens
-        assert config.slab % 192 == 0
-        assert -(-128256 // config.slab) * config.slab - 128256 < 2048  # what is computed twice
-        assert config.first_slab == 128256
-        sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.slab
-        operands = 2 * (config.rows + config.slab)
-        assert 2 * config.rows * config.slab + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
+        assert config.vocab_chunk % 192 == 0
+        assert -(-128256 // config.vocab_chunk) * config.vocab_chunk - 128256 < 2048  # what is computed twice
+        assert config.first_vocab_chunk == 128256
+        sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.vocab_chunk
+        operands = 2 * (config.rows + config.vocab_chunk)
+        assert 2 * config.rows * config.vocab_chunk + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
         if in_place:
             assert config.rows == min(tokens, 8192)
-            assert config.slab == 11712  # 11 of them
+            assert config.vocab_chunk == 11712  # 11 of them
 
 
 def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
-    flags = {"float16": False, "converts": False, "in_place": True, "d_input": True, "d_weight": True}
+    flags = {"float16": False, "needs_cast": False, "in_place": True, "d_input": True, "d_weight": True}
     numbers: dict[str, Any] = {"tokens": 1000, "hidden": 4096, "classes": 128256, "itemsize": 2, "statistics": 2}
     with pytest.raises(ValueError, match="at least") as refused:
         choose_recomputed(**numbers, **flags, budget=2**20)
     found = re.search(r"at least (\d+) bytes", str(refused.value))
     assert found is not None
     config = choose_recomputed(**numbers, **flags, budget=int(found[1]))
-    assert (config.rows, config.slab) == (16, 64)
+    assert (config.rows, config.vocab_chunk) == (16, 64)
 
 
 def test_kernels_are_asked_for_by_name() -> None:
@@ -131,7 +131,7 @@ def test_kernels_are_asked_for_by_name() -> None:
 
 
 @pytest.mark.parametrize(("classes", "copied"), [(320, False), (300, True)])
-def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> None:
+def test_vocab_chunks_that_tma_cannot_read_are_copied(classes: int, copied: bool) -> None:
     bias = jnp.arange(320.0) % 128  # numbers that bfloat16 has
     w = jnp.tile(bias, (8, 1)).astype(jnp.bfloat16)
     problem = Problem(
@@ -146,12 +146,12 @@ def test_slabs_that_tma_cannot_cut_are_copied(classes: int, copied: bool) -> Non
         vocab_axis=1,
     )
     problem = planned(problem, "gradients", "pallas_triton")
-    slab = Piece(classes - 256, 256, jnp.ones(256, bool))
-    head, slab_bias, class_weight, first, _ = recompute._slab(problem, slab)
+    vocab_chunk = Slice(classes - 256, 256, jnp.ones(256, bool))
+    head, chunk_bias, class_weight, first, _ = recompute._vocab_chunk(problem, vocab_chunk)
     start = 0 if copied else classes - 256
     assert first == start
     assert head.shape == ((8, 256) if copied else (8, 320))
-    for found in (head[0], slab_bias, class_weight):
+    for found in (head[0], chunk_bias, class_weight):
         assert found is not None
         assert (found[start : start + 256] == bias[classes - 256 : classes]).all()
 
@@ -192,7 +192,7 @@ def test_choice_without_a_name() -> None:
         (("tpu", None), ("bfloat16", 64, 128, 0), "no kernel for tpu devices"),
         (("cuda", None), ("bfloat16", 64, 128, 0), "compute capability is not known .* name an implementation"),
         (("cuda", (9, 0)), ("bfloat16", 64, 128, 0), r"its kernels serve compute capability 9\.0"),
-        (("cuda", (9, 0)), ("float32", 64, 128, 0), "XLA's products of float32 are faster"),
+        (("cuda", (9, 0)), ("float32", 64, 128, 0), "XLA's float32 GEMMs are faster"),
         (("cuda", (9, 0)), ("float16", 60, 128, 0), "the Hopper kernels need a hidden size .* got 60"),
         (("cuda", (8, 0)), ("float16", 64, 128, 0), r"the Hopper kernels need compute capability 9\.0, .* has 8\.0"),
         (("cuda", (7, 5)), ("float16", 64, 128, 0), r"pallas_triton needs compute capability 8\.0, .* has 7\.5"),

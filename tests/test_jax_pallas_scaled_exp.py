@@ -2,7 +2,7 @@
 on the CPU.
 
 Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
-stand, their chunks and slabs in a Python loop.
+stand, their chunks and vocabulary chunks in a Python loop.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from jax_problem import planned
 
 from jax_pallas import (
     chunked,
-    hopper,
+    hopper_common,
     hopper_gradients,
     hopper_logits,
     recompute,
     scaled_exp,
 )
-from jax_pallas.pieces import Piece
 from jax_pallas.plan import Stage
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
-from jax_pallas.rows import Coefficients
+from jax_pallas.row_math import Coefficients
+from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import ScaledExpConfig
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
@@ -56,7 +56,7 @@ CASES = [
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the Hopper kernels run in Pallas' interpreter, each to its end: what its caller would start meanwhile can
     wait for the kernel, and the interpreter, which starts operations of its own, for that."""
-    for module in (hopper, hopper_gradients):
+    for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
         hopper_logits: ("exponentials", "statistics", "d_logits"),
@@ -74,10 +74,10 @@ def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def over_chunks(body: Any, carry: Any, length: int, size: int, **_: bool) -> Any:
     full = (length - 1) // size * size
-    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    carry, last = body(carry, Slice(full, length - full, None), first=True)
     found = []
     for start in range(0, full, size):
-        carry, one = body(carry, Piece(jnp.int32(start), size, None), first=False)
+        carry, one = body(carry, Slice(jnp.int32(start), size, None), first=False)
         found.append(one)
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
 
@@ -112,8 +112,8 @@ def by_xla(
     return chunked.XLA_TILES, problem, plan_of(problem).chunk_config
 
 
-def judge(found: Gradients, wanted: Gradients, tolerance: float = 3e-3) -> None:
-    for got, value in zip(found, wanted, strict=True):
+def judge(found: Gradients, expected: Gradients, tolerance: float = 3e-3) -> None:
+    for got, value in zip(found, expected, strict=True):
         assert got is not None
         assert value is not None
         assert jnp.linalg.norm(got.astype(jnp.float32) - value) <= tolerance * jnp.linalg.norm(value)
@@ -153,31 +153,32 @@ def test_scaled_exp(
     judge(gradients, exact_gradients)
 
 
-def over_pieces(body: Any, carry: Any, length: int, size: int) -> Any:
-    """As `pieces.over_pieces`, for what its plans make of pieces: rows' values, in order."""
+def over_slices(body: Any, carry: Any, length: int, size: int) -> Any:
+    """As `pieces.over_slices`, for what its plans make of pieces: rows' values, in order."""
     found = []
     for first in range(0, length, size):
         start, size = min(first, length - size), min(size, length)
-        carry, one = body(carry, Piece(jnp.int32(start), size, start + jnp.arange(size) >= first))
+        carry, one = body(carry, Slice(jnp.int32(start), size, start + jnp.arange(size) >= first))
         found.append(jax.tree.map(lambda array, new=first - start: array[new:], one))
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-# The same numbers, and classes of a slab: rows that 8 does not divide, slabs and chunks that overlap.
+# The same numbers, and classes of a vocabulary chunk: rows that 8 does not divide, vocabulary chunks and chunks that
+# overlap.
 RECOMPUTED = [
     pytest.param(*case, id=str(case[:7]))
     for case in (
         (141, 64, 330, 310, 0, 64, 192, OPTIONS),
         (77, 192, 520, 520, 0, 77, 256, {}),
         (50, 64, 640, 640, 1, 50, 256, {"label_smoothing": 0.1}),
-        (50, 64, 640, 610, 1, 50, 256, {}),  # slabs that begin at no multiple of 64
+        (50, 64, 640, 610, 1, 50, 256, {}),  # vocabulary chunks that begin at no multiple of 64
         (21, 128, 200, 200, 0, 13, 200, {}),
     )
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "slab", "options"), RECOMPUTED)
+@pytest.mark.parametrize(("n", "d", "v", "classes", "vocab_axis", "rows", "vocab_chunk", "options"), RECOMPUTED)
 def test_recomputed(
     n: int,
     d: int,
@@ -185,7 +186,7 @@ def test_recomputed(
     classes: int,
     vocab_axis: int,
     rows: int,
-    slab: int,
+    vocab_chunk: int,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -198,9 +199,9 @@ def test_recomputed(
     want_c = chunked.gradients(*by_xla(exact, "gradients", EVERYTHING), lse, coefficients, EVERYTHING)
 
     interpret(monkeypatch)
-    monkeypatch.setattr(chunked, "over_pieces", over_pieces)
+    monkeypatch.setattr(chunked, "over_slices", over_slices)
     ours = planned(ours, "gradients", "mosaic", EVERYTHING)
-    config = ChunkConfig(rows, slab, float32_sum=False)
+    config = ChunkConfig(rows, vocab_chunk, float32_sum=False)
     loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
     judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits

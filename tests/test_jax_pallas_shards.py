@@ -14,10 +14,10 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, rows
-from jax_pallas.pieces import Piece
+from jax_pallas import chunked, row_math
 from jax_pallas.problem import NeedsGrad, Problem
 from jax_pallas.recompute import KERNEL_TILES
+from jax_pallas.slicing import Slice
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
@@ -39,7 +39,7 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
     """Returns what is made of the shards' results, each computed from its classes of the head."""
     dtypes: dict[str, str] = dict.fromkeys(("input", "linear_weight", "linear_bias"), case.dtype)
     t = {name: jnp.asarray(array, dtypes.get(name)) for name, array in arrays.items()}
-    classes, whole, row_weight = case.classes, Piece(0, case.n, None), jnp.ones(case.n)
+    classes, whole, row_weight = case.classes, Slice(0, case.n, None), jnp.ones(case.n)
     target, class_weight = t["target"], t["weight"][:classes].astype(jnp.float32)
     shards, offset = [], 0
     for size in (*SIZES[:-1], case.vocab - sum(SIZES[:-1])):
@@ -51,17 +51,21 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
         # Summed in float32, to which no kernel of d_weight adds.
         shards.append(replace(shard, plan=replace(shard.plan, d_weight_kernel=False)))
         offset += size
-    slabs = [min(shard.local_classes, 128) for shard in shards]
-    pairs = list(zip(shards, slabs, strict=True))
-    partials = [chunked.chunk_statistics(shard, whole, slab, tiles=KERNEL_TILES)[0] for shard, slab in pairs]
-    found = rows.finish(rows.merge(rows.merge(*partials[:2]), partials[2]), target, row_weight, classes)
-    loss = rows.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
-    coefficients = rows.loss_coefficients(case.spec, found.lse, target, row_weight, row_weight, class_weight, classes)
-    wanted = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
+    vocab_chunks = [min(shard.local_classes, 128) for shard in shards]
+    pairs = list(zip(shards, vocab_chunks, strict=True))
+    partials = [
+        chunked.chunk_statistics(shard, whole, vocab_chunk, tiles=KERNEL_TILES)[0] for shard, vocab_chunk in pairs
+    ]
+    found = row_math.finish(row_math.merge(row_math.merge(*partials[:2]), partials[2]), target, row_weight, classes)
+    loss = row_math.row_loss(case.spec, found, target, row_weight, class_weight, classes).sum()
+    coefficients = row_math.loss_coefficients(
+        case.spec, found.lse, target, row_weight, row_weight, class_weight, classes
+    )
+    needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
     parts: list[Any] = []
-    for shard, slab in pairs:
-        config = ChunkConfig(rows=case.n, slab=slab, float32_sum=True)
-        parts.append(chunked.gradients(KERNEL_TILES, shard, config, found.lse, coefficients, wanted))
+    for shard, vocab_chunk in pairs:
+        config = ChunkConfig(rows=case.n, vocab_chunk=vocab_chunk, float32_sum=True)
+        parts.append(chunked.gradients(KERNEL_TILES, shard, config, found.lse, coefficients, needs_grad))
     return {
         "loss": loss,
         "lse": found.lse,

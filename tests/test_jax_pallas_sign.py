@@ -15,10 +15,10 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, hopper, hopper_logits, recompute, rows
+from jax_pallas import chunked, hopper_common, hopper_logits, recompute, row_math
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
-from jax_pallas.pieces import Piece
 from jax_pallas.problem import Problem
+from jax_pallas.slicing import Slice
 from linear_ce.spec import LossSpec
 
 IMPLEMENTATIONS = ("chunked", "pallas_triton")
@@ -69,24 +69,24 @@ def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
 
 def judge(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:
     """Holds each loss to at least 0, and the largest error of those `below` to 3 times the unfused one's."""
-    found, wanted = np.asarray(found, np.float64), nll_of(logits, target)
+    found, expected = np.asarray(found, np.float64), nll_of(logits, target)
     assert (found >= 0).all(), f"{(found < 0).sum()} losses are below 0, the least is {found.min()}"
-    counted = wanted < below
+    counted = expected < below
     assert counted.any()
-    error = np.abs(found - wanted)[counted].max()
-    budget = 3 * np.abs(unfused(logits, target) - wanted)[counted].max() + EPSILON
+    error = np.abs(found - expected)[counted].max()
+    budget = 3 * np.abs(unfused(logits, target) - expected)[counted].max() + EPSILON
     assert error <= budget, f"error {error:.1e} is {error / budget:.0%} of its budget"
 
 
 def every_loss(dtype: str, options: str, function: str, implementation: str) -> np.ndarray:
     """Returns the losses of a function on drawn arrays: of each token, or of a step of training."""
     x, w, y = drawn(160, 64, 700, DTYPES[dtype])
-    known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
+    static_args: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
     if function == "none":
-        return np.asarray(linear_cross_entropy(x, w, y, reduction="none", **known))
+        return np.asarray(linear_cross_entropy(x, w, y, reduction="none", **static_args))
     if function == "log_probs":
-        return -np.asarray(linear_log_probs(x, w, y, **known).log_prob)
-    return np.asarray(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **known)[0])
+        return -np.asarray(linear_log_probs(x, w, y, **static_args).log_prob)
+    return np.asarray(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **static_args)[0])
 
 
 # Each dtype, option and function once for each implementation; the others take two minutes to compile.
@@ -116,14 +116,14 @@ def test_the_loss_is_never_below_zero(dtype: str, options: str, function: str, i
 )
 def test_confident_tokens_are_as_accurate_as_from_float32_logits(implementation: str, options: str) -> None:
     for largest in (64.0,) if options == "capped" else (64.0, 8192.0):
-        known: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
+        static_args: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
         x, w, y = exact(160, 700, largest=largest)
-        shape = {key: value for key, value in known.items() if key != "implementation"}
+        shape = {key: value for key, value in static_args.items() if key != "implementation"}
         logits = logits_of(x, w, **shape)
-        judge(linear_cross_entropy(x, w, y, reduction="none", **known), logits, y)
+        judge(linear_cross_entropy(x, w, y, reduction="none", **static_args), logits, y)
 
 
-def test_slabs_of_the_vocabulary() -> None:
+def test_vocab_chunks() -> None:
     x, w, y = exact(160, 3000)
     budget = 2**21
     found = linear_cross_entropy(x, w, y, reduction="none", memory_budget=budget, implementation="chunked")
@@ -132,20 +132,20 @@ def test_slabs_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_shards_of_the_vocabulary(implementation: str) -> None:
-    """`rows.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
+    """`row_math.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
     x, w, y = exact(160, 700)
     spec = LossSpec("none")
 
-    def partial_of(first: int, last: int) -> rows.Partial:
+    def partial_of(first: int, last: int) -> row_math.Partial:
         problem = Problem(x, w[first:last], None, y, jnp.ones(160), None, spec, 700, first)
         problem = planned(problem, "statistics", implementation)
         tiles = chunked.XLA_TILES if implementation == "chunked" else recompute.KERNEL_TILES
-        return chunked.chunk_statistics(problem, Piece(0, 160, None), 120, tiles=tiles)[0]
+        return chunked.chunk_statistics(problem, Slice(0, 160, None), 120, tiles=tiles)[0]
 
     @jax.jit
-    def merged() -> rows.RowStatistics:
+    def merged() -> row_math.RowStatistics:
         parts = [partial_of(first, last) for first, last in ((0, 256), (256, 512), (512, 700))]
-        return rows.finish(rows.merge(rows.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
+        return row_math.finish(row_math.merge(row_math.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
 
     found = merged()
     judge(found.nll, logits_of(x, w), y)
@@ -162,23 +162,25 @@ def test_repaired_rows(implementation: str) -> None:
     confident = np.setdiff1d(np.arange(160), np.arange(0, 160, 7))
     found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
     judge(found[confident], logits[confident], y[confident])
-    wanted = nll_of(logits, y)
-    assert (wanted[::7] > 40).all(), "these leave the range"
-    np.testing.assert_allclose(found[::7], wanted[::7], rtol=1e-5)
+    expected = nll_of(logits, y)
+    assert (expected[::7] > 40).all(), "these leave the range"
+    np.testing.assert_allclose(found[::7], expected[::7], rtol=1e-5)
 
 
 @pytest.mark.slow  # of drawn arrays: test_jax_pallas_hopper_logits.py
 def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """In Pallas' interpreter: targets in whole and cut tiles, none, and several in one tile."""
-    monkeypatch.setattr(hopper, "programs", lambda: 3)
+    monkeypatch.setattr(hopper_common, "programs", lambda: 3)
     x, w, y = exact(160, 700)
     logits = logits_of(x, w)
     y = y.at[::5].set(-1).at[1::5].set(699).at[64:100].set(7)
-    anchor = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
-    known: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
-    known |= {"interpret": True}
+    ref_exponent = jnp.floor(jnp.asarray(logits.max(1) * np.log2(np.e), jnp.float32))
+    static_args: dict[str, Any] = {"classes": 700, "vocab_axis": 0, "logit_scale": 1.0, "softcap": None, "rows": 160}
+    static_args |= {"interpret": True}
     places = hopper_logits.chunk_places(y, 700, 160, 1)[0]
-    found = hopper_logits.exponentials(x, w, None, anchor, y, places, 0, stores=False, largest=False, **known)
+    found = hopper_logits.exponentials(
+        x, w, None, ref_exponent, y, places, 0, stores=False, largest=False, **static_args
+    )
     at, has = (np.arange(160), np.maximum(y, 0)), np.asarray(y) >= 0
     row = jnp.arange(160)
     place = places[row // 64, y.clip(0) // 192].clip(0)
@@ -187,10 +189,10 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
         jnp.where(has, value[place, row], 0.0) for value in (found.target_exp, found.target_logit)
     )
     assert (target_logit == np.where(has, logits[at], 0)).all()
-    wanted = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(anchor)), 0)
-    np.testing.assert_allclose(target_exp, wanted, rtol=1e-3, atol=1e-30)
+    expected = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(ref_exponent)), 0)
+    np.testing.assert_allclose(target_exp, expected, rtol=1e-3, atol=1e-30)
     assert (sums >= target_exp).all()
-    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, target=y, **known)
+    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, target=y, **static_args)
     top, sum_exp, _, _, target_exp, target_logit = found
     assert top is not None
     assert target_exp is not None
@@ -201,7 +203,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     np.testing.assert_allclose(target_exp, np.where(has, np.exp(logits[at] - logits.max(1)), 0), rtol=2e-6, atol=1e-30)
     assert (sum_exp >= target_exp).all()
     confident = np.asarray(y) == logits.argmax(1)
-    nll, _ = rows.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
+    nll, _ = row_math.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
     judge(np.asarray(nll)[confident], logits[confident], y[confident])
 
 
@@ -225,33 +227,35 @@ def test_the_gradient_of_a_confident_token_is_accurate() -> None:
 def check_at_size(implementation: str, dtype: str) -> None:
     x, w, y = drawn(512, 256, 4096, DTYPES[dtype])
     logits = logits_of(x, w)
-    known: dict[str, Any] = {"implementation": implementation}
+    static_args: dict[str, Any] = {"implementation": implementation}
     budget = float(np.abs(nll_of(logits, y) - unfused_in_float32(x, w, y)).max())
 
-    def close(name: str, found: Any, wanted: Any) -> None:
-        error = np.abs(np.asarray(found, np.float64) - wanted).max()
+    def close(name: str, found: Any, expected: Any) -> None:
+        error = np.abs(np.asarray(found, np.float64) - expected).max()
         assert error <= 3 * budget + EPSILON, f"{name}: error {error:.1e} is {error / (3 * budget):.0%} of its budget"
 
-    losses = linear_cross_entropy(x, w, y, reduction="none", **known)
-    found = linear_log_probs(x, w, y, **known)
-    mean, _ = jax.jit(jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, y, **known), argnums=(0, 1)))(x, w)
+    losses = linear_cross_entropy(x, w, y, reduction="none", **static_args)
+    found = linear_log_probs(x, w, y, **static_args)
+    mean, _ = jax.jit(jax.value_and_grad(lambda x, w: linear_cross_entropy(x, w, y, **static_args), argnums=(0, 1)))(
+        x, w
+    )
     for name, values in (("none", losses), ("log_probs", -found.log_prob), ("mean", mean)):
         assert (values >= 0).all(), f"{name}: {(values < 0).sum()} are below 0, the least is {values.min()}"
-    wanted = nll_of(logits, y)
-    close("none", losses, wanted)
-    close("log_probs", -found.log_prob, wanted)
-    close("mean", mean, wanted.mean())
+    expected = nll_of(logits, y)
+    close("none", losses, expected)
+    close("log_probs", -found.log_prob, expected)
+    close("mean", mean, expected.mean())
     for size in (64.0, 8192.0):
         x, w, y = exact(512, 4096, DTYPES[dtype], size)
         confident = nll_of(logits_of(x, w), y) < 1.0
-        losses = linear_cross_entropy(x, w, y, reduction="none", **known)
+        losses = linear_cross_entropy(x, w, y, reduction="none", **static_args)
         judge(np.asarray(losses)[confident], logits_of(x, w)[confident], y[confident])
-        log_prob = linear_log_probs(x, w, y, **known).log_prob
+        log_prob = linear_log_probs(x, w, y, **static_args).log_prob
         judge(-np.asarray(log_prob)[confident], logits_of(x, w)[confident], y[confident])
 
 
 def unfused_in_float32(x: Array, w: Array, y: Array) -> np.ndarray:
-    """Returns the loss of each row from float32 logits of float32 products."""
+    """Returns the loss of each row from float32 logits of float32 matmuls."""
     with jax.default_matmul_precision("float32"):
         logits = x.astype(jnp.float32) @ w.astype(jnp.float32).T
     return unfused(np.asarray(logits, np.float64), y)

@@ -54,7 +54,7 @@ FEW, MANY = (1037,), (1, 15, 40)  # tokens: of many chunks, and of one
 )
 def test_any_number_of_tokens(function: str, numbers: tuple[int, ...]) -> None:
     arrays = problem(40, 64, 1000)
-    options: dict[str, Any] = {"memory_budget": 2**18, "ignore_index": 7}  # chunks of some rows, and slabs
+    options: dict[str, Any] = {"memory_budget": 2**18, "ignore_index": 7}  # chunks of some rows, and vocabulary chunks
 
     def call(arrays: dict[str, Any]) -> Any:
         return everything(function, arrays, **options)

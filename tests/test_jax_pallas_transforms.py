@@ -16,8 +16,9 @@ from jax_pallas.ops import RESIDUAL
 
 SUBSETS = [names for k in (1, 2, 3) for names in itertools.combinations(ARGUMENTS, k)]
 
-# Products of a whole call with one chunk and one slab, by whether input and linear_weight are differentiated.
-PRODUCTS = {
+# Matmuls of a whole call with one chunk and one vocabulary chunk, by whether input and linear_weight are
+# differentiated.
+MATMULS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "none": {(True, True): 4, (True, False): 2, (False, True): 3, (False, False): 2},
@@ -47,8 +48,8 @@ def assert_close(got: Any, want: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
 
 
-def products_of(function: Any, *arguments: Any) -> int:
-    """Returns how many products of matrices the lowered program has."""
+def matmuls_in(function: Any, *arguments: Any) -> int:
+    """Returns how many matmuls the lowered program has."""
     return jax.jit(function).lower(*arguments).as_text().count("stablehlo.dot_general")
 
 
@@ -57,16 +58,16 @@ def products_of(function: Any, *arguments: Any) -> int:
 def test_gradient_of_each_argument_alone(function: str, names: tuple[str, ...]) -> None:
     arrays = problem()
     assert_close(gradients(function, arrays, names), expected_gradients(function, arrays, names))
-    count = PRODUCTS[function]["input" in names, "linear_weight" in names]
+    count = MATMULS[function]["input" in names, "linear_weight" in names]
     # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
     count += function == "none" and names == ("input", "linear_bias")
-    assert products_of(lambda arrays: gradients(function, arrays, names), arrays) == count
+    assert matmuls_in(lambda arrays: gradients(function, arrays, names), arrays) == count
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_without_a_gradient_there_is_one_product(function: str) -> None:
+def test_without_a_gradient_there_is_one_matmul(function: str) -> None:
     arrays = problem()
-    assert products_of(lambda arrays: total(function, arrays), arrays) == 1
+    assert matmuls_in(lambda arrays: total(function, arrays), arrays) == 1
     np.testing.assert_allclose(total(function, arrays), expected(function, arrays), rtol=1e-5)
 
 
@@ -208,8 +209,8 @@ def test_checkpoint(function: str, saved: bool) -> None:
     want = expected_gradients(function, arrays, ARGUMENTS)
     assert_close(got, jax.tree.map(lambda gradient: 2.0 * gradient, want))
     # What the forward pass saves under a name is not computed again; otherwise one more pass is the price.
-    count = products_of(jax.value_and_grad(value), chosen)
-    assert count == PRODUCTS[function][True, True] if saved else count > PRODUCTS[function][True, True]
+    count = matmuls_in(jax.value_and_grad(value), chosen)
+    assert count == MATMULS[function][True, True] if saved else count > MATMULS[function][True, True]
 
 
 MICRO_BATCHES = 4
@@ -336,7 +337,7 @@ def test_loss_and_gradient_share_one_pass() -> None:
         return linear_cross_entropy_with_stats(**arrays | {"input": x, "linear_weight": w})
 
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    assert products_of(both, arrays["input"], arrays["linear_weight"]) == 3
+    assert matmuls_in(both, arrays["input"], arrays["linear_weight"]) == 3
 
 
 def test_numpy_arrays_are_taken() -> None:

@@ -1,4 +1,5 @@
-"""The chunked, vocabulary-split, anchored and power-of-two forms of MATH.md against the reference, in float64."""
+"""The chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md against the reference, in
+float64."""
 
 from itertools import pairwise
 from typing import Any
@@ -42,7 +43,7 @@ def merge(a: list[np.ndarray], b: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("cuts", [[], [4], [1, 5, 6], [0, 3, 3, 11]])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_partials_of_stretches_merge_into_the_whole(cuts: list[int], reverse: bool) -> None:
+def test_partials_of_vocab_chunks_merge_into_the_whole(cuts: list[int], reverse: bool) -> None:
     arrays, c = problem(10), np.random.default_rng(10).uniform(0.5, 2, V)
     z, target = logits_of(arrays, SPEC), arrays["target"]
     edges = [0, *cuts, V]
@@ -63,7 +64,7 @@ def test_partials_of_stretches_merge_into_the_whole(cuts: list[int], reverse: bo
     assert np.sum(row_loss) == pytest.approx(float(loss.loss), rel=1e-12)
 
 
-def test_stretches_of_masked_classes_merge() -> None:
+def test_vocab_chunks_of_masked_classes_merge() -> None:
     arrays = problem(11, target=np.array([0, 1, 2, 0, 1, 2, 0]))
     arrays["linear_bias"][3:9] = -np.inf
     spec = LossSpec("sum")
@@ -76,7 +77,7 @@ def test_stretches_of_masked_classes_merge() -> None:
     np.testing.assert_allclose(np.log(whole[1]) - whole[4] / whole[1], want.entropy, rtol=1e-12)
 
 
-def test_four_coefficients_a_row_and_slabs_give_the_gradients() -> None:
+def test_four_coefficients_a_row_and_vocab_chunks_give_the_gradients() -> None:
     arrays, c = problem(12), np.random.default_rng(12).uniform(0.5, 2, V)
     d_log_prob, d_entropy, d_lse = np.random.default_rng(13).standard_normal((3, N))
     z, y, zero = logits_of(arrays, SPEC), arrays["target"], np.zeros(N)
@@ -97,14 +98,14 @@ def test_four_coefficients_a_row_and_slabs_give_the_gradients() -> None:
         np.testing.assert_allclose(d_weight, want.d_weight, rtol=1e-11, atol=1e-14)
 
 
-@pytest.mark.parametrize("anchor", [-60, 0, 70])
+@pytest.mark.parametrize("ref_exponent", [-60, 0, 70])
 @pytest.mark.parametrize("softcap", [None, 4.0])
-def test_anchored_exponentials_give_loss_and_gradients(anchor: int, softcap: float | None) -> None:
+def test_scaled_exponentials_give_loss_and_gradients(ref_exponent: int, softcap: float | None) -> None:
     spec = LossSpec("sum", z_loss_weight=0.02, softcap=softcap, logit_scale=0.6)
     arrays, t = problem(14), np.random.default_rng(14).standard_normal(N)
     z, y, x, w = logits_of(arrays, spec), arrays["target"], arrays["input"], arrays["linear_weight"]
     want = reference_loss(**arrays, token_weight=t, spec=spec)
-    k = np.round(z.max(axis=1) * np.log2(np.e)).astype(int) + anchor + np.arange(N) % 5
+    k = np.round(z.max(axis=1) * np.log2(np.e)).astype(int) + ref_exponent + np.arange(N) % 5
     e = np.exp2(z * np.log2(np.e) - k[:, None])  # (29), unrounded: the identities are exact
     lse = (k + np.log2(e.sum(axis=1))) * np.log(2)
     slope = np.ones_like(z) if softcap is None else 1 - (z / softcap) ** 2

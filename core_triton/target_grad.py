@@ -1,6 +1,6 @@
-"""Triton kernels that add the targets' terms to the head's gradient: rows sorted by target, then sums of their runs.
+"""Triton kernels that add the targets' terms to the head's gradient: they sort rows by target, then sum equal targets.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
+There are no atomics: one program adds the terms of a row of d_weight, in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from core_triton.launch import cdiv, column_block, launch
 
-STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
+SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
 
 @triton.jit
 def keys_of(target_ptr, rows, count, classes):
-    """Returns what rows are sorted by, int32: their target, and `classes` where it is no class."""
+    """Returns the sort keys of rows, int32: the target, or `classes` where the target is not a class."""
     target = tl.load(target_ptr + rows, mask=rows < count, other=-1)
     return tl.where((target >= 0) & (target < classes), target, classes).to(tl.int32)
 
@@ -30,15 +30,16 @@ def sort_kernel(
     sorted_row_ptr,
     sorted_theta_ptr,
     classes,
-    STRETCH: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
 ):
-    """Sorts each STRETCH of packed rows by target, equal ones in their order: a row's place is how many come before it.
+    """Sorts each segment of SEGMENT packed rows by target. Rows with equal targets keep their order.
 
-    Every pair of rows of a stretch is compared, in BLOCK_N rows x BLOCK_OTHER others at a time; that is a few
-    instructions a pair, and one launch instead of the twenty of a radix sort and its runs. Reads target (N,) int64, row
-    (N,) int64 and theta (N,) float32 of the first count () rows; writes them in order, the target as int32.
+    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a segment,
+    BLOCK_N rows x BLOCK_OTHER others at a time. That takes a few instructions for each pair, and one launch instead of
+    the twenty of a radix sort. Reads target (N,) int64, row (N,) int64 and theta (N,) float32 of the first count ()
+    rows. Writes them in sorted order, the target as int32.
     """
     count = tl.load(count_ptr)
     first = tl.program_id(0) * BLOCK_N
@@ -46,8 +47,8 @@ def sort_kernel(
         row_ids = first + tl.arange(0, BLOCK_N)
         key = keys_of(target_ptr, row_ids, count, classes)
         less = tl.zeros((BLOCK_N, BLOCK_OTHER), tl.int32)
-        start = first // STRETCH * STRETCH
-        end = tl.minimum(start + STRETCH, count)
+        start = first // SEGMENT * SEGMENT
+        end = tl.minimum(start + SEGMENT, count)
         for begin in range(start, end, BLOCK_OTHER):
             others = begin + tl.arange(0, BLOCK_OTHER)
             other = tl.where(others < end, keys_of(target_ptr, others, count, classes), classes + 1)
@@ -63,7 +64,7 @@ def sort_kernel(
 
 
 @triton.jit
-def merge_stretches_kernel(
+def merge_segments_kernel(
     target_ptr,
     row_ptr,
     theta_ptr,
@@ -71,25 +72,28 @@ def merge_stretches_kernel(
     sorted_target_ptr,
     sorted_row_ptr,
     sorted_theta_ptr,
-    STRETCH: tl.constexpr,
+    SEGMENT: tl.constexpr,
     BISECTIONS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
-    every other stretch, in BISECTIONS steps, 2**BISECTIONS > STRETCH. Reads and writes the arrays that that wrote."""
+    """Merges the segments that `sort_kernel` sorted. Rows with equal targets keep their order.
+
+    Each row finds its place in every other segment by bisection, in BISECTIONS steps, 2**BISECTIONS > SEGMENT. Reads
+    and writes the same arrays as `sort_kernel` wrote.
+    """
     count = tl.load(count_ptr)
     first = tl.program_id(0) * BLOCK_N
     if first < count:
         position = first + tl.arange(0, BLOCK_N)
         mask = position < count
-        own = first // STRETCH * STRETCH
+        own = first // SEGMENT * SEGMENT
         key = tl.load(target_ptr + position, mask=mask, other=0)
         place = position - own
-        for start in range(0, count, STRETCH):
-            # In an earlier stretch those up to and with the key come before, in a later one those below it.
+        for start in range(0, count, SEGMENT):
+            # Rows of earlier segments with keys up to this one come before, and rows of later segments with lower keys.
             bound = key + (start < own).to(tl.int32)
             low, high = tl.zeros_like(position), tl.zeros_like(position)
-            high += tl.where(start == own, 0, tl.minimum(STRETCH, count - start))
+            high += tl.where(start == own, 0, tl.minimum(SEGMENT, count - start))
             for _ in range(BISECTIONS):
                 middle = (low + high) // 2
                 below = tl.load(target_ptr + start + middle, mask=low < high, other=0) < bound
@@ -104,20 +108,19 @@ def merge_stretches_kernel(
 def sort_by_target(
     target: Tensor, order: Tensor, theta: Tensor, count: Tensor, classes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns target (N,) int32, row (N,) int64 and theta (N,) of the first `count` packed rows in the order of their
-    targets."""
+    """Returns target (N,) int32, row (N,) int64 and theta (N,) of the first `count` packed rows, sorted by target."""
 
     def arrays() -> tuple[Tensor, Tensor, Tensor]:
         return count.new_empty(tokens), torch.empty_like(order), torch.empty_like(theta)
 
     tokens = len(order)
     found = arrays()
-    sizes = {"STRETCH": STRETCH, "BLOCK_N": 32, "BLOCK_OTHER": 256}
+    sizes = {"SEGMENT": SEGMENT, "BLOCK_N": 32, "BLOCK_OTHER": 256}
     launch(sort_kernel, (cdiv(tokens, 32),), target, order, theta, count, *found, classes, **sizes, num_warps=8)
-    if tokens > STRETCH:
+    if tokens > SEGMENT:
         merged = arrays()
-        sizes = {"STRETCH": STRETCH, "BISECTIONS": STRETCH.bit_length(), "BLOCK_N": 128}
-        launch(merge_stretches_kernel, (cdiv(tokens, 128),), *found, count, *merged, **sizes, num_warps=4)
+        sizes = {"SEGMENT": SEGMENT, "BISECTIONS": SEGMENT.bit_length(), "BLOCK_N": 128}
+        launch(merge_segments_kernel, (cdiv(tokens, 128),), *found, count, *merged, **sizes, num_warps=4)
         return merged
     return found
 
@@ -176,10 +179,10 @@ def target_rows_kernel(
 ):
     """Adds the targets' terms, theta * input, to their rows of d_weight and d_bias: (33).
 
-    Reads the sorted rows, and input (N, D); adds to d_weight (V, D), d_bias (V,) float32, each run of equal
-    targets summed in float32 in its order and rounded once. A program has a position and BLOCK_D columns. Most runs
-    are short: the program at their first position sums them, FEW rows at a time. A few run through a tenth of the rows:
-    the programs at the first SPLIT positions share the columns of those of MANY rows or more.
+    Reads the sorted rows and input (N, D). Adds to d_weight (V, D) and d_bias (V,) float32. The rows of a run of equal
+    targets are summed in float32, in order, and rounded once. A program owns a position and BLOCK_D columns. Most runs
+    are short: the program at the first position of the run sums it, FEW rows at a time. A few runs contain a tenth of
+    all rows. In runs of MANY rows or more, the programs at the first SPLIT positions divide the columns.
     """
     position, column = tl.program_id(0), tl.program_id(1) * BLOCK_D
     count = tl.load(count_ptr)

@@ -1,8 +1,8 @@
-"""What happens to a row between the two passes over its logits: O(N) work, the same for every implementation.
+"""The math of single rows between the two passes over the logits: O(N) work, the same for every implementation.
 
-The first pass leaves `Partial` statistics of each row, one for each stretch of the vocabulary; `merge` joins
-stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
-second pass needs nothing of a loss but `Coefficients`: d_logits is
+The first pass computes `Partial` statistics of each row for each vocabulary chunk. `merge` combines the statistics of
+two vocabulary chunks, which may be chunks on one device or shards on several devices. `finish` turns the statistics of
+the whole vocabulary into `RowStatistics`. The second pass needs only the `Coefficients` of a row's loss:
 
     d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j  MATH.md (23)
 """
@@ -21,7 +21,7 @@ LEAST_SUMMAND = 2.0**-64  # of a target, relative to the reference of its row's 
 
 
 class Partial(NamedTuple):
-    """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
+    """Statistics of n rows over a vocabulary chunk, (n,) float32, MATH.md (25); None if not computed."""
 
     max: Tensor
     sum_exp: Tensor  # of exp(logits - max)
@@ -31,19 +31,19 @@ class Partial(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None where
-    not asked for."""
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None if
+    not computed."""
 
     lse: Tensor
-    target_logit: Tensor  # NaN where the target is no class
-    nll: Tensor | None  # lse - target_logit, never below 0; NaN where the target is no class
+    target_logit: Tensor  # NaN where the target is not a class
+    nll: Tensor | None  # lse - target_logit, never below 0; NaN where the target is not a class
     max: Tensor | None
     weighted_sum: Tensor | None
     entropy: Tensor | None
 
 
 class Coefficients(NamedTuple):
-    """What d_logits takes from a row's loss, all (n,) float32; None means zero."""
+    """The coefficients of a row's loss in d_logits (23), all (n,) float32; None means zero."""
 
     alpha: Tensor
     tau: Tensor
@@ -60,7 +60,7 @@ class Coefficients(NamedTuple):
 
 
 def empty_partial(target: Tensor, spec: LossSpec, *, entropy: bool) -> Partial:
-    """Returns the statistics of a stretch without classes (a shard of padding), `merge`'s neutral element."""
+    """Returns the statistics of a vocabulary chunk without classes (a shard of padding), `merge`'s identity element."""
     zero = torch.zeros_like(target, dtype=torch.float32)
     return Partial(
         max=torch.full_like(zero, -torch.inf),
@@ -72,11 +72,11 @@ def empty_partial(target: Tensor, spec: LossSpec, *, entropy: bool) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the statistics of two stretches of the vocabulary: (26)."""
+    """Joins the statistics of two vocabulary chunks: (26)."""
     top = torch.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Tensor, Tensor]:
-        masked = part.max == -torch.inf  # a stretch of nothing but -inf logits: its sums are 0
+        masked = part.max == -torch.inf  # a vocabulary chunk of nothing but -inf logits: its sums are 0
         shift = torch.where(masked, 0.0, part.max - top)
         return torch.where(masked, 0.0, torch.exp(shift)), shift
 
@@ -97,7 +97,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def finish(partial: Partial, target: Tensor, row_weight: Tensor, classes: int) -> RowStatistics:
-    """Turns statistics of the whole vocabulary into those that a loss is made of: (27)."""
+    """Returns the statistics that a loss is computed from, given those of the whole vocabulary: (27)."""
     contributes, is_class = row_weight != 0, _is_class(target, classes)
     log_sum = torch.log(partial.sum_exp)
     # The target's summand is one of those that were added, so the rest is not negative, and a confident token's
@@ -132,8 +132,8 @@ def row_weights(
 ) -> Tensor:
     """Returns what each row's loss is multiplied by, (N,) float32: MATH.md (5), (8), (9).
 
-    This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after
-    selects out rows of 0.
+    The row weights contain ignore_index, token_weight, the reduction and its denominator. Later steps exclude the rows
+    whose weight is 0.
     """
     valid = target != spec.ignore_index
     row_weight = valid.float() if token_weight is None else torch.where(valid, token_weight.float(), 0.0)
@@ -143,7 +143,7 @@ def row_weights(
         elif class_weight is not None:
             denominator = torch.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
-            # Where nothing is counted, nothing has a weight.
+            # If no token is counted, all weights are 0.
             return row_weight / valid.sum().clamp(min=1)
         counts = (row_weight != 0) & (denominator != 0)
         row_weight = torch.where(counts, row_weight / denominator, 0.0)
@@ -200,9 +200,9 @@ def saved_scales(row_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns () powers of two for float16 gradients made before the upstream gradient is known: of d_input, and of
     the head's.
 
-    The first takes the largest row weight (1/N of a mean) to [1, 2), so that d_input neither underflows nor overflows
-    whatever N is. A head's gradient sums up to N rows, so the second goes half that way, as far from one end of
-    float16 as from the other.
+    The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor
+    overflows for any N. A gradient of the head is a sum of up to N rows, so the second power has half the exponent: the
+    gradient is then equally far from both ends of float16's range.
     """
     largest = row_weight.abs().amax() if row_weight.numel() else row_weight.new_zeros(())
     exponent = torch.where(torch.isfinite(largest) & (largest > 0), torch.frexp(largest).exponent - 1, 0).clamp(
@@ -215,9 +215,9 @@ def saved_scales(row_weight: Tensor) -> tuple[Tensor, Tensor]:
 def split_exponents(coefficients: Coefficients, class_weight: Tensor | None) -> tuple[Coefficients, Tensor]:
     """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32: (34).
 
-    float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
-    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
-    get the least exponent.
+    float16 cannot hold 1/N of a mean times a small probability, nor a loss scale times a probability near 1. It holds
+    both if the power of two is removed from d_logits and applied after the matmuls. This adds no rounding. Rows of
+    zeros get the smallest exponent.
     """
     magnitudes = [coefficients.alpha.abs(), coefficients.tau.abs()]
     if coefficients.beta is not None:
@@ -235,11 +235,13 @@ def _is_class(target: Tensor, classes: int) -> Tensor:
 
 
 def _poison(alpha: Tensor, target: Tensor, classes: int) -> Tensor:
-    """NaN where the target is no class, so that its whole row of d_logits is; later passes select out ignored rows."""
+    """Returns alpha, NaN where the target is not a class: then its row of d_logits is NaN. Later passes exclude ignored
+    rows."""
     return torch.where(_is_class(target, classes), alpha, torch.nan)
 
 
 def _target_class_weight(target: Tensor, class_weight: Tensor, classes: int) -> Tensor:
-    """Returns class_weight[target], (N,) float32; NaN where the target is no class, without an access outside."""
+    """Returns class_weight[target], (N,) float32; NaN where the target is not a class. It reads no class out of
+    range."""
     picked = class_weight[target.clamp(0, classes - 1)].float()
     return torch.where(_is_class(target, classes), picked, torch.nan)

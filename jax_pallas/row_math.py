@@ -1,8 +1,8 @@
-"""What happens to a row between the two passes over its logits: O(N) work, the same for every implementation.
+"""The math of single rows between the two passes over the logits: O(N) work, the same for every implementation.
 
-The first pass leaves `Partial` statistics of each row, one for each stretch of the vocabulary; `merge` joins
-stretches, whether slabs of one device or shards of several, and `finish` turns the whole into `RowStatistics`. The
-second pass needs nothing of a loss but `Coefficients`: d_logits is
+The first pass computes `Partial` statistics of each row for each vocabulary chunk. `merge` combines the statistics of
+two vocabulary chunks, which may be chunks on one device or shards on several devices. `finish` turns the statistics of
+the whole vocabulary into `RowStatistics`. The second pass needs only the `Coefficients` of a row's loss:
 
     d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j  MATH.md (23)
 """
@@ -24,7 +24,7 @@ LEAST_SUMMAND = 2.0**-64
 
 
 class Partial(NamedTuple):
-    """Statistics of n rows over a stretch of the vocabulary, (n,) float32, MATH.md (25); None where not asked for."""
+    """Statistics of n rows over a vocabulary chunk, (n,) float32, MATH.md (25); None if not computed."""
 
     max: Array
     sum_exp: Array  # of exp(logits - max)
@@ -38,15 +38,15 @@ class RowStatistics(NamedTuple):
     """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute."""
 
     lse: Array
-    target_logit: Array  # NaN where the target is no class
-    nll: Array | None  # lse - target_logit, never below 0; NaN where the target is no class; None: not asked for
+    target_logit: Array  # NaN where the target is not a class
+    nll: Array | None  # lse - target_logit, never below 0; NaN where the target is not a class; None if not computed
     max: Array
     weighted_sum: Array | None
     entropy: Array | None
 
 
 class Coefficients(NamedTuple):
-    """What d_logits takes from a row's loss, all (n,) float32; None means zero."""
+    """The coefficients of a row's loss in d_logits (23), all (n,) float32; None means zero."""
 
     alpha: Array
     tau: Array
@@ -63,7 +63,7 @@ class Coefficients(NamedTuple):
 
 
 def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
-    """Returns the statistics of a stretch without classes (a shard of padding), `merge`'s neutral element."""
+    """Returns the statistics of a vocabulary chunk without classes (a shard of padding), `merge`'s identity element."""
     zero = jnp.zeros(target.shape, jnp.float32)
     return Partial(
         max=jnp.full_like(zero, -jnp.inf),
@@ -76,11 +76,11 @@ def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Joins the statistics of two stretches of the vocabulary: (26)."""
+    """Joins the statistics of two vocabulary chunks: (26)."""
     top = jnp.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Array, Array]:
-        masked = part.max == -jnp.inf  # a stretch of nothing but -inf logits: its sums are 0
+        masked = part.max == -jnp.inf  # a vocabulary chunk of nothing but -inf logits: its sums are 0
         shift = jnp.where(masked, 0.0, part.max - top)
         return jnp.where(masked, 0.0, jnp.exp(shift)), shift
 
@@ -102,7 +102,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> RowStatistics:
-    """Turns statistics of the whole vocabulary into those that a loss is made of: (27)."""
+    """Returns the statistics that a loss is computed from, given those of the whole vocabulary: (27)."""
     contributes = row_weight != 0
     log_sum = jnp.log(partial.sum_exp)
     entropy = None
@@ -131,9 +131,9 @@ def nll_and_lse(
     Args:
         sum_exp: sums of exponentials of logits, less each row's `reference`.
         target_exp: the target's summand, as it was added; not above `LEAST_SUMMAND`, or NaN, where the target is none.
-        target_logit: the target's logit, of the same products as its summand.
-        reference, log_sum: of logits; the logarithm of sum_exp. Both results are made of them, and never of a ratio,
-            where target_exp is too small to divide by.
+        target_logit: the target's logit, of the same matmuls as its summand.
+        reference, log_sum: of logits; the logarithm of sum_exp. Both results are computed from them, and not from a
+            ratio, where target_exp is too small to divide by.
     """
     divides = target_exp > LEAST_SUMMAND
     rest = jnp.maximum(sum_exp - target_exp, 0.0)
@@ -143,7 +143,7 @@ def nll_and_lse(
 
 
 # What runs outside of the operators is compiled whole: `jax.debug_nans` looks at what each program returns, and these
-# hold NaN in rows that are selected out before they return.
+# hold NaN in rows that are excluded before they return.
 
 
 @partial(jax.jit, static_argnames=("spec", "classes"))
@@ -157,8 +157,8 @@ def row_weights(
 ) -> tuple[Array, Array]:
     """Returns what each row's loss is multiplied by, (N,) float32, and n_valid, (): MATH.md (5), (8), (9).
 
-    This one vector carries ignore_index, token_weight, the reduction and its denominator; whatever comes after selects
-    out rows of 0.
+    The row weights contain ignore_index, token_weight, the reduction and its denominator. Later steps exclude the rows
+    whose weight is 0.
     """
     valid = target != spec.ignore_index
     n_valid = valid.sum()
@@ -171,7 +171,7 @@ def row_weights(
         elif class_weight is not None:
             denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:
-            # Where nothing is counted, nothing has a weight.
+            # If no token is counted, all weights are 0.
             return row_weight / jnp.maximum(n_valid, 1).astype(jnp.float32), n_valid
         counts = (row_weight != 0) & (denominator != 0)
         row_weight = jnp.where(counts, row_weight / denominator, 0.0)
@@ -243,9 +243,9 @@ def log_prob_coefficients(
 def saved_scales(row_weight: Array) -> tuple[Array, Array]:
     """Returns () powers of two for float16 gradients made before the upstream gradient is known: d_input's, the head's.
 
-    The first takes the largest row weight (1/N of a mean) to [1, 2), so that d_input neither underflows nor overflows
-    whatever N is. A head's gradient sums up to N rows, so the second goes half that way, as far from one end of
-    float16 as from the other.
+    The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor
+    overflows for any N. A gradient of the head is a sum of up to N rows, so the second power has half the exponent: the
+    gradient is then equally far from both ends of float16's range.
     """
     largest = jnp.abs(row_weight).max(initial=0.0)
     usable = jnp.isfinite(largest) & (largest > 0)
@@ -257,9 +257,9 @@ def saved_scales(row_weight: Array) -> tuple[Array, Array]:
 def split_exponents(coefficients: Coefficients, class_weight: Array | None) -> tuple[Coefficients, Array]:
     """Splits coefficients into ones of magnitude below 1 and the row's power of two, (n,) int32: (34).
 
-    float16 holds neither a mean's 1/N times a small probability nor a loss scale times a whole one; with the power of
-    two taken out of d_logits and put back after the products, it holds both, and no rounding is added. Rows of zeros
-    get the least exponent.
+    float16 cannot hold 1/N of a mean times a small probability, nor a loss scale times a probability near 1. It holds
+    both if the power of two is removed from d_logits and applied after the matmuls. This adds no rounding. Rows of
+    zeros get the smallest exponent.
     """
     magnitude = jnp.maximum(jnp.abs(coefficients.alpha), jnp.abs(coefficients.tau))
     if coefficients.beta is not None:
@@ -283,11 +283,12 @@ def _is_class(target: Array, classes: int) -> Array:
 
 
 def _poison(alpha: Array, contributes: Array, target: Array, classes: int) -> Array:
-    """NaN where the target of a row that contributes is no class, so that its whole row of d_logits is."""
+    """Returns alpha, NaN where the target of a contributing row is not a class: then its row of d_logits is NaN."""
     return jnp.where(contributes & ~_is_class(target, classes), jnp.nan, alpha)
 
 
 def _target_class_weight(target: Array, class_weight: Array, classes: int) -> Array:
-    """Returns class_weight[target], (N,) float32; NaN where the target is no class, without an access outside."""
+    """Returns class_weight[target], (N,) float32; NaN where the target is not a class. It reads no class out of
+    range."""
     picked = class_weight[target.clip(0, classes - 1)].astype(jnp.float32)
     return jnp.where(_is_class(target, classes), picked, jnp.nan)

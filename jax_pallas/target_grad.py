@@ -1,7 +1,7 @@
-"""Kernels of Pallas' Triton backend that add the targets' terms to the head's gradient: rows sorted by target, then
-sums of their runs.
+"""Kernels of Pallas' Triton backend that add the targets' terms to the head's gradient: they sort rows by target, then
+sum equal targets.
 
-No atomics: each row of d_weight takes its terms from one program, in one fixed order. Equations: linear_ce/MATH.md.
+There are no atomics: one program adds the terms of a row of d_weight, in a fixed order. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -13,23 +13,27 @@ from jax.experimental import pallas as pl
 
 from jax_pallas.triton_launch import arange, load, run, store
 
-STRETCH = 2**13  # rows whose targets are compared each with each; of two stretches only by bisection
+SEGMENT = 2**13  # rows that are sorted by comparing all pairs; the sorted segments are merged by bisection
 
-SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = 32, 256, 128  # of a program, that it compares at a time, of one that merges
+SORTED_ROWS, OTHER_ROWS, MERGED_ROWS = (
+    32,
+    256,
+    128,
+)  # rows of a program, rows it compares with at a time, rows of a merging program
 
-FEW, MANY, SHARES = 4, 32, 4  # rows at a time of a run of equal targets, of a long one, and who shares its columns
+FEW, MANY, SPLIT = 4, 32, 4  # rows at a time of short runs, of long runs; programs of a long run
 
 
 class Sort(NamedTuple):
-    """What the kernels that sort know when the call is traced."""
+    """The static arguments of the kernels that sort."""
 
     count: int  # of rows
     classes: int
-    stretch: int
+    segment: int
 
 
 def keys_of(sort: Sort, target_ref: Any, row_weight_ref: Any, row: Array) -> Array:
-    """Returns what rows are sorted by, int32: their target, and `classes` where it is none or does not contribute."""
+    """Returns the sort keys of rows, int32: the target, or `classes` where it is not a class or does not contribute."""
     inside = row < sort.count
     target, weight = load(target_ref, row, mask=inside), load(row_weight_ref, row, mask=inside)
     return jnp.where((target >= 0) & (weight != 0), target, sort.classes).astype(jnp.int32)
@@ -39,17 +43,17 @@ def sort_kernel(
     sort: Sort, target_ref: Any, row_weight_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Sorts the rows of each stretch by target. Rows with equal targets keep their order.
+    """Sorts the rows of each segment by target. Rows with equal targets keep their order.
 
-    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a stretch,
+    The place of a row is the number of rows that come before it. The kernel compares every pair of rows of a segment,
     SORTED_ROWS x OTHER_ROWS at a time. That is a few instructions for each pair, and one launch instead of those of a
     general sort.
     """
     first = pl.program_id(0) * SORTED_ROWS
     row = arange(first, SORTED_ROWS)
     key = keys_of(sort, target_ref, row_weight_ref, row)
-    start = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
-    end = lax.min(start + sort.stretch, jnp.int32(sort.count))
+    start = lax.div(first, jnp.int32(sort.segment)) * sort.segment
+    end = lax.min(start + sort.segment, jnp.int32(sort.count))
 
     def step(index: Any, before: Array) -> Array:
         other = arange(start + index * OTHER_ROWS, OTHER_ROWS)
@@ -65,23 +69,25 @@ def sort_kernel(
         store(ref, place, values=value, mask=inside)
 
 
-def merge_stretches_kernel(
+def merge_segments_kernel(
     sort: Sort, target_ref: Any, row_ref: Any, theta_ref: Any, sorted_target_ref: Any, sorted_row_ref: Any,
     sorted_theta_ref: Any,
 ) -> None:  # fmt: skip
-    """Merges the stretches that `sort_kernel` sorted, equal targets in their order: each row looks for its place in
-    every other stretch, by bisection."""
+    """Merges the segments that `sort_kernel` sorted. Rows with equal targets keep their order.
+
+    Each row finds its place in every other segment by bisection.
+    """
     first = pl.program_id(0) * MERGED_ROWS
     position = arange(first, MERGED_ROWS)
     inside = position < sort.count
-    own = lax.div(first, jnp.int32(sort.stretch)) * sort.stretch
+    own = lax.div(first, jnp.int32(sort.segment)) * sort.segment
     key = load(target_ref, position, mask=inside)
 
-    def stretch(index: Any, place: Array) -> Array:
-        start = index * sort.stretch
-        # In an earlier stretch those up to and with the key come before, in a later one those below it.
+    def segment(index: Any, place: Array) -> Array:
+        start = index * sort.segment
+        # In an earlier segment those up to and with the key come before, in a later one those below it.
         bound = key + (start < own).astype(jnp.int32)
-        length = jnp.where(start == own, 0, lax.min(jnp.int32(sort.stretch), sort.count - start))
+        length = jnp.where(start == own, 0, lax.min(jnp.int32(sort.segment), sort.count - start))
 
         def halve(_: Any, edges: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = edges
@@ -90,9 +96,9 @@ def merge_stretches_kernel(
             return jnp.where(open_ & below, middle + 1, low), jnp.where(open_ & ~below, middle, high)
 
         edges = jnp.zeros_like(position), jnp.zeros_like(position) + length
-        return place + lax.fori_loop(0, sort.stretch.bit_length(), halve, edges)[0]
+        return place + lax.fori_loop(0, sort.segment.bit_length(), halve, edges)[0]
 
-    place = lax.fori_loop(0, pl.cdiv(sort.count, sort.stretch), stretch, position - own)
+    place = lax.fori_loop(0, pl.cdiv(sort.count, sort.segment), segment, position - own)
     values = key, load(row_ref, position, mask=inside), load(theta_ref, position, mask=inside)
     for ref, value in zip((sorted_target_ref, sorted_row_ref, sorted_theta_ref), values, strict=True):
         store(ref, place, values=value, mask=inside)
@@ -101,20 +107,20 @@ def merge_stretches_kernel(
 def sort_by_target(
     target: Array, row_weight: Array, theta: Array, count: int, classes: int
 ) -> tuple[Array, Array, Array]:
-    """Returns the targets (N,) int32 of the first `count` rows in ascending order, the rows that they are of, (N,)
-    int32, and their theta. Targets below 0 and those of rows of row_weight 0 come last, as `classes`."""
-    sort = Sort(count, classes, STRETCH)
+    """Returns the targets (N,) int32 of the first `count` rows in ascending order, their rows (N,) int32, and their
+    theta. Targets below 0 and targets of rows of row_weight 0 come last, as `classes`."""
+    sort = Sort(count, classes, SEGMENT)
     results = tuple(jax.ShapeDtypeStruct((count,), dtype) for dtype in (jnp.int32, jnp.int32, jnp.float32))
     operands, grid = (target, row_weight, theta), (pl.cdiv(count, SORTED_ROWS),)
     found = run(sort_kernel, sort, operands, results, grid, warps=8, stages=1)
-    if count > STRETCH:
+    if count > SEGMENT:
         grid = (pl.cdiv(count, MERGED_ROWS),)
-        found = run(merge_stretches_kernel, sort, tuple(found), results, grid, warps=4, stages=1)
+        found = run(merge_segments_kernel, sort, tuple(found), results, grid, warps=4, stages=1)
     return tuple(found)
 
 
 class TargetRows(NamedTuple):
-    """What `target_rows_kernel` knows when the call is traced, and reads and writes."""
+    """The static arguments and the arrays of `target_rows_kernel`."""
 
     vocab_axis: int  # of d_weight
     width: int  # columns of a program
@@ -153,22 +159,23 @@ def target_rows_kernel(
 ) -> None:
     """Adds the targets' terms, theta * x, to their rows of d_weight: (33).
 
-    A program has a position and some columns. Most runs are short: the program at a run's first position sums it. A few
-    run through a tenth of the rows: the programs at the first SHARES positions share the columns of those of MANY rows.
+    A program owns a position and some columns. Most runs of equal targets are short: the program at the first position
+    of the run sums it. A few runs contain a tenth of all rows. In runs of MANY rows or more, the programs at the first
+    SPLIT positions divide the columns.
     """
     io = TargetRows(*options, target_ref, row_ref, theta_ref, x_ref, d_weight_ref)
     count, width = target_ref.shape[0], io.width
     position, column = pl.program_id(0), pl.program_id(1) * width
     target = target_ref[position]
-    before = position - 1 - jnp.arange(SHARES, dtype=jnp.int32)
+    before = position - 1 - jnp.arange(SPLIT, dtype=jnp.int32)
     equal = (before >= 0) & (load(target_ref, before, mask=before >= 0) == target)
-    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SHARES
+    offset = equal.astype(jnp.int32).sum()  # within the run, as far as SPLIT
     first = position - offset
     last = first + MANY - 1
     long = (last < count) & (target_ref[lax.min(last, jnp.int32(count - 1))] == target)
     is_class = (target >= 0) & (target < io.classes)
-    part = width // SHARES
-    pl.when(is_class & long & (offset < SHARES))(
+    part = width // SPLIT
+    pl.when(is_class & long & (offset < SPLIT))(
         lambda: add_target_rows(io, target, first, column + offset * part, part, MANY)
     )
     pl.when(is_class & ~long & (offset == 0))(lambda: add_target_rows(io, target, first, column, width, FEW))
@@ -184,7 +191,7 @@ def add_targets(
         x: (rows, D).
         target: (N,) int32 in ascending order; those that are not below `classes` are skipped.
         row: (N,) int32, whose row of x it is.
-        theta: (N,) float32; where it is 0 nothing is added, whatever x holds.
+        theta: (N,) float32; where it is 0 nothing is added, even if x is NaN.
     """
     if not target.size:
         return d_weight

@@ -1,9 +1,10 @@
-"""What the Hopper kernels share: a ring of loaded tiles, the matmul from it, and the way out to memory.
+"""The common parts of the Hopper kernels: a ring of loaded tiles, the matmul from it, and the stores of results.
 
-In Triton's Gluon dialect, for sm_90. One warp loads, and two warpgroups multiply, each half of a tile; the kernels are
-in `hopper_logits.py` and `hopper_gradients.py`. What belongs together goes from function to function as a NamedTuple,
-either of tensors or of constexprs: an assignment in a kernel makes tensors of the numbers in a tuple unless the tuple
-as a whole is a constexpr.
+They are in Triton's Gluon dialect, for sm_90. One warp loads, and two warpgroups multiply, each half of a tile. The
+kernels are in `hopper_logits.py` and `hopper_gradients.py`. Functions pass related values as NamedTuples, either of
+tensors or of constexprs: an assignment in a kernel turns the numbers in a tuple into tensors unless the whole tuple is
+    a
+constexpr.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +32,16 @@ NOT_SPECIALIZED = ["start", "least", "first_class", "rows", "hidden", "classes"]
 
 @gluon.jit
 def active_rows(count_ptr, start, least, rows):
-    """Returns how many of a chunk's `rows` rows, which begin at row `start` of the call, are among the first `count`
-    of the call, a number that only the device knows; at least `least`."""
+    """Returns how many of a chunk's `rows` rows are among the first `count` rows of the call, but at least `least`.
+
+    The chunk begins at row `start` of the call. `count` is in device memory.
+    """
     return gl.maximum(gl.minimum(gl.load(count_ptr) - start, rows), least)
 
 
 class Ring(NamedTuple):
-    """The stages of loaded tiles in shared memory, and a barrier of each: two operands of a matmul, the first in two
-    tiles, one for each warpgroup."""
+    """The stages of loaded tiles in shared memory, and their barriers. A stage holds two operands of a matmul. The
+    first is in two tiles, one for each warpgroup."""
 
     a: Any  # (2 * stages, ...)
     b: Any  # (stages, ...)
@@ -60,7 +63,7 @@ def make_ring(a_desc, b_desc, STAGES: gl.constexpr):
 
 
 class Sizes(NamedTuple):
-    """Of the arrays of a launch of a kernel that makes logits."""
+    """The sizes of a launch of a kernel of logits."""
 
     first_class: Any  # which of the call's classes is the first of w
     rows: Any
@@ -70,10 +73,10 @@ class Sizes(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How a kernel goes through the tiles of the logits: constexprs."""
+    """How a kernel iterates over the tiles of the logits: constexprs."""
 
     w_by_class: Any  # w is stored as (V, D), not (D, V)
-    group: Any  # row blocks that are done before the next class block
+    group: Any  # row blocks that are computed with a class block before the next class block
     block_v: Any
 
 
@@ -86,7 +89,7 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tiles(x_desc, w_desc, ring, sizes, tiling):
-    """The loading warp: streams the steps of all tiles of this program through the ring."""
+    """The loading warp: loads the steps of all tiles of this program into the ring."""
     STAGES: gl.constexpr = ring.b.shape[0]
     HALF: gl.constexpr = ring.a.shape[1]
     BLOCK_D: gl.constexpr = ring.a.shape[2]
@@ -122,7 +125,7 @@ def multiply(ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constex
         if tiling.w_by_class:
             w = w.permute((1, 0))
         acc = warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # this product stays in flight; the one before is done with its stage
+        acc = warpgroup_mma_wait(1, deps=[acc])  # this matmul stays in flight; the one before is done with its stage
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
         stage, phase = next_stage(stage, phase, STAGES)
@@ -139,8 +142,8 @@ def halves(t):
 
 @gluon.jit
 def quarters(tile, layout: gl.constexpr):
-    """Returns the four quarters of a tile's columns, in the layout of a product as wide: the registers stay as they
-    are. What an epilogue does to one at a time leaves it registers that the whole tile would not."""
+    """Returns the four quarters of a tile's columns, in the layout of a matmul of their width. No registers move. An
+    epilogue that processes one quarter at a time needs fewer registers than one for the whole tile."""
     left, right = halves(tile)
     first, second = halves(left)
     third, fourth = halves(right)
@@ -154,14 +157,14 @@ def quarters(tile, layout: gl.constexpr):
 
 @gluon.jit
 def make_buffers(desc):
-    """Returns the buffers that quarters leave through, two for each warpgroup."""
+    """Returns the staging buffers of the stores of quarters, two for each warpgroup."""
     return gl.allocate_shared_memory(desc.dtype, [4] + desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
 def store_quarter(desc, buffers, quarter, row, column, WHICH: gl.constexpr, i: gl.constexpr):
-    """Stores the quarter `i` of a tile through one of the warpgroup's two buffers; whatever lies outside `desc` is
-    dropped."""
+    """Stores the quarter `i` of a tile through one of the warpgroup's two buffers. Values outside of `desc` are not
+    stored."""
     buffer = buffers.index(2 * WHICH + i % 2)
     tma.store_wait(1)  # the store before the last has read this buffer
     gl.thread_barrier()

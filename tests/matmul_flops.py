@@ -1,4 +1,4 @@
-"""The flops of a traced program's products, counted one by one."""
+"""The flops of a traced program's matmuls, counted one by one."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
-def product_flops(jaxpr: Jaxpr) -> float:
-    """Two for each multiplication of each product in a traced program, loops as often as they run."""
+def matmul_flops(jaxpr: Jaxpr) -> float:
+    """Two for each multiplication of each matmul in a traced program, loops as often as they run."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -21,5 +21,5 @@ def product_flops(jaxpr: Jaxpr) -> float:
             list(equation.params.values()), is_leaf=lambda value: isinstance(value, ClosedJaxpr | Jaxpr)
         ):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
-                total += times * product_flops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+                total += times * matmul_flops(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
     return total

@@ -1,7 +1,7 @@
-"""Which kernels a call launches on a card, with which arguments, and what they compile to: without a GPU.
+"""Records which kernels a call launches on a GPU and with which arguments, and compiles them, without a GPU.
 
-The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so that the shapes of
-models cost nothing; their launches are recorded instead of run.
+The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so the shapes of real
+models need no memory. Launches are recorded instead of run.
 """
 
 import re
@@ -68,8 +68,8 @@ class Compiled(NamedTuple):
 
 
 @contextmanager
-def fake_card(arch: int) -> Iterator[list[Launch]]:
-    """Makes CUDA tensors fake, of a card of compute capability `arch`; yields the list that launches are added to."""
+def fake_gpu(arch: int) -> Iterator[list[Launch]]:
+    """Makes CUDA tensors fake, of a GPU of compute capability `arch`; yields the list that launches are added to."""
     launches: list[Launch] = []
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -82,9 +82,9 @@ def fake_card(arch: int) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch, "_direct_version", False),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(scaled_exp, "add_product", no_product),  # torch.addmm with out_dtype has no fake form
-        mock.patch.object(chunked, "add_product", no_product),
-        mock.patch.object(problem, "add_product", no_product),
+        mock.patch.object(scaled_exp, "add_matmul", no_matmul),  # torch.addmm with out_dtype has no fake form
+        mock.patch.object(chunked, "add_matmul", no_matmul),
+        mock.patch.object(problem, "add_matmul", no_matmul),
         mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
     ):
@@ -95,8 +95,8 @@ def fake_card(arch: int) -> Iterator[list[Launch]]:
             launch.device_info.cache_clear()
 
 
-def no_product(*_: Any, first: bool) -> None:
-    """Stands for a product into memory that is there. A mock would keep its arguments alive."""
+def no_matmul(*_: Any, first: bool) -> None:
+    """Replaces a matmul into existing memory. A mock would keep its arguments alive."""
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Launch:
@@ -194,6 +194,6 @@ def dump(cubin: bytes, what: str) -> str:
 
 def launches_of(arch: int, call: Callable[[], Any]) -> list[Launch]:
     """Returns the distinct launches of a call on fake tensors."""
-    with fake_card(arch) as launches:
+    with fake_gpu(arch) as launches:
         call()
     return list(dict.fromkeys(launches))

@@ -1,8 +1,8 @@
-"""What the Hopper kernels share: sizes of tiles, layouts of memory, a ring of loaded tiles, roles of the warpgroups.
+"""The common parts of the Hopper kernels: tile sizes, memory layouts, a ring of loaded tiles, roles of warpgroups.
 
-In Pallas' Mosaic dialect, for sm_90. One warpgroup loads, and two multiply, each half of a tile; the kernels are in
-`hopper_logits.py` and `hopper_gradients.py`. A kernel's functions take what belongs together as
-NamedTuples and frozen dataclasses.
+They are in Pallas' Mosaic dialect, for sm_90. One warpgroup loads, and two multiply, each half of a tile. The kernels
+are in `hopper_logits.py` and `hopper_gradients.py`. Functions pass related values as NamedTuples and frozen
+dataclasses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,12 +54,12 @@ def programs() -> int:
         return MULTIPROCESSORS
 
 
-# Mosaic works out layouts for itself otherwise: the same machine code, lowered in more than twice the time.
+# Otherwise Mosaic infers layouts: the machine code is the same, and lowering takes more than twice the time.
 COMPILER = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 BLOCK_N, BLOCK_V = ROW_BLOCK, CLASS_BLOCK  # of a tile of logits
 
-# Classes that an epilogue takes at a time: more, and the tensor cores run out of work meanwhile.
+# Classes that an epilogue processes at a time. With more of them the tensor cores would run out of work.
 PIECE = 32
 
 PIECES = BLOCK_V // PIECE
@@ -137,8 +137,8 @@ def as_roles(warpgroup: Array, load: Callable[[], None], multiply: Callable[[], 
 def pauses(steps: int) -> Array:
     """Returns (2 * PIECES,) int32: after which steps of a tile each warpgroup turns to the pieces of the one before.
 
-    Evenly among the steps, those of one warpgroup between those of the other. Kernels read them from memory
-    (`own_pauses`): loops whose lengths the compiler knows it unrolls, and spills registers.
+    The pauses are spaced evenly, and those of the two warpgroups alternate. Kernels read them from memory
+    (`own_pauses`), because the compiler would unroll loops of known length and spill registers.
     """
     parts = 2 * PIECES + 1
     return jnp.array([1 + (steps - 1) * (2 * i + j) // parts for j in (1, 2) for i in range(PIECES)], jnp.int32)

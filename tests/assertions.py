@@ -1,4 +1,4 @@
-"""Runs a case of the contract on a backend and holds every output to its budget."""
+"""Runs a case on a backend and asserts that every output is within its error budget."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ def check_many_logits(backend: str) -> None:
 
 
 def least_budget(call: Callable[[int], Any]) -> int:
-    """Returns the least memory budget of a call, as the refusal of a budget of one byte names it."""
+    """Returns the smallest memory budget of a call, from the error message for a budget of one byte."""
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes") as refusal:
         call(1)
     named = re.search(r"at least (\d+) bytes", str(refusal.value))

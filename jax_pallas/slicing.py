@@ -1,10 +1,10 @@
-"""Chunks of rows and slabs of classes.
+"""Chunks of rows and vocabulary chunks.
 
-Shapes are static, so a last piece that would stick out starts earlier instead, and what it sees a second time is
-masked (`Piece.fresh`).
+Shapes are static, so all slices of an axis have the same size. If the last slice would end past the axis, it starts
+earlier and overlaps the one before. `Slice.fresh` masks the overlap.
 
-An axis of symbolic length (`jax.export`) may be shorter than one piece. There a last piece sticks out: `Piece.of`
-repeats the last row in place of those past the end, `Piece.fresh` masks them, and `Piece.put` drops them.
+An axis of symbolic length (`jax.export`) may be shorter than one slice. There the last slice may end past the axis:
+`Slice.of` repeats the last row in place of those past the end, `Slice.fresh` masks them, and `Slice.put` drops them.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-SYMBOLIC_TOKENS = 1024  # a symbolic number is cut as so many are
+SYMBOLIC_TOKENS = 1024  # plans assume this many tokens where the number is symbolic
 
 
 def is_symbolic(size: Any) -> bool:
-    """Returns whether a size is known only where a program runs that `jax.export` wrote."""
+    """Returns whether a size is symbolic (`jax.export`), so that it is known only when the program runs."""
     return not isinstance(size, int)
 
 
-class Piece(NamedTuple):
-    """A chunk of rows or a slab of classes."""
+class Slice(NamedTuple):
+    """A chunk of rows or a vocabulary chunk."""
 
     start: Array | int
     size: int
-    fresh: Array | None  # (size,) bool, what no earlier piece has seen; None: all of it
+    fresh: Array | None  # (size,) bool, False where an earlier slice overlaps; None: no overlap
 
     def of(self, array: Array, axis: int = 0) -> Array:
         if is_symbolic(array.shape[axis]):
@@ -44,7 +44,7 @@ class Piece(NamedTuple):
         return lax.dynamic_update_slice_in_dim(array, values, self.start, axis)
 
     def put_fresh(self, array: Array | None, values: Array | None) -> Array | None:
-        """Writes rows, but for those that an earlier piece has written."""
+        """Writes rows, except those that an earlier slice has written."""
         if array is None or values is None:
             return None
         values = values.astype(array.dtype)
@@ -53,23 +53,23 @@ class Piece(NamedTuple):
         return self.put(array, values)
 
 
-def over_pieces[T](body: Callable[[T, Piece], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
-    """Runs `body` over the pieces of an axis; what it yields for each comes back joined along axis 0, (length, ...)."""
+def over_slices[T](body: Callable[[T, Slice], tuple[T, Any]], carry: T, length: int, size: int) -> tuple[T, Any]:
+    """Runs `body` over the slices of an axis. Returns the carry and the results of all slices, joined along axis 0."""
     if is_symbolic(length):
 
         def sticking_out(carry: T, index: Array) -> tuple[T, Any]:
             start = index * size
-            return body(carry, Piece(start, size, start + jnp.arange(size) < length))
+            return body(carry, Slice(start, size, start + jnp.arange(size) < length))
 
         carry, pieces = lax.scan(sticking_out, carry, jnp.arange(-(-length // size)))
         return carry, jax.tree.map(lambda piece: piece.reshape(-1, *piece.shape[2:])[:length], pieces)
     if size == length:
-        return body(carry, Piece(0, size, None))
+        return body(carry, Slice(0, size, None))
     count = -(-length // size)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
         start = jnp.minimum(index * size, length - size)
-        return body(carry, Piece(start, size, start + jnp.arange(size) >= index * size))
+        return body(carry, Slice(start, size, start + jnp.arange(size) >= index * size))
 
     carry, pieces = lax.scan(step, carry, jnp.arange(count))
     full = (count - 1) * size
@@ -87,30 +87,32 @@ UNROLLED = 8  # chunks at most
 def over_chunks[T](
     body: Callable[..., tuple[T, Any]], carry: T, length: int, size: int, *, unrolls: bool
 ) -> tuple[T, Any]:
-    """Runs `body(carry, piece, first=...)` over the pieces of an axis, none of which overlap, the last of them first.
+    """Runs `body(carry, chunk, first=...)` over chunks of an axis that do not overlap, the last chunk first.
 
-    So the one that may be shorter is the one that needs code of its own: it starts sums, to which the others add.
+    The last chunk may be shorter, and it starts the sums that the others add to. So only one chunk needs separate code.
 
-    Where `unrolls`, a few chunks are not a loop but one after the other: their starts are then constants, and nothing
-    is launched to compute, slice or gather by them. Each must take from the carry what it cannot begin without, or
-    two would live at a time.
+    If `unrolls`, a few chunks are unrolled. Their starts are then constants, and no kernels are launched to compute
+    starts, to slice or to gather. Each chunk must take an input from the carry, or two chunks would be in memory at the
+    same time.
     """
     full = (length - 1) // size * size
-    carry, last = body(carry, Piece(full, length - full, None), first=True)
+    carry, last = body(carry, Slice(full, length - full, None), first=True)
     if not full:
         return carry, last
     if unrolls and full // size < UNROLLED:
         found = []
         for start in range(0, full, size):
             carry, last = lax.optimization_barrier((carry, last))
-            carry, one = body(carry, Piece(start, size, None), first=False)
+            carry, one = body(carry, Slice(start, size, None), first=False)
             found.append(one)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found, last)
 
     def step(carry: T, index: Array) -> tuple[T, Any]:
-        return body(carry, Piece(index * size, size, None), first=False)
+        return body(carry, Slice(index * size, size, None), first=False)
 
-    indices, last = lax.optimization_barrier((jnp.arange(full // size), last))  # or two chunks would live at a time
+    indices, last = lax.optimization_barrier(
+        (jnp.arange(full // size), last)
+    )  # else two chunks would be in memory at the same time
     carry, pieces = lax.scan(step, carry, indices)
     joined = jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), pieces, last)
     return carry, joined
