@@ -204,8 +204,8 @@ def test_what_cannot_be_is_refused_by_name():
         ({"dora": True}, "--dora goes with --lora-rank"),
         ({"unfreeze": ("head",)}, "--unfreeze goes with --lora-rank"),
         ({"lora_rank": -1}, "--lora-rank must not be negative, got -1"),
-        ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive, got 0.0"),
-        ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive, got -1.0"),
+        ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive and finite, got 0.0"),
+        ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive and finite, got -1.0"),
         ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name projections, each once, got ''"),
         ({"lora_rank": 2, "lora_targets": ("up", "up")}, "--lora-targets must name .* got 'up up'"),
     ]:

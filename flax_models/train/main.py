@@ -76,7 +76,7 @@ class Written:
     folder: Path | None = None  # None until it is made
 
 
-def run(config: RunConfig, resumed: Path | None, display: Display, written: Written) -> None:
+def run(config: RunConfig, resumed: Path | None, display: Display, written: Written | None = None) -> None:
     """Trains, measures and samples one run.
 
     Args:
@@ -88,7 +88,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, written: Writ
     Raises:
         RunError: anything the person who started it can mend.
     """
-    began = time.monotonic()
+    began, written = time.monotonic(), written or Written()
     _attention(config.model, packed=False)  # told before anything is read
     folder = resumed or new_folder(config)
     written.folder = resumed
