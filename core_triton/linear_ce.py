@@ -26,7 +26,15 @@ from torch.autograd import forward_ad
 from core_triton import ops
 from core_triton.plan import ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
-from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+from linear_ce.spec import (
+    ArrayInfo,
+    LossSpec,
+    Reduction,
+    check_arrays,
+    check_choice,
+    check_memory_budget,
+    check_normalizer,
+)
 
 IMPLEMENTATIONS = ("triton", "chunked")
 
@@ -112,7 +120,8 @@ def linear_cross_entropy(
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
         reduction: "mean", "sum" or "none".
         normalizer: () denominator of "mean" in place of the number of counted tokens, for example the number in a
-            global batch or in all micro-batches. It is not differentiated.
+            global batch or in all micro-batches. It is not differentiated. A negative or non-finite number is an
+            error; such a value in a Tensor is not read back, and makes the loss NaN.
         ignore_index: target of tokens that do not contribute. Their input may hold any values.
         label_smoothing: in [0, 1].
         z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss. Class weights do not apply to it.
@@ -491,7 +500,7 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
         return normalizer
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
-    return torch.full((), normalizer, dtype=torch.float32, device=device)
+    return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)
 
 
 def _flat(tensor: Tensor, axes: int) -> Tensor:

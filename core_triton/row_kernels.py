@@ -56,6 +56,7 @@ def row_weights_kernel(
     if MEAN:
         if normalizer_ptr is not None:
             denominator = tl.load(normalizer_ptr).to(tl.float32)
+            denominator = tl.where((denominator >= 0) & (denominator < float("inf")), denominator, float("nan"))
         elif class_weight_ptr is None:
             denominator = valid_rows.to(tl.float32)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -27,7 +27,15 @@ from jax.typing import ArrayLike
 from jax_pallas import launch, ops, row_math
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
-from linear_ce.spec import ArrayInfo, LossSpec, Reduction, check_arrays, check_choice, check_memory_budget
+from linear_ce.spec import (
+    ArrayInfo,
+    LossSpec,
+    Reduction,
+    check_arrays,
+    check_choice,
+    check_memory_budget,
+    check_normalizer,
+)
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
 ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -125,7 +133,8 @@ def linear_cross_entropy(
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
         reduction: "mean", "sum" or "none".
         normalizer: () denominator of "mean" in place of the number of counted tokens, for example the number in a
-            global batch or in all micro-batches. It is not differentiated.
+            global batch or in all micro-batches. It is not differentiated. A negative or non-finite number is an
+            error; such a value in an array is not read back, and makes the loss NaN.
         ignore_index: target of tokens that do not contribute. Their input may hold any values.
         label_smoothing: in [0, 1].
         z_loss_weight: adds `z_loss_weight * lse**2` to each token's loss. Class weights do not apply to it.
@@ -430,7 +439,7 @@ def _prepare(
     number = isinstance(normalizer, (int, float, np.number)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
-    named["normalizer"] = jnp.float32(normalizer) if number else normalizer
+    named["normalizer"] = jnp.float32(check_normalizer(normalizer)) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     named["target"] = _signed(named["target"])

@@ -7,6 +7,7 @@ the whole vocabulary into `RowStatistics`. The second pass needs only the `Coeff
     d_logits_ij = p_ij * (alpha_i + beta_i * log p_ij) - tau_i * [j = target_i] - sigma_i * class_weight_j  MATH.md (23)
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -168,6 +169,7 @@ def row_weights(
     if spec.reduction == "mean":
         if normalizer is not None:
             denominator = normalizer.astype(jnp.float32)
+            denominator = jnp.where((denominator >= 0) & (denominator < math.inf), denominator, math.nan)
         elif class_weight is not None:
             denominator = jnp.where(valid, _target_class_weight(target, class_weight, classes), 0.0).sum()
         else:

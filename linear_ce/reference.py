@@ -122,6 +122,8 @@ def reference_loss(
         if spec.reduction == "mean":
             counted = np.sum(c_target[valid], dtype=real)
             denominator = counted if normalizer is None else real(np.asarray(normalizer))
+            if normalizer is not None and not 0 <= denominator < np.inf:
+                denominator = real(np.nan)
         row_weight = np.where(valid & (t != 0) & (denominator != 0), t / denominator, real(0))  # (9)
         contributes = row_weight != 0
         p = _problem(input, linear_weight, y, contributes, linear_bias, spec, real)

@@ -35,6 +35,13 @@ def _integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def check_normalizer(value: float) -> float:
+    """Returns a normalizer that is a number of the host; raises ValueError if it is negative or not finite."""
+    if not 0 <= value < math.inf:
+        raise ValueError(f"normalizer must be finite and not negative, got {value}")
+    return float(value)
+
+
 @dataclass(frozen=True)
 class LossSpec:
     """The options of one loss, validated.

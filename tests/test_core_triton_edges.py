@@ -130,6 +130,17 @@ def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where:
     torch.testing.assert_close(mine, theirs, equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf")])
+def test_a_tensor_that_is_no_normalizer_makes_the_loss_nan(normalizer: float) -> None:
+    arrays = problem()
+    value = core_triton.linear_cross_entropy(**arrays, normalizer=torch.tensor(normalizer))
+    assert value.isnan()
+    for gradient in torch.autograd.grad(value, leaves(arrays)):
+        assert gradient.isnan().any()
+    arrays["target"] = torch.full_like(arrays["target"], -100)
+    assert core_triton.linear_cross_entropy(**arrays, normalizer=torch.tensor(normalizer)) == 0
+
+
 @pytest.mark.parametrize("normalizer", [7, 7.0, torch.tensor(7), torch.tensor(7.0, dtype=torch.float64)])
 def test_normalizer_of_any_type(normalizer: Any) -> None:
     arrays = problem()

@@ -121,6 +121,9 @@ BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "token_weight must be on input's device cpu, got meta",
     ),
+    "normalizer negative": ({"normalizer": -1}, ValueError, "normalizer must be finite and not negative, got -1"),
+    "normalizer nan": ({"normalizer": float("nan")}, ValueError, "normalizer must be finite and not negative, got nan"),
+    "normalizer inf": ({"normalizer": float("inf")}, ValueError, "normalizer must be finite and not negative, got inf"),
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar Tensor .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar Tensor .* got bool"),
     "normalizer shape": (

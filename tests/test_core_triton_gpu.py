@@ -321,3 +321,19 @@ CHECKED = ("mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123")
 @pytest.mark.parametrize("name", each({name: under_sanitizer(name) for name in CHECKED}, seconds=40))
 def test_memcheck_finds_nothing(name: str, printed: Printed) -> None:
     assert_passed(printed[name], ("triton", DEVICE))
+
+
+@pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf"), 0.0, 3.0])
+def test_a_normalizer_on_the_gpu(normalizer: float) -> None:
+    """Only a negative or non-finite one makes the loss NaN; 0 makes it 0."""
+    arrays: dict[str, Any] = {
+        "input": torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+        "linear_weight": torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True),
+        "target": torch.randint(0, 4096, (300,), device="cuda"),
+    }
+    loss = core_triton.linear_cross_entropy(**arrays, normalizer=torch.tensor(normalizer, device="cuda"))
+    gradients = torch.autograd.grad(loss, (arrays["input"], arrays["linear_weight"]))
+    right = 0 <= normalizer < float("inf")
+    assert loss.isfinite() == right
+    assert all(gradient.isfinite().all() == right for gradient in gradients)
+    assert (loss == 0) == (normalizer == 0)

@@ -139,6 +139,21 @@ def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where:
     np.testing.assert_allclose(pull_back(jnp.ones(12))[0], x.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf")])
+def test_an_array_that_is_no_normalizer_makes_the_loss_nan(normalizer: float) -> None:
+    arrays = problem()
+    held = jnp.float32(normalizer)
+    assert jnp.isnan(linear_cross_entropy(**arrays, normalizer=held))
+    assert all(
+        jnp.isnan(
+            jax.grad(lambda array, name=name: linear_cross_entropy(**arrays | {name: array}, normalizer=held))(array)
+        ).any()
+        for name, array in arrays.items()
+        if name != "target"
+    )
+    assert linear_cross_entropy(**arrays | {"target": jnp.full(12, -100)}, normalizer=held) == 0
+
+
 @pytest.mark.parametrize("normalizer", [7, 7.0, np.float64(7), np.int64(7), jnp.int32(7), jnp.float32(7)])
 def test_normalizer_of_any_type(normalizer: Any) -> None:
     arrays = problem()

@@ -105,6 +105,13 @@ BAD_LOSS: Bad = {
         r"token_weight must have shape \(12,\) \(target's shape\), got \(12, 1\)",
     ),
     "token_weight dtype": ({"token_weight": jnp.ones(12, bool)}, TypeError, "token_weight must be .* got bool"),
+    "normalizer negative": ({"normalizer": -1}, ValueError, "normalizer must be finite and not negative, got -1"),
+    "normalizer nan": (
+        {"normalizer": np.float32("nan")},
+        ValueError,
+        "normalizer must be finite .* got nan",
+    ),
+    "normalizer inf": ({"normalizer": float("inf")}, ValueError, "normalizer must be finite and not negative, got inf"),
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar array .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar array .* got bool"),
     "normalizer shape": (
