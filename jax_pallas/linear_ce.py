@@ -15,7 +15,7 @@ The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.p
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.core
@@ -439,7 +439,7 @@ def _prepare(
     number = isinstance(normalizer, (int, float, np.number)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
-    named["normalizer"] = jnp.float32(check_normalizer(normalizer)) if number else normalizer
+    named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     named["target"] = _signed(named["target"])
