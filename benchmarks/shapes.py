@@ -53,7 +53,7 @@ class Mode:
 
     @property
     def products(self) -> int:
-        """Matrix products of the floor: the logits, and one for each gradient."""
+        """Matmuls of the floor: the logits, and one for each gradient."""
         return 1 + self.d_input + self.d_weight
 
 

@@ -371,8 +371,8 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-sum", {"hidden": 320, "vocab": 640, "vocab_axis": 1, "spec": _CAPPED, "has_class_weight": True}, _BF16),
     ("hidden64-none", {"hidden": 64, "vocab": 501, "spec": _NONE, "has_bias": True, "upstream": "random"}, _16_BITS),
     ("hidden64-tight", {"hidden": 64, "lead": (252,), "vocab": 320, "tight_memory": True, "has_bias": True}, _BF16),
-    (  # slabs of a (D, V) head that begin at no multiple of 64
-        "hidden64-slabs",
+    (  # vocabulary chunks of a (D, V) head that begin at no multiple of 64
+        "hidden64-vocab-chunks",
         {"hidden": 64, "lead": (252,), "vocab": 640, "vocab_axis": 1, "tight_memory": True, "upstream": "random"}
         | {"has_bias": True, "spec": LossSpec("none", vocab_size=610)},
         _BF16,

@@ -1,0 +1,58 @@
+"""README and docs: length, links, runnable code, and words that no reader could look up."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "flax_models", "parity", "benchmarks", "examples")
+# Private words, as regular expressions, and what the field calls them.
+REPLACED = {
+    r"slabs?": "vocabulary chunk",
+    r"graphics cards?|the cards?|cards": "GPU",
+    r"unsaid|said plainly": "nothing",
+    r"anchored": "scaled exponentials",
+    r"library's products?|library products?|matrix products?": "matmul",
+}
+
+
+def private_words(files: Iterable[Path]) -> list[str]:
+    """Returns the places of words that have a standard name."""
+    found = []
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            for word, name in REPLACED.items():
+                if match := re.search(rf"\b(?:{word})\b", line, re.IGNORECASE):
+                    found.append(f"{path.relative_to(ROOT)}:{number}: write {name} for {match[0]!r}")
+    return found
+
+
+def test_no_page_or_source_has_a_private_word() -> None:
+    sources = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    found = private_words([*PAGES, *sources, ROOT / "linear_ce" / "MATH.md"])
+    assert not found, "\n".join(found)
+
+
+def test_the_readme_shows_a_figure_and_how_to_install_on_its_first_screen() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first = "\n".join(lines[:40])
+    assert "![" in first
+    assert 'pip install "linear-ce[torch]"' in first
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        if "://" not in link:
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_python_of_the_pages_runs(path: Path) -> None:
+    for code in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        small = code.replace("32000", "320").replace("256", "32").replace("8, 128", "2, 16")  # the same in less time
+        exec(compile(small, str(path), "exec"), {})
