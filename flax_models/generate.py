@@ -136,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.length is not None and options.length < 1:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
+            if options.ignore_config_fields:
+                raise RunError("--ignore-config-fields goes with --weights, got --run")
             run = read_run(options.run, step=options.step, allow_older=options.allow_older)
             source = Source(merge(run.model), run.vocabulary)
         elif options.step is not None or options.allow_older:

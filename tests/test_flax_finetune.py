@@ -16,6 +16,7 @@ from flax import nnx
 from flax_runs import WORDS, before_step, learned, train, write_texts
 from hub_models import SIZES, import_transformers, load_transformers, make, their_loss, write_folder, write_tokenizer
 from rich.console import Console
+from safetensors.numpy import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
 import flax_models.train.main as program
@@ -186,7 +187,17 @@ def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(h
         (no_end / name).write_text(json.dumps({**values, field: None}))
     broken = shutil.copytree(hub[1], place / "broken")
     (broken / "tokenizer.json").write_text("{")
+    damaged = [shutil.copytree(hub[1], place / name) for name in ("with-nan", "cut-short")]
+    shard = max(damaged[0].glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = max(tensors)
+    tensors[name].flat[0] = np.nan
+    save_file(tensors, shard)
+    cut = damaged[1] / shard.name
+    cut.write_bytes(cut.read_bytes()[:-4])
     for folder, options, message in [
+        (damaged[0], [], f"{re.escape(name)} holds NaN or inf"),
+        (damaged[1], [], f"cannot read .*{shard.name}: the file ends within "),
         (place / "absent", [], "--weights: cannot read .*absent/config.json"),
         (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; transformers makes one"),
         (broken, [], "cannot read the tokenizer .*broken/tokenizer.json"),
@@ -198,8 +209,9 @@ def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(h
         (hub[1], ["--freeze", "head"], "--freeze: no parameter is named head; there are .*embedding, final_norm.scale"),
     ]:
         assert start(place, "a", folder, *options) == 1, message
-        err = capsys.readouterr().err
+        out, err = capsys.readouterr()
         assert re.match(f"error: .*{message}", err), err
+        assert folder not in damaged or "\ntokens " not in out, "told before the data is encoded"
         assert err.count("\n") == 1
         assert not (place / "runs").exists()
     with pytest.raises(SystemExit):

@@ -366,16 +366,6 @@ def test_what_a_familys_files_cannot_say_is_not_written(changes, message, tmp_pa
 
 
 # The config.json of published models and of re-uploads by fine-tuning tools, without their sizes.
-QWEN25 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-06,
-    "use_cache": True,
-    "use_sliding_window": False,
-}
 LAID_OUT: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
         **LLAMA,
@@ -420,51 +410,22 @@ LAID_OUT: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
     },
     "Llama-3.1-8B, merged": {
-        **LLAMA,
+        **HUB["llama3.2-1b"],
         "_attn_implementation_autoset": True,
         "_name_or_path": "meta-llama/Llama-3.1-8B",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 8.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
+        "rope_scaling": {**HUB["llama3.2-1b"]["rope_scaling"], "factor": 8.0},
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.47.0",
     },
     "Llama-3.2-1B, unsloth": {
-        **LLAMA,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
+        **HUB["llama3.2-1b"],
         "eos_token_id": [128001, 128008, 128009],
-        "mlp_bias": False,
         "pad_token_id": 128004,
-        "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 32.0,
-            "high_freq_factor": 4.0,
-            "low_freq_factor": 1.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": True,
         "unk_token_id": 0,
         "unsloth_fixed": True,
         "unsloth_version": "2025.3.19",
     },
     "Qwen2.5-7B-Instruct, merged": {
-        **QWEN25,
+        **HUB["qwen2.5-0.5b"],
         "_attn_implementation_autoset": True,
         "_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct",
         "bos_token_id": 151643,
@@ -476,7 +437,7 @@ LAID_OUT: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "DeepSeek-R1-Distill-Qwen-1.5B": {
-        **QWEN25,
+        **HUB["qwen2.5-0.5b"],
         "bos_token_id": 151646,
         "eos_token_id": 151643,
         "max_window_layers": 21,

@@ -42,7 +42,7 @@ NEUTRAL = frozenset(
 # Ignored, with a note. Exporters and fine-tuning tools write them, and none changes what the model computes.
 INERT = frozenset(
     {
-        "is_llama_config",  # SmolLM 2, as the next two
+        "is_llama_config",  # SmolLM 2, as the next
         "transformers.js_config",
         "_attn_implementation",
         "_attn_implementation_autoset",

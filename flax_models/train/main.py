@@ -28,7 +28,7 @@ from flax_models.data.vocabulary import decoded_after
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.hub.adapter_folder import load_adapter
-from flax_models.hub.config import RUN_FIELDS, config_note, read_config
+from flax_models.hub.config import RUN_FIELDS, config_note
 from flax_models.hub.weights import check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig
@@ -100,7 +100,7 @@ def run(config: RunConfig, resumed: Path | None, display: Display, written: Writ
         if config.weights is not None and not resumed:
             if note := config_note(config.weights, config.ignore_config_fields):
                 display.fact("note", note)
-            check_weights(config.weights, read_config(config.weights, config.ignore_config_fields))
+            check_weights(config.weights, config.model)
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
         length = model_config.max_seq_len
