@@ -37,8 +37,8 @@ def _cudnn(config: ModelConfig, sequences: attention.Sequences) -> Attend:
 
 def _xla(config: ModelConfig, sequences: attention.Sequences) -> Attend:
     positions = jnp.arange(sequences.of.shape[1])
-    sight = attention.Sight(positions, positions, positions, sequences)  # its angles are not read
-    return lambda query, key, value: attention._attend_seen(config, query, key, value, sight, None)
+    context = attention.AttentionContext(positions, positions, positions, sequences)  # its angles are not read
+    return lambda query, key, value: attention._attend_seen(config, query, key, value, context, None)
 
 
 def _tokamax(name: str) -> Callable[[ModelConfig, attention.Sequences], Attend]:

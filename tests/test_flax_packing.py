@@ -18,7 +18,7 @@ from flax_models.data.batches import IGNORED, Batch, padded
 from flax_models.data.examples import Example
 from flax_models.data.packing import PackedSampler, describe_examples, pack_rows
 from flax_models.errors import RunError
-from flax_models.model.attention import Sight, make_sequences
+from flax_models.model.attention import AttentionContext, make_sequences
 from flax_models.model.attention_choice import explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
 from flax_models.train.accounting import mean_keys
@@ -277,8 +277,8 @@ def test_cudnn_is_told_where_sequences_lie(monkeypatch):
     found = attention._attend_packed(SHAPE, query, key, value, sequences)
     assert asked[0][0][0] == [5, 7, 1, 3, -1]
     assert asked[0][1][:2] == [[0, 5, 12, 13, -1, -1], [0, -1, -1, -1, -1, -1]]
-    sight = Sight(jnp.arange(16), nothing, nothing, sequences)
-    expected = attention._attend_seen(SHAPE, query, key, value, sight, None)
+    context = AttentionContext(jnp.arange(16), nothing, nothing, sequences)
+    expected = attention._attend_seen(SHAPE, query, key, value, context, None)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -52,7 +52,7 @@ def make_sequences(lengths: jax.Array, length: int) -> Sequences:
     return Sequences(lengths, ends - lengths, of)
 
 
-class Sight(NamedTuple):
+class AttentionContext(NamedTuple):
     """Positions of a call and what they see."""
 
     positions: jax.Array  # (B, T) or (T,) int32: in the row, or in the cache
@@ -114,13 +114,13 @@ class Attention(nnx.Module):
             self.query_norm, self.key_norm = Norm(config, query_width), Norm(config, key_width)
 
     def __call__(
-        self, x: jax.Array, sight: Sight, window: jax.Array | None, slots: CacheSlots | None
+        self, x: jax.Array, context: AttentionContext, window: jax.Array | None, slots: CacheSlots | None
     ) -> tuple[jax.Array, Cache | None]:
         """Returns what the layer adds (B, T, D), and the cache with this call's keys and values in it.
 
         Args:
             x: (B, T, D).
-            sight: positions and their angles.
+            context: positions and their angles.
             window: () this layer's window where layers differ in it, None where the config says it all.
             slots: the cache, or None: the call is then the whole sequence.
         """
@@ -134,22 +134,22 @@ class Attention(nnx.Module):
         query, key = heads(query), heads(key)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, sight.cos, sight.sin), rotate(key, sight.cos, sight.sin)
+        query, key = rotate(query, context.cos, context.sin), rotate(key, context.cos, context.sin)
         cache = None
         if slots is not None:
-            cache, key, value = _write(slots, sight.positions, key, value)
+            cache, key, value = _write(slots, context.positions, key, value)
 
         # Whole: no cache, and all layers see alike, without a cap.
         whole = slots is None and window is None and self.config.attention_softcap is None
-        packed = sight.sequences is not None
+        packed = context.sequences is not None
         by = explain_attention(self.config, x.shape[-2], packed=packed).name if whole else "xla"
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            if sight.sequences is not None and by == "cudnn":
-                return _attend_packed(self.config, query, key, value, sight.sequences)
+            if context.sequences is not None and by == "cudnn":
+                return _attend_packed(self.config, query, key, value, context.sequences)
             if whole and not packed:
                 return _attend_whole(self.config, query, key, value, by)
-            return _attend_seen(self.config, query, key, value, sight, window)
+            return _attend_seen(self.config, query, key, value, context, window)
 
         if self.config.remat == "attention" and by == "xla":  # cudnn keeps no scores: nothing to compute again
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
@@ -225,15 +225,15 @@ def _attend_seen(
     query: jax.Array,  # (B, T, num_heads, H)
     key: jax.Array,  # (B, S, num_kv_heads, H)
     value: jax.Array,
-    sight: Sight,
+    context: AttentionContext,
     window: jax.Array | None,
 ) -> jax.Array:
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
-    distance = sight.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
+    distance = context.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     seen = (distance >= 0) & (distance < window)
-    if sight.sequences is not None:
-        seen = seen & (sight.sequences.of[:, :, None] == sight.sequences.of[:, None, :])
+    if context.sequences is not None:
+        seen = seen & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
     seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(

@@ -24,11 +24,11 @@ from flax import nnx
 from flax_models.model.attention import (
     EVERYTHING,
     Attention,
+    AttentionContext,
     Cache,
     CacheSlots,
     Norm,
     Sequences,
-    Sight,
     make_linear,
     make_sequences,
 )
@@ -68,10 +68,10 @@ class Block(nnx.Module):
             self.feed_forward_post_norm = Norm(config, config.hidden_size)
 
     def __call__(
-        self, x: jax.Array, sight: Sight, window: jax.Array | None = None, slots: CacheSlots | None = None
+        self, x: jax.Array, context: AttentionContext, window: jax.Array | None = None, slots: CacheSlots | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """Returns x (B, T, D) after the block, and the cache if `slots` has one."""
-        added, cache = self.attention(self.attention_norm(x) if self.pre_norms else x, sight, window, slots)
+        added, cache = self.attention(self.attention_norm(x) if self.pre_norms else x, context, window, slots)
         x = self._add(x, self.attention_post_norm(added) if self.post_norms else added)
         added = self.feed_forward(self.feed_forward_norm(x) if self.pre_norms else x)
         return self._add(x, self.feed_forward_post_norm(added) if self.post_norms else added), cache
@@ -188,12 +188,14 @@ class Decoder(nnx.Module):
         if sequences is not None:
             turns = positions - jnp.take_along_axis(sequences.starts, sequences.of, axis=1)
         tables = rotary_tables(frequencies, turns, config.rope.attention_factor())
-        sight = Sight(positions, *tables, sequences)
+        context = AttentionContext(positions, *tables, sequences)
         if config.num_layers:
-            x, cache = self._run_blocks(x, sight, cache)
+            x, cache = self._run_blocks(x, context, cache)
         return self.final_norm(x), cache
 
-    def _run_blocks(self, x: jax.Array, sight: Sight, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
+    def _run_blocks(
+        self, x: jax.Array, context: AttentionContext, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None]:
         config = self.config
         graph, params = nnx.split(self.blocks)
         windows = config.windows()
@@ -207,9 +209,11 @@ class Decoder(nnx.Module):
         ) -> tuple[tuple[jax.Array, Cache | None], None]:
             (x, cache), (params, window, rotated, index) = carry, layer
             slots = None if cache is None else CacheSlots(cache, index)
-            seen = sight
+            seen = context
             if rotated is not None:
-                seen = sight._replace(cos=jnp.where(rotated, sight.cos, 1.0), sin=jnp.where(rotated, sight.sin, 0.0))
+                seen = context._replace(
+                    cos=jnp.where(rotated, context.cos, 1.0), sin=jnp.where(rotated, context.sin, 0.0)
+                )
             return nnx.merge(graph, params)(x, seen, window, slots), None
 
         if config.remat in ("elementwise", "full"):
