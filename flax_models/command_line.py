@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
+# What Python says of text that is no number, and the kind of number that was expected.
+NUMBERS = {"invalid literal for int() with base 10": "an integer", "could not convert string to float": "a number"}
+
 
 class OneLineParser(argparse.ArgumentParser):
     """An `ArgumentParser` whose errors are one line."""
@@ -43,6 +46,8 @@ def _line(box: str) -> str:
         if not line.startswith("--"):
             name, _, rest = line.partition(" ")
             line = f"--{name.replace('_', '-')} {rest}"
+    for words, kind in NUMBERS.items():
+        line = re.sub(rf"Error parsing (--\S+): {re.escape(words)}: (.*)", rf"\1 must be {kind}, got \2", line)
     if len(parts) > 1 and parts[1][0] == "Perhaps you meant:":
         line += f"; perhaps {parts[1][1].split()[0]} was meant"
     return line

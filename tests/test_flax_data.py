@@ -155,6 +155,8 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
     tokenizer, origin = load_or_train(TEXTS, 300, tmp_path / "file")
     assert tokenizer.get_vocab_size() > 257
     assert origin.startswith("trained now, not cached: ")
+    _, origin = load_or_train(TEXTS, 300, tmp_path / ("x" * 300))  # Path.is_file raises, as without search permission
+    assert origin.startswith("trained now, not cached: ")
 
 
 def test_cache_folder_follows_xdg(monkeypatch):

@@ -214,6 +214,8 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(vocabulary, tmp_pat
     (tmp_path / "file").write_text("")
     tokens = read_or_encode(corpus("texts"), vocabulary, tmp_path / "file", display()[0])
     assert ", not cached: " in tokens.origin
+    tokens = read_or_encode(corpus("texts"), vocabulary, tmp_path / ("x" * 300), display()[0])  # Path.is_file raises
+    assert ", not cached: " in tokens.origin
     assert len(tokens.train) > 0
 
 

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from flax_runs import WORDS, train, write_texts
 from hub_models import SIZES, import_transformers, load_transformers, make, tokens, write_folder, write_tokenizer
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from flax_models import export
 from flax_models.data.batches import Batch
@@ -24,6 +24,7 @@ from flax_models.hub.weights import load, save
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import adapt, adapted_projections, merge
 from flax_models.model.lora_config import LoraConfig, Projection
+from flax_models.train import main
 from flax_models.train.arguments import parse
 from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import read_rows
@@ -258,6 +259,25 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
             loaded(dataclasses.replace(lora, **options))
     with pytest.raises(RunError, match=r"cannot read .*absent/adapter_model\.safetensors"):
         loaded(lora, tmp_path / "absent")
+
+
+def test_damaged_adapters_are_refused_before_the_data_is_encoded(tmp_path, monkeypatch, capsys):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    write_folder(make("llama2"), base)
+    save_adapter(with_adapters(base, LoraConfig(lora_rank=2, lora_targets=("up",))), adapter)
+    monkeypatch.setattr(main, "read_text", lambda *_: pytest.fail("read the data first"))
+    monkeypatch.chdir(tmp_path)
+    options = ["--weights", str(base), "--adapter", str(adapter)]
+    file = adapter / "adapter_model.safetensors"
+    tensors, name = load_file(file), "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    tensors[name][0, 1] = np.nan
+    save_file(tensors, file)
+    assert main.main(options) == 1
+    assert capsys.readouterr().err.strip().endswith(f"{file}: {name} holds NaN or inf")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    assert main.main(options) == 1
+    assert f"cannot read {file}: the file ends within" in capsys.readouterr().err
 
 
 def test_a_folder_is_written_once_and_needs_adapters(tmp_path):

@@ -117,7 +117,8 @@ def test_a_wrong_option_is_named(place, capsys):
     for options, message in [
         (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; perhaps --learning-rate was meant"),
         (["--config", "huge"], "argument --config: invalid choice: 'huge'"),
-        (["--steps", "many"], "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
+        (["--steps", "many"], "--steps must be an integer, got 'many'"),
+        (["--learning-rate", "1,5"], "--learning-rate must be a number, got '1,5'"),
         (["--steps"], "Missing value for argument '--steps'. Expected 1 values"),
         (["--optimizer", "sgd"], "invalid choice 'sgd' for argument '--optimizer'. Expected one of ('adamw', 'muon', "),
         (["stray"], "Unrecognized options: stray"),

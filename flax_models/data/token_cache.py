@@ -52,7 +52,7 @@ def read_or_encode(corpus: Corpus, vocabulary: Vocabulary, folder: Path, display
     """
     path = folder / f"tokens-{_key(corpus, vocabulary)[:32]}.npz"
     fault = ""
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises in a folder without search permission
         try:
             return _from_arrays(_read(path), corpus, "cached")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

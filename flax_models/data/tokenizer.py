@@ -54,7 +54,7 @@ def load_or_train(documents: Sequence[Document | Dialogue], vocab_size: int, fol
         text = document.text.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
     path = folder / f"tokenizer-{digest.hexdigest()[:32]}.json"
-    if path.is_file():
+    if os.path.isfile(path):  # Path.is_file raises in a folder without search permission
         return read(path), "cached"
     tokenizer = _train(documents, vocab_size)
     try:

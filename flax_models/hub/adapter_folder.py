@@ -14,6 +14,7 @@ Reading fails closed, as for config.json of a model: what changes the numbers an
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,10 @@ from flax import nnx
 
 from flax_models.errors import RunError
 from flax_models.hub.config import read_object
-from flax_models.hub.weights import FLOATS, Part, file_parts, write_tensors
+from flax_models.hub.weights import FLOATS, Part, cut_short, file_parts, write_tensors
+from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
-from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections
+from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections, adapted_shapes
 from flax_models.model.lora_config import LoraConfig, Projection
 
 TENSORS = "adapter_model.safetensors"
@@ -146,17 +148,38 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         raise RunError(f"{where}: {error}") from None
 
 
+def check_adapter(folder: Path, config: ModelConfig, lora: LoraConfig) -> None:
+    """Raises RunError unless a folder's adapters fit a model and are finite; the message names the tensor.
+
+    Args:
+        folder: holds adapter_model.safetensors.
+        config: of the model.
+        lora: what `read_adapter_config` returns for the folder.
+
+    Raises:
+        RunError: as `load_adapter`.
+    """
+    for _ in _values(adapted_shapes(config, lora), folder):
+        pass
+
+
 def load_adapter(model: Decoder, folder: Path) -> None:
     """Gives a model's adapters the values of a folder, in place.
 
     Args:
-        model: adapted with what `read_adapter_config` returns of the folder.
+        model: adapted with what `read_adapter_config` returns for the folder.
         folder: holds adapter_model.safetensors.
 
     Raises:
-        RunError: the folder cannot be read, its model keeps projections fused, or tensors are missing, unexpected or of
-            another shape; names the first.
+        RunError: the folder cannot be read, its model keeps projections fused, or tensors are missing, unexpected, of
+            another shape, or hold NaN or inf. The message names the first one.
     """
+    for parameter, value in _values(model, folder):
+        parameter.set_value(jnp.asarray(value, parameter.dtype))
+
+
+def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array], np.ndarray]]:
+    """Yields the parameters of a model's adapters and their values in a folder."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -164,25 +187,25 @@ def load_adapter(model: Decoder, folder: Path) -> None:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"cannot read {path}: {error}") from None
+        raise RunError(f"cannot read {path}: {cut_short(path) or error}") from None
     for name, parts in _modules(model).items():
         if len(parts) > 1:
             raise RunError(f"--adapter: {model.config.family} keeps several projections in {name.rsplit('.', 1)[-1]}")
         linear = getattr(getattr(model.blocks, parts[0].path[1]), parts[0].path[2])
         places = [PREFIX + name.format(layer) for layer in range(model.config.num_layers)]
-        linear.lora_a.set_value(_stacked(tensors, places, "lora_A.weight", linear.lora_a, path))
-        linear.lora_b.set_value(_stacked(tensors, places, "lora_B.weight", linear.lora_b, path))
+        yield linear.lora_a, _stacked(tensors, places, "lora_A.weight", linear.lora_a, path)
+        yield linear.lora_b, _stacked(tensors, places, "lora_B.weight", linear.lora_b, path)
         if linear.dora:
-            magnitude = _stacked(tensors, places, "lora_magnitude_vector", linear.lora_magnitude, path)
-            linear.lora_magnitude.set_value(magnitude)
+            magnitude = linear.lora_magnitude
+            yield magnitude, _stacked(tensors, places, "lora_magnitude_vector", magnitude, path)
     if tensors:
         raise RunError(f"{path}: no adapter has a place for {min(tensors)}")
 
 
 def _stacked(
     tensors: dict[str, np.ndarray], places: list[str], name: str, like: nnx.Param[jax.Array], path: Path
-) -> jax.Array:
-    """Takes every layer's tensor out of `tensors` and returns them as our parameter."""
+) -> np.ndarray:
+    """Takes every layer's tensor out of `tensors` and returns them as the value of our parameter."""
     layers = []
     for place in places:
         key, shape = f"{place}.{name}", like.shape[1:][::-1]
@@ -191,8 +214,10 @@ def _stacked(
         tensor = tensors.pop(key)
         if tensor.shape != shape:
             raise RunError(f"{path}: {key} must have shape {shape}, got {tensor.shape}")
+        if not np.isfinite(_host(tensor)).all():
+            raise RunError(f"{path}: {key} holds NaN or inf")
         layers.append(tensor.T)
-    return jnp.asarray(np.stack(layers), like.dtype)
+    return np.stack(layers)
 
 
 def _modules(model: Decoder) -> dict[str, list[Part]]:

@@ -207,7 +207,7 @@ class _Files:
             try:
                 handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
             except (OSError, SafetensorError) as error:
-                raise RunError(f"cannot read {folder / name}: {_cut_short(folder / name) or error}") from None
+                raise RunError(f"cannot read {folder / name}: {cut_short(folder / name) or error}") from None
             self._holders |= dict.fromkeys(handle.keys(), handle)
         if weight_map is not None and (odd := sorted(set(weight_map) ^ set(self._holders))):
             raise RunError(f"{folder / INDEX} and the shards differ in {_some(odd)}")
@@ -255,7 +255,7 @@ class _Files:
                 raise RunError(f"{self.folder}: {name} holds NaN or inf, first at [{where}]")
 
 
-def _cut_short(path: Path) -> str | None:
+def cut_short(path: Path) -> str | None:
     """Returns what a safetensors file lacks at its end, None if that is not what is wrong with it."""
     try:
         size = path.stat().st_size

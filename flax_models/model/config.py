@@ -24,6 +24,12 @@ Activation = Literal["silu", "gelu_tanh"]
 Remat = Literal["none", "attention", "elementwise", "full"]
 AttentionImplementation = Literal["xla", "cudnn"]
 
+# Fields that the computation multiplies or divides by.
+FACTORS = (
+    *("rope_theta", "logit_scale", "embedding_multiplier", "residual_multiplier"),
+    *("attention_softcap", "logit_softcap", "attention_multiplier"),
+)
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -118,13 +124,16 @@ class ModelConfig:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive, got {self.head_dim}")
-        for name in ("rope_theta", "logit_scale", "embedding_multiplier", "residual_multiplier"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("attention_softcap", "logit_softcap", "query_scalar", "attention_multiplier", "sliding_window"):
+        for name in FACTORS:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite, got {value}")
+        for name in ("query_scalar", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.rms_norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps must be finite and not negative, got {self.rms_norm_eps}")
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(
                 f"partial_rotary_factor must lie in (0, 1] and turn an even number of features, got "

@@ -12,6 +12,7 @@ original length L, and r_i = L * f_i / (2 pi) turns within that length:
 yarn and longrope multiply cosine and sine by an attention factor.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -53,6 +54,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.rope_type == "default":
             return
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
         if not self.rope_factor >= 1:
             raise ValueError(f"rope_factor must be at least 1, got {self.rope_factor}")
         if self.rope_type != "linear" and self.rope_original_seq_len < 2:

@@ -27,7 +27,7 @@ from flax_models.data.batches import Sampler
 from flax_models.data.vocabulary import decoded_after
 from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
-from flax_models.hub.adapter_folder import load_adapter
+from flax_models.hub.adapter_folder import check_adapter, load_adapter
 from flax_models.hub.config import RUN_FIELDS, config_note
 from flax_models.hub.weights import check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
@@ -101,6 +101,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, written: Writ
             if note := config_note(config.weights, config.ignore_config_fields):
                 display.fact("note", note)
             check_weights(config.weights, config.model)
+        if config.lora.adapter is not None and not resumed:
+            check_adapter(config.lora.adapter, config.model, config.lora)
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
         length = model_config.max_seq_len
