@@ -19,10 +19,6 @@ SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough progra
 
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 
-# A reference exponent lies so far above the target logit, in powers of two: (29). Rows whose logsumexp is up to 66 nats
-# above their target logit keep their reference (`kernels.SUM_LIMIT`). Exponentials 59 nats below the target's are 0.
-REFERENCE_OFFSET = tl.constexpr(40.0)
-
 LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's reference; below it the ratio may overflow
 
 
@@ -227,7 +223,7 @@ def pick_kernel(
         logit = softcap * tanh(logit * (1.0 / softcap))
     finite = is_class & (tl.abs(logit) < float("inf"))
     tl.store(target_logit_ptr + row, tl.where(is_class, logit, float("nan")))
-    tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5) + REFERENCE_OFFSET, 0.0))
+    tl.store(ref_exponent_ptr + row, tl.where(finite, tl.floor(logit * LOG2_E + 0.5), 0.0))
     tl.store(top_ptr + row, float("-inf"))
     if hit_ptr is not None:
         half = row // chunk_rows * tl.cdiv(chunk_rows, HALF) + row % chunk_rows // HALF

@@ -269,9 +269,7 @@ def repair_kernel(
 
     def step(index: Any, _: None) -> None:
         number = program + index * repair.programs
-        # One row block after the other: all programs share the tiles of each flagged one.
-        tile_number = lax.min(number, jnp.int32(matmul.tiles - 1))
-        blocks = lax.div(tile_number, matmul.class_blocks), lax.rem(tile_number, matmul.class_blocks)
+        blocks = blocks_of(matmul, lax.min(number, jnp.int32(matmul.tiles - 1)))
         needed = (number < matmul.tiles) & (flag_ref[first_flag + 1 + blocks[0]] != 0)
         pl.when(needed)(lambda: tile(blocks))
 

@@ -19,13 +19,9 @@ from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
-# A reference exponent lies so far above the target logit, in powers of two: (29). Rows whose logsumexp is up to 66 nats
-# above their target logit keep their reference (`LARGEST_SUM`). Exponentials 59 nats below the target's are 0.
-REFERENCE_OFFSET = 40.0
-
-# A row is recomputed if its sum is outside of these limits: (30). The least is below a target's summand. The reciprocal
-# of the largest, times a row weight, times an input, is a number that bfloat16 holds.
-LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**56
+# A row is computed again if its sum is outside of these limits. They are far inside float32's range, and far outside of
+# the sums that reference exponents near the largest logit give.
+LEAST_SUM, LARGEST_SUM = 2.0**-48, 2.0**48
 
 SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough programs to fill a GPU
 
@@ -145,7 +141,7 @@ def pick_kernel(
     if pick.softcap is not None:
         logit = pick.softcap * jnp.tanh(logit / pick.softcap)
     usable = (target >= 0) & (jnp.abs(logit) < jnp.inf)
-    ref_exponent = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5) + REFERENCE_OFFSET, 0.0)
+    ref_exponent = jnp.where(usable, jnp.floor(jnp.where(usable, logit, 0.0) * LOG2_E + 0.5), 0.0)
     place = arange(row, 1)
     store(ref_exponent_ref, place, values=jnp.full(1, jnp.where(row < tokens, ref_exponent, jnp.inf)), mask=place >= 0)
     store(top_ref, place, values=jnp.full(1, -jnp.inf, jnp.float32), mask=place >= 0)

@@ -78,18 +78,6 @@ TRITON_KERNELS = (
         "(total < 0)",
         tests("core_triton_interpreted", "repaired"),
     ),
-    Mutation(
-        "core_triton/row_kernels.py",
-        "+ 0.5) + REFERENCE_OFFSET",
-        "+ 0.5) - REFERENCE_OFFSET",
-        tests("core_triton_interpreted", "repaired"),
-    ),
-    Mutation(
-        "jax_pallas/row_kernels.py",
-        "+ 0.5) + REFERENCE_OFFSET",
-        "+ 0.5)",
-        tests("jax_pallas_sign", "repaired"),
-    ),
     Mutation("core_triton/row_kernels.py", "rank, count + row - rank)", "rank, row)", TABLE),
     Mutation(
         "core_triton/row_kernels.py",

@@ -15,7 +15,7 @@ from jax import Array
 from jax_problem import planned
 from programs import Printed, python, run_checks
 
-from jax_pallas import chunked, hopper_common, hopper_logits, kernels, recompute, row_math
+from jax_pallas import chunked, hopper_common, hopper_logits, recompute, row_math
 from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
 from jax_pallas.problem import Problem
 from jax_pallas.slicing import Slice
@@ -163,27 +163,8 @@ def test_repaired_rows(implementation: str) -> None:
     found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
     judge(found[confident], logits[confident], y[confident])
     expected = nll_of(logits, y)
-    assert (expected[::7] > 72).all(), "these leave the range"
+    assert (expected[::7] > 40).all(), "these leave the range"
     np.testing.assert_allclose(found[::7], expected[::7], rtol=1e-5)
-
-
-def test_rows_up_to_63_nats_above_their_target_are_not_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results of the repair are NaN, and no row takes them."""
-    real = kernels.repair
-
-    def poisoned(*arguments: Any) -> Any:
-        rows, e, again = real(*arguments)
-        return rows, e, jax.tree.map(lambda array: jnp.full_like(array, jnp.nan), again)
-
-    monkeypatch.setattr(kernels, "repair", poisoned)
-    random = np.random.default_rng(2)
-    x, w = jnp.asarray(random.standard_normal((62, 64)) * 10, jnp.bfloat16), random.standard_normal((700, 64)) / 8
-    w = jnp.asarray(w, jnp.bfloat16)
-    y = jnp.full(62, 300)
-    expected = nll_of(logits_of(x, w), y)
-    assert 45 < expected.max() < 66
-    found = linear_cross_entropy(x, w, y, reduction="none", implementation="pallas_triton")
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.slow  # of drawn arrays: test_jax_pallas_hopper_logits.py
