@@ -1,1 +1,1 @@
-"""What was measured, how, and the recorded results with the pictures made from them. NOTES.md says how to run it."""
+"""The benchmarks, the recorded results, and pictures made from them. how-to-measure.md says how to run them."""

@@ -1,7 +1,7 @@
 """Measures the loss beside its peers: `python -m benchmarks.linear_ce --framework torch|jax`.
 
 Every method is first held against float32 computed in chunks; one past the sanity bound is reported and not timed.
-Then it takes turns with the floor, the bare matmuls of its mode. NOTES.md has the definitions.
+Then it takes turns with the floor, the bare matmuls of its mode. how-to-measure.md has the definitions.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 Rows of `benchmarks.train_rows` run one after the other. Each runs in its own process and is merged into the file of
 results when it ends. The processes share a JAX compilation cache: the folder JAX_COMPILATION_CACHE_DIR, or a temporary
-one if the variable is not set. Fused and unfused losses and gradients are compared before either is timed. NOTES.md has
-the definitions.
+one if the variable is not set. Fused and unfused losses and gradients are compared before either is timed.
+how-to-measure.md has the definitions.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_ti
 
 
 # Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
-# epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/NOTES.md).
+# epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/experiments.md).
 LOGITS_STEP, LOGITS_STAGES = 32, 8
 
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8

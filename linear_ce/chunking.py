@@ -106,8 +106,8 @@ def choose_plan_a(
     """Returns the chunks of plan A. It keeps the logits from the first pass to the second if those of all rows fit.
 
     Kept logits save a matmul. But at a large vocabulary the budget holds the logits of few rows only, and matmuls of
-    few rows lose more time than the saved matmul takes (benchmarks/NOTES.md). Then the logits are computed twice, in
-    chunks whose size does not depend on V.
+    few rows lose more time than the saved matmul takes (benchmarks/experiments.md). Then the logits are computed twice,
+    in chunks whose size does not depend on V.
 
     Raises:
         ValueError: as `choose_chunks`.
