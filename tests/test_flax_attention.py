@@ -36,7 +36,7 @@ CPU = jax.devices("cpu")[0]
         ({}, 16, gpu("7.5"), "needs compute capability 8.0 or later, got 7.5"),
         ({}, 16, gpu(version="rocm 7"), "needs an NVIDIA GPU with cuDNN, got a gpu device"),
         ({}, 16, CPU, "needs an NVIDIA GPU with cuDNN, got a cpu device"),
-        ({}, 131, gpu(), "needs an even number of tokens in a sequence (max_seq_len in training), got 131"),
+        ({}, 131, gpu(), "needs an even number of tokens per sequence (max_seq_len in training), got 131"),
     ],
 )
 def test_what_cudnn_cannot_take_is_refused_by_name_and_said_without_one(changes, length, device, obstacle):
@@ -50,10 +50,10 @@ def test_what_cudnn_cannot_take_is_refused_by_name_and_said_without_one(changes,
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float16"}, {"sliding_window": 4}, {"head_dim": 128}])
 def test_cudnn_is_chosen_where_it_serves(changes, capability):
     config, device = dataclasses.replace(SHAPE, **changes), gpu(capability)
-    assert explain_attention(config, 16, device) == ("cudnn", f"its kernels serve compute capability {capability}")
+    assert explain_attention(config, 16, device) == ("cudnn", f"supported on compute capability {capability}")
     for name in ("xla", "cudnn"):
         named = dataclasses.replace(config, attention_implementation=name)
-        assert explain_attention(named, 16, device) == (name, "asked for by name")
+        assert explain_attention(named, 16, device) == (name, "requested")
 
 
 @pytest.mark.parametrize("name", [name for name, run in CONFIGS.items() if run.model.dtype == "bfloat16"])

@@ -252,10 +252,10 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
         (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} holds no run: it has no config.json"),
         (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} holds no run: it has no config.json"),
-        ([*weights, *prompt, "--step", "1"], "--step goes with --run, got --weights"),
+        ([*weights, *prompt, "--step", "1"], "--step requires --run, got --weights"),
         (
             ["--run", "runs/none", *prompt, "--ignore-config-fields", "a"],
-            "--ignore-config-fields goes with --weights, got --run",
+            "--ignore-config-fields requires --weights, got --run",
         ),
         ([*run, *prompt, "--step", "5"], f"--step must be one of the checkpoints in {place / 'run'}"),
         (["--run", str(tmp_path / "new"), *prompt], f"{tmp_path / 'new'} has no checkpoint yet"),

@@ -241,7 +241,7 @@ def adapters_learn_dialogues_by_kernels() -> None:
         assert status == 0
         for pattern in (
             r"^packing +best fit, at most \d+ examples a row: [\d.]+% padding$",
-            r"^attention +cudnn: its kernels serve compute capability ",
+            r"^attention +cudnn: supported on compute capability ",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
         ):
             assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
@@ -297,7 +297,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
         assert status == 0
         for pattern in (
             r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
-            r"^attention +cudnn: its kernels serve compute capability ",
+            r"^attention +cudnn: supported on compute capability ",
             r"^repeats +to rounding, to the bit under XLA_FLAGS=--xla_gpu_deterministic_ops=true$",
             r"^memory +[\d.]+ [MG]iB in a step: parameters .*, optimizer .*, batch .*, temporaries ",
             r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",

@@ -132,8 +132,8 @@ def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
         wanted |= {name for name in before if name == "head" or name.endswith("scale")}
     assert len(wanted) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
     assert set(trainer.trained) == wanted
-    assert {part.due for part in trainer.parts if "lora_a" in part.name} == {2}
-    assert {part.due for part in trainer.parts if "lora_a" not in part.name} == {1}
+    assert {part.first_step for part in trainer.parts if "lora_a" in part.name} == {2}
+    assert {part.first_step for part in trainer.parts if "lora_a" not in part.name} == {1}
     program = trainer.compile(2, 16).as_text() or ""
     assert "f32[32,280]{1,0} dot(" in program, "logits"
     assert ("f32[280,16]{1,0} dot(" in program) == bool(lora.unfreeze), "d_weight of the head"
@@ -200,9 +200,9 @@ def test_flops_are_the_products_of_the_differentiated_model(config, lora):
 
 def test_what_cannot_be_is_refused_by_name():
     for options, message in [
-        ({"lora_alpha": 3.0}, "--lora-alpha goes with --lora-rank, which is 0: got 3.0"),
-        ({"dora": True}, "--dora goes with --lora-rank"),
-        ({"unfreeze": ("head",)}, "--unfreeze goes with --lora-rank"),
+        ({"lora_alpha": 3.0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 3.0"),
+        ({"dora": True}, "--dora requires --lora-rank"),
+        ({"unfreeze": ("head",)}, "--unfreeze requires --lora-rank"),
         ({"lora_rank": -1}, "--lora-rank must not be negative, got -1"),
         ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive and finite, got 0.0"),
         ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive and finite, got -1.0"),

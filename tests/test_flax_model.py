@@ -160,7 +160,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ({"logit_scale": 0.0}, "logit_scale must be positive, got 0.0"),
         ({"attention_softcap": -1.0}, "attention_softcap must be positive, got -1.0"),
         ({"sliding_window": 0}, "sliding_window must be positive, got 0"),
-        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must lie in \(0, 1\] and turn an even .* got 0.4"),
+        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must be in \(0, 1\] and rotate an even .* got 0.4"),
         ({"window_pattern": ()}, "window_pattern must have at least one entry, got none"),
         (
             {"rope": RopeScaling("longrope", 2.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0,))},
@@ -178,7 +178,7 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
     [
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_original_seq_len": 0}, "rope_original_seq_len must be at least 2 for rope_type llama3, got 0"),
-        ({"rope_high_freq_factor": 1.0}, "rope_high_freq_factor must be above rope_low_freq_factor 1.0, got 1.0"),
+        ({"rope_high_freq_factor": 1.0}, "rope_high_freq_factor must be greater than rope_low_freq_factor 1.0, got 1.0"),
         ({"rope_type": "yarn", "rope_beta_fast": 0.5}, "rope_beta_fast must be at least rope_beta_slow 1.0, got 0.5"),
     ],
 )

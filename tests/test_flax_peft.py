@@ -229,7 +229,7 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
         ({"use_rslora": True}, "use_rslora must not be set, got True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must not be set, got {'q_proj': 4}"),
         ({"target_modules": ["qkv_proj"]}, "target_modules must be a list of q_proj, .*, got .'qkv_proj'."),
-        ({"r": 0}, "--lora-alpha goes with --lora-rank, which is 0: got 4.0"),
+        ({"r": 0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 4.0"),
     ]:
         file.write_text(json.dumps({**values, **changes}))
         with pytest.raises(RunError, match=message):

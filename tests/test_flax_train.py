@@ -115,7 +115,7 @@ def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, cap
 
 def test_a_wrong_option_is_named(place, capsys):
     for options, message in [
-        (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; perhaps --learning-rate was meant"),
+        (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; did you mean --learning-rate?"),
         (["--config", "huge"], "argument --config: invalid choice: 'huge'"),
         (["--steps", "many"], "Error parsing --steps: invalid literal for int() with base 10: 'many'"),
         (["--steps"], "Missing value for argument '--steps'. Expected 1 values"),

@@ -136,7 +136,9 @@ class _Fetcher:
                 f"no throughput to report: the gradients of steps {block[0].step} to {block[-1].step} are exactly zero"
             )
         parts, last = self._parts.trainer.parts, block[-1].step
-        idle = [part for part, trained in zip(parts, self._trained, strict=True) if part.due <= last and not trained]
+        idle = [
+            part for part, trained in zip(parts, self._trained, strict=True) if part.first_step <= last and not trained
+        ]
         if idle:
             raise RunError(f"no throughput to report: {_fewer(idle, parts)}")
 
@@ -192,7 +194,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 parts.tracer.after(step, metrics)
             if first:
                 fetcher.skip_time()
-                parts.display.compiled(step)
+                parts.display.start_clock(step)
             last = step == config.steps
             evaluate = last or (config.eval_every > 0 and step % config.eval_every == 0)
             keep = last or step % config.checkpoint_every == 0
@@ -202,7 +204,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                     with clock.part("held-out losses"):
                         loss = parts.trainer.held_out_loss(parts.trainer.evaluated(state), parts.held_out)
                     parts.metrics.write(step, held_out_loss=loss)
-                    parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
+                    parts.display.line(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
                 if keep:
                     save(step)
                 fetcher.skip_time()

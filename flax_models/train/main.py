@@ -165,8 +165,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, written: Writ
         learned = trainer.evaluated(state)
         loss = trainer.held_out_loss(learned, data.held_out)
         _report(loss, data, display)
-        display.say()
-        display.say(_sample(trainer.model(learned), text, config))
+        display.line()
+        display.line(_sample(trainer.model(learned), text, config))
         seconds = time.monotonic() - began
         result = {
             "held_out_loss": loss,
@@ -176,8 +176,8 @@ def run(config: RunConfig, resumed: Path | None, display: Display, written: Writ
             "seconds": round(seconds, 1),
         }
         (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    display.say()
-    display.say(
+    display.line()
+    display.line(
         f"{duration(seconds)} in all, {duration(trained)} of them training; {folder}/ holds the run and loss.png"
     )
 
@@ -300,33 +300,33 @@ def _plot(folder: Path, judged: Baselines, display: Display) -> None:
     try:
         plot_losses(folder / "loss.png", read_rows(folder), judged, title=folder.name)
     except OSError as error:  # a full disk must not hide what ended the run
-        display.say(f"loss.png could not be written: {error.strerror}")
+        display.line(f"loss.png could not be written: {error.strerror}")
 
 
 def _report_times(parts: RunParts, steps: int, seconds: float) -> None:
-    parts.display.say()
+    parts.display.line()
     for line in parts.clock.table(steps, seconds):
-        parts.display.say(line)
+        parts.display.line(line)
     if not parts.tracer.steps or parts.tracer.folder is None:
-        parts.display.say(f"no step was traced: the run took {steps:,}, and the trace begins after {SKIPPED}")
+        parts.display.line(f"no step was traced: the run took {steps:,}, and the trace begins after {SKIPPED}")
         return
     program = parts.trainer.compile(*parts.held_out.tokens.shape).as_text() or ""  # the one that ran
     found = operations(parts.tracer.folder)
     for line in device_table(found, operation_parts(program), parts.tracer.steps):
-        parts.display.say(line)
-    parts.display.say(f"the trace is in {parts.tracer.folder}, for TensorBoard's profile plugin or Perfetto")
+        parts.display.line(line)
+    parts.display.line(f"the trace is in {parts.tracer.folder}, for TensorBoard's profile plugin or Perfetto")
 
 
 def _report(loss: float, data: Data, display: Display) -> None:
-    display.say()
-    display.say(f"held-out loss, nats a token over {data.held_out.counted:,} tokens")
+    display.line()
+    display.line(f"held-out loss, nats a token over {data.held_out.counted:,} tokens")
     judged = data.judged._asdict()
     for name, value in judged.items():
-        display.say(f"  {name:<10}{value:6.3f}")
+        display.line(f"  {name:<10}{value:6.3f}")
     gaps = ", ".join(
         f"{abs(value - loss):.2f} {'below' if loss < value else 'above'} {name}" for name, value in judged.items()
     )
-    display.say(f"  {'model':<10}{loss:6.3f}   {gaps}")
+    display.line(f"  {'model':<10}{loss:6.3f}   {gaps}")
 
 
 def _sample(model: Decoder, text: Text, config: RunConfig) -> str:

@@ -13,7 +13,7 @@ from flax import nnx
 from flax_models.data.batches import IGNORED, Batch, padded
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora_config import LoraConfig
-from flax_models.model.parameters import is_adapter, moved, name_of, names_that_train, parts_of
+from flax_models.model.parameters import has_gradient, is_adapter, name_of, names_that_train, parts_of
 from flax_models.train.config import TrainConfig
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
@@ -179,7 +179,7 @@ class Trainer:
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
             trained = cast(nnx.State, optax.apply_updates(trained, updates))  # optax keeps the tree, not its type
         norm = optax.tree.norm(gradients)
-        metrics = StepMetrics(loss, norm, self._schedule(state.step), moved(gradients))
+        metrics = StepMetrics(loss, norm, self._schedule(state.step), has_gradient(gradients))
         return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
