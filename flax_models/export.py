@@ -10,6 +10,7 @@ the format that the peft library loads together with the folder that the run sta
 
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
 from flax_models.hub.adapter_folder import save_adapter
 from flax_models.hub.weights import save
-from flax_models.model.decoder import Decoder
+from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.train.config import RunConfig
 from flax_models.train.trained import add_checkpoint_options, read_run
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--out", type=Path, required=True, help="folder to create")
     options.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=typing.get_args(Dtype),
         default=None,
         help="dtype of the written tensors (default: the dtype of the run's parameters)",
     )

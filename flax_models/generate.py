@@ -9,6 +9,7 @@
 
 import argparse
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_voca
 from flax_models.errors import RunError
 from flax_models.hub.config import config_note, read_config
 from flax_models.hub.weights import load
-from flax_models.model.decoder import Decoder
+from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.model.sampling import Sampling, continue_prompts
 from flax_models.train.trained import add_checkpoint_options, read_run
@@ -129,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=0, help="random seed (0)")
     options.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=typing.get_args(Dtype),
         default="float32",
         help="dtype of the computation and of the parameters, with --weights (float32)",
     )

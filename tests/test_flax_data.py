@@ -111,15 +111,15 @@ TEXTS = [Document("a", "the quick brown fox the quick brown dog\n" * 20), Docume
 def test_tokenizer_comes_back_from_the_cache_and_is_the_same(tmp_path):
     first, origin = load_or_train(TEXTS, 300, tmp_path)
     again, second_origin = load_or_train(TEXTS, 300, tmp_path)
-    assert (origin, second_origin) == ("trained now", "cached")
+    assert (origin, second_origin) == ("trained", "cached")
     assert first.to_str() == again.to_str()
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_text_or_another_size_is_another_tokenizer(tmp_path):
     load_or_train(TEXTS, 300, tmp_path)
-    assert load_or_train(TEXTS, 290, tmp_path)[1] == "trained now"
-    assert load_or_train(TEXTS[:1], 300, tmp_path)[1] == "trained now"
+    assert load_or_train(TEXTS, 290, tmp_path)[1] == "trained"
+    assert load_or_train(TEXTS[:1], 300, tmp_path)[1] == "trained"
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -154,7 +154,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
     (tmp_path / "file").write_text("")
     tokenizer, origin = load_or_train(TEXTS, 300, tmp_path / "file")
     assert tokenizer.get_vocab_size() > 257
-    assert origin.startswith("trained now, not cached: ")
+    assert origin.startswith("trained, not cached: ")
 
 
 def test_cache_folder_follows_xdg(monkeypatch):

@@ -161,7 +161,7 @@ def same(first: token_cache.Tokens, second: token_cache.Tokens) -> bool:
 def test_tokens_are_encoded_once(vocabulary, tmp_path, kind, monkeypatch):
     shown, _ = display()
     first = read_or_encode(corpus(kind), vocabulary, tmp_path, shown)
-    assert first.origin.startswith("encoded now at ")
+    assert first.origin.startswith("encoded at ")
     (path,) = tmp_path.iterdir()
     monkeypatch.setattr(token_cache, "_encode", None)
     again = read_or_encode(corpus(kind), vocabulary, tmp_path, shown)
@@ -255,8 +255,8 @@ def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):
     assert ", fields not read: id, 11 repeat another, sha256 " in said
     assert "\nformat     plain text (### Instruction, ### Response), as there is no chat template\n" in said
     assert f" in {len(text.train)} examples (" in said
-    assert "% of them learned) held out, encoded now at " in said
-    assert read(config)[1].rstrip().endswith("% of them learned) held out, cached")
+    assert "% count in the loss) held out, encoded at " in said
+    assert read(config)[1].rstrip().endswith("% count in the loss) held out, cached")
 
     # A template that ends answers with a token that ends no text, and leaves earlier answers out.
     hub = tmp_path / "hub"

@@ -163,4 +163,4 @@ def test_an_exported_run_is_the_same_model_in_transformers(tmp_path, capsys):
     assert their_tokenizer(text)["input_ids"] == ids[0].tolist()
     assert their_tokenizer.eos_token_id == theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 0
     assert export.main(["--run", str(run), "--out", str(out)]) == 1
-    assert "exists already and is not an empty folder" in capsys.readouterr().err
+    assert "already exists and is not an empty folder" in capsys.readouterr().err

@@ -206,7 +206,11 @@ def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(h
         (hub[1], ["--config", "gemma2-2b"], "another model than the options ask for: vocab_size 61 there and 256000"),
         (hub[1], ["--hidden-size=48", "--num-layers=2"], "hidden_size 32 there and 48 here, num_layers 3 there"),
         (hub[1], ["--max-seq-len", "65"], "--max-seq-len must be at most 64 .*small-gemma2.*, got 65"),
-        (hub[1], ["--freeze", "head"], "--freeze: no parameter is named head; there are .*embedding, final_norm.scale"),
+        (
+            hub[1],
+            ["--freeze", "head"],
+            "--freeze: no parameter matches head; the parameters are .*embedding, final_norm.scale",
+        ),
     ]:
         assert start(place, "a", folder, *options) == 1, message
         out, err = capsys.readouterr()

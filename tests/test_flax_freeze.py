@@ -108,7 +108,7 @@ def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
 
 def test_names_that_are_not_there_and_freezing_everything_are_refused():
     with pytest.raises(
-        RunError, match=r"--freeze: no parameter is named head; there are blocks\.attention\.key\.kernel, "
+        RunError, match=r"--freeze: no parameter matches head; the parameters are blocks\.attention\.key\.kernel, "
     ):
         trainer_of(TIED, "head")
     with pytest.raises(RunError, match="--freeze leaves nothing to train: got blocks embedding norms"):

@@ -138,9 +138,9 @@ def test_draws_have_the_probabilities_of_the_rule():
     [
         ({"prompts": []}, "prompts must have at least one prompt, got none"),
         ({"prompts": [[1], []]}, r"prompts\[1\] must have at least one token, got none"),
-        ({"prompts": [[97]]}, r"prompts\[0\] must hold tokens in \[0, 97\), got 97"),
+        ({"prompts": [[97]]}, r"prompts\[0\] must have tokens in \[0, 97\), got 97"),
         ({"length": -1}, "length must not be negative, got -1"),
-        ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 less the longest prompt's 3 tokens\), got 30"),
+        ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 minus the longest prompt's 3 tokens\), got 30"),
     ],
 )
 def test_a_bad_prompt_or_length_is_named(options, message):
@@ -154,7 +154,7 @@ def test_a_bad_prompt_or_length_is_named(options, message):
         ({"temperature": -0.1}, "temperature must be finite and not negative, got -0.1"),
         ({"top_k": -1}, "top_k must not be negative, got -1"),
         ({"min_tokens": -1}, "min_tokens must not be negative, got -1"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     ],
 )
 def test_a_bad_sampling_option_is_named(options, message):
@@ -223,7 +223,7 @@ def test_a_chat_prints_the_answers_to_prompts_in_the_template(place, tmp_path, c
     first, second = capsys.readouterr().out.removesuffix("---\n").split("---\n")
     assert texts == f"ink? {first}---\nthe fox? {second}---\n"
     assert program.main([*options, "--chat", "--prompt", "ink<|end|>"]) == 1
-    assert capsys.readouterr().err.startswith("error: --prompt spells '<|end|>', which would be a token of the chat")
+    assert capsys.readouterr().err.startswith("error: --prompt contains '<|end|>', which is a token of the chat")
 
 
 def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
@@ -245,9 +245,9 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
     for options, message in [
         ([*weights, *prompt, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
         ([*weights, *prompt, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
-        ([*weights, *prompt, "--top-p", "2"], "--top-p must lie in (0, 1], got 2.0"),
+        ([*weights, *prompt, "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
         ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
-        ([*weights, "--prompt", ""], "--prompt must have at least one token with this tokenizer, got an empty one"),
+        ([*weights, "--prompt", ""], "--prompt must have at least one token, got none"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
         (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} holds no run: it has no config.json"),

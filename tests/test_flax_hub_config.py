@@ -251,13 +251,13 @@ def test_yarns_two_scales_become_its_attention_factor():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_scale": 0.1}, r"fields that this decoder does not know for model_type llama: logit_scale \(0.1\)"),
+        ({"logit_scale": 0.1}, r"unknown fields for model_type llama: logit_scale \(0.1\)"),
         ({"logits_scaling": 8.0, "residual_multiplier": 0.2}, r"logits_scaling \(8.0\), residual_multiplier \(0.2\)"),
-        ({"attn_logit_softcapping": 50.0}, r"does not know .* attn_logit_softcapping \(50.0\)"),
-        ({"final_logit_softcapping": 30.0}, r"does not know .* final_logit_softcapping"),
-        ({"sliding_window": 128}, r"does not know .* sliding_window \(128\)"),
-        ({"attention_chunk_size": 128}, r"does not know .* attention_chunk_size"),
-        ({"quantization_config": {"bits": 4}}, r"does not know .* quantization_config"),
+        ({"attn_logit_softcapping": 50.0}, r"unknown fields .* attn_logit_softcapping \(50.0\)"),
+        ({"final_logit_softcapping": 30.0}, r"unknown fields .* final_logit_softcapping"),
+        ({"sliding_window": 128}, r"unknown fields .* sliding_window \(128\)"),
+        ({"attention_chunk_size": 128}, r"unknown fields .* attention_chunk_size"),
+        ({"quantization_config": {"bits": 4}}, r"unknown fields .* quantization_config"),
         ({"model_type": "cohere"}, "model_type must be one of llama, mistral, .* got 'cohere'"),
         ({"model_type": None}, "model_type must be one of llama, mistral, .* got None"),
         ({"hidden_act": "relu2"}, "hidden_act must be one of silu, .* got 'relu2'"),
@@ -276,10 +276,13 @@ def test_yarns_two_scales_become_its_attention_factor():
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}},
-            "rope_type must be another, for a model that was made longer, got 'dynamic'",
+            "rope_type must be other than dynamic if .*, got 'dynamic'",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling's factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}, "for rope_type linear, got 'alpha'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}},
+            "only fields of rope_type linear, got 'alpha'",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling's .*_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
@@ -328,13 +331,13 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(
-        RunError, match=r"does not know .* new_scale \(2\); .* --ignore-config-fields new_scale ignores"
+        RunError, match=r"unknown fields .* new_scale \(2\); .* ignore them with --ignore-config-fields new_scale"
     ):
         read_config(tmp_path)
     assert read_config(tmp_path, ["new_scale"]) == SMALL
     assert config_note(tmp_path, ["new_scale"]) == (
-        "config.json: ignored, as they change nothing: is_llama_config, unsloth_fixed; "
-        "training is without attention_dropout 0.1; ignored on request: new_scale"
+        "config.json: ignored because they do not affect the model: is_llama_config, unsloth_fixed; "
+        "not applied in training: attention_dropout 0.1; ignored on request: new_scale"
     )
     with pytest.raises(RunError, match="--ignore-config-fields: the decoder of model_type llama reads rope_theta"):
         read_config(tmp_path, ["rope_theta"])
@@ -351,11 +354,11 @@ def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logit_scale": 2.0}, "the files of family llama cannot say logit_scale 2.0"),
-        ({"logit_softcap": 30.0, "norm_plus_one": True}, "cannot say norm_plus_one True, logit_softcap 30.0"),
-        ({"family": "qwen2"}, "the files of family qwen2 cannot say attention_bias False"),
-        ({"sliding_window": 4}, r"cannot say sliding_window \(4, 4\)"),
-        ({"family": "mistral", "sliding_window": 4, "window_pattern": (True, False)}, "cannot say sliding_window"),
+        ({"logit_scale": 2.0}, "a config.json of family llama cannot express logit_scale 2.0"),
+        ({"logit_softcap": 30.0, "norm_plus_one": True}, "cannot express norm_plus_one True, logit_softcap 30.0"),
+        ({"family": "qwen2"}, "a config.json of family qwen2 cannot express attention_bias False"),
+        ({"sliding_window": 4}, r"cannot express sliding_window \(4, 4\)"),
+        ({"family": "mistral", "sliding_window": 4, "window_pattern": (True, False)}, "cannot express sliding_window"),
     ],
 )
 def test_what_a_familys_files_cannot_say_is_not_written(changes, message, tmp_path):

@@ -212,9 +212,13 @@ def test_what_cannot_be_is_refused_by_name():
         with pytest.raises(ValueError, match=message):
             LoraConfig(**options)
     unknown = dataclasses.replace(LORA, unfreeze=("heads",))
-    with pytest.raises(RunError, match=r"--unfreeze: no parameter is named heads; there are blocks\.attention\."):
+    with pytest.raises(
+        RunError, match=r"--unfreeze: no parameter matches heads; the parameters are blocks\.attention\."
+    ):
         trainer_of(adapted_shapes(UNTIED, unknown), unknown)
-    with pytest.raises(RunError, match="--freeze is for a run without adapters, which freeze all else: got head"):
+    with pytest.raises(
+        RunError, match="--freeze cannot be used with adapters, which freeze all other parameters: got head"
+    ):
         trainer_of(adapted_shapes(UNTIED, LORA), LORA, freeze=("head",))
     with pytest.raises(RunError, match="--lora-rank adapts the projections of blocks, and --num-layers is 0"):
         adapted_shapes(dataclasses.replace(UNTIED, num_layers=0), LORA)

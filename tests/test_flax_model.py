@@ -178,7 +178,10 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
     [
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_original_seq_len": 0}, "rope_original_seq_len must be at least 2 for rope_type llama3, got 0"),
-        ({"rope_high_freq_factor": 1.0}, "rope_high_freq_factor must be greater than rope_low_freq_factor 1.0, got 1.0"),
+        (
+            {"rope_high_freq_factor": 1.0},
+            "rope_high_freq_factor must be greater than rope_low_freq_factor 1.0, got 1.0",
+        ),
         ({"rope_type": "yarn", "rope_beta_fast": 0.5}, "rope_beta_fast must be at least rope_beta_slow 1.0, got 0.5"),
     ],
 )

@@ -250,7 +250,7 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
 
     for options, message in [
         ({"lora_rank": 3}, r"layers.0.self_attn.q_proj.lora_A.weight must have shape \(3, 32\), got \(2, 32\)"),
-        ({"lora_targets": ("up",)}, "no adapter has a place for .*layers.0.self_attn.q_proj.lora_A.weight"),
+        ({"lora_targets": ("up",)}, "unexpected tensor .*layers.0.self_attn.q_proj.lora_A.weight"),
         ({"lora_targets": ("up", "query", "key")}, "layers.0.self_attn.k_proj.lora_A.weight is missing"),
         ({"dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector is missing"),
     ]:
@@ -271,7 +271,7 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
     save_adapter(model, tmp_path / "a", dtype="bfloat16")
     written = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert {str(tensor.dtype) for tensor in written.values()} == {"bfloat16"}
-    with pytest.raises(RunError, match="a exists already and is not an empty folder: name another"):
+    with pytest.raises(RunError, match="a already exists and is not an empty folder; choose another"):
         save_adapter(model, tmp_path / "a")
 
 

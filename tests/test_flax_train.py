@@ -23,7 +23,7 @@ from jax._src.array import ArrayImpl
 
 import flax_models.train.main as program
 import flax_models.train.step as step_module
-from flax_models.data.batches import IGNORED, Batch, Places, held_out_windows
+from flax_models.data.batches import IGNORED, Batch, DocumentIndex, held_out_windows
 from flax_models.display import duration
 from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig
@@ -310,7 +310,7 @@ def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
 
 def test_places_name_the_documents_of_windows():
     stream = np.array([5, 6, 0, 7, 8, 9, 0, 4, 4, 0])
-    places = Places(stream, end=0, names=["a", "b", "c"])
+    places = DocumentIndex(stream, end=0, names=["a", "b", "c"])
     assert places.describe(np.array([0, 2, 3]), 2) == (
         "tokens 0 to 1 (a, from its token 0), tokens 2 to 3 (a, from its token 2), tokens 3 to 4 (b, from its token 0)"
     )

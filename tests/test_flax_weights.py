@@ -114,10 +114,10 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), f"tensors are missing: {NORM}"),
+        (lambda tensors: tensors.pop(NORM), f"missing tensors: {NORM}"),
         (
             lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)}),
-            r"tensors that the config has no place for: model.layers.1.self_attn.q_proj.bias",
+            r"unexpected tensors: model.layers.1.self_attn.q_proj.bias",
         ),
         (
             lambda tensors: tensors.update({NORM: np.ones(23, np.float32)}),
@@ -126,7 +126,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda tensors: tensors.update({NORM: np.ones(24, np.int8)}), f"{NORM} must be one of F32, F16, BF16, got I8"),
         (
             lambda tensors: tensors.update({"lm_head.weight": np.ones((97, 24), np.float32)}),
-            "lm_head.weight is not the embedding, but tie_word_embeddings is true",
+            "tie_word_embeddings is true, but lm_head.weight differs from the embedding",
         ),
         (lambda tensors: put(tensors, np.nan), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
         (lambda tensors: put(tensors, -np.inf), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
@@ -155,8 +155,8 @@ def test_whole_and_finite_weights_pass_the_check(saved):
     ("field", "value", "message"),
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers must be at most 10,000, got 1000000000"),
-        ("num_hidden_layers", 10_000, "num_hidden_layers is 10000, and there are tensors of 2"),
-        ("num_hidden_layers", 1, "tensors that the config has no place for: model.layers.1.input_layernorm.weight"),
+        ("num_hidden_layers", 10_000, "num_hidden_layers is 10000, but there are tensors of 2 layers"),
+        ("num_hidden_layers", 1, "unexpected tensors: model.layers.1.input_layernorm.weight"),
         ("vocab_size", 10**9, r"model.embed_tokens.weight must have shape \(1000000000, 24\), got \(97, 24\)"),
         ("intermediate_size", 10**12, r"must have shape \(1000000000000, 24\), got \(40, 24\)"),
     ],
@@ -178,16 +178,18 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         load(tmp_path / "absent")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(RunError, match=r"config.json: it must hold an object, got list"):
+    with pytest.raises(RunError, match=r"config.json: it must hold a JSON object, got list"):
         load(tmp_path)
     (tmp_path / "config.json").write_bytes((saved[1] / "config.json").read_bytes())
-    with pytest.raises(RunError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(RunError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:-10])
-    with pytest.raises(RunError, match=r"cannot read .*: the file ends within model\.norm\.weight: it has .* bytes of"):
+    with pytest.raises(
+        RunError, match=r"cannot read .*: the file is truncated in model\.norm\.weight: it has .* of .* bytes"
+    ):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(RunError, match="safetensors: the file ends within its header, after 100 bytes"):
+    with pytest.raises(RunError, match="safetensors: the file is truncated in its header, after 100 bytes"):
         load(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for text, message in [
@@ -217,10 +219,10 @@ def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         save(model, tmp_path / "out", like=tmp_path / "absent")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(RunError, match="exists already and is not an empty folder"):
+    with pytest.raises(RunError, match="already exists and is not an empty folder"):
         save(model, folder)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="exists already and is not an empty folder"):
+    with pytest.raises(RunError, match="already exists and is not an empty folder"):
         save(model, tmp_path / "file")
     with pytest.raises(RunError, match=r"cannot write .*file/out"):
         save(model, tmp_path / "file" / "out")
