@@ -1,4 +1,4 @@
-"""What attention runs by: what cuDNN cannot take, what is chosen without a name, and that a name never falls back."""
+"""The choice of the attention implementation: requirements of cuDNN, the default, and no fallback from a named one."""
 
 import dataclasses
 import re
@@ -66,7 +66,7 @@ def test_published_models_train_by_cudnn_where_their_attention_lets_them(name):
 @pytest.mark.parametrize("asked", [None, "cudnn", "xla"])
 @pytest.mark.parametrize("remat", ["none", "attention", "elementwise", "full"])
 def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
-    """Traced for a GPU that is not there; scores are computed again only where they would be kept."""
+    """Traced for an absent GPU; scores are rematerialized only if the implementation would store them."""
     ran = []
 
     def attend(query: jax.Array, *rest: Any, implementation: str, **options: Any) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Chat templates: every token and every mark against transformers, prompts, and templates and contents refused.
+"""Chat templates: tokens and answer masks against transformers, prompts, and rejected templates and contents.
 
-transformers marks what a template's {% generation %} blocks write. Here each template is given to transformers with
-those blocks, and to us without them as well: its places of answers must be found again.
+transformers marks the text of {% generation %} blocks. Each template is given to transformers with these blocks, and
+to our code also without them: it must find the same answers.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from flax_models.data.vocabulary import Vocabulary, read_hub_vocabulary
 from flax_models.errors import RunError
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
-# << and >> stand for the blocks that mark what is learned.
+# << and >> stand for {% generation %} and {% endgeneration %}.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}<<{{ m['content'] + '<|im_end|>' }}>>"
@@ -62,13 +62,13 @@ A:
     {%- if loop.index0 > 30 %}{% break %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
-PHI = (  # writes a token at the end of all that does not ask for an answer
+PHI = (  # writes a token at the very end, without add_generation_prompt
     "{% for m in messages %}{{ '<|head|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
     "<<{{ m.content + '<|eot|>' }}>>{% else %}{{ m.content + '<|eot|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
-THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
+THINKING = (  # removes the reasoning from all answers but the last, and adds an empty one if that has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
     "{% else %}{% set parts = m.content.split('</think>') %}{% if loop.last %}"
     "{{ m.content if parts | length > 1 else '<think>\\n\\n</think>\\n\\n' + m.content }}"
@@ -96,7 +96,7 @@ TEXT = "Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n
 
 
 def of_bytes() -> Tokenizer:
-    """Bytes and some merges, as Llama 3's and Qwen's; puts <s> before texts."""
+    """A tokenizer of bytes and merges, like those of Llama 3 and Qwen, which prepends <s> to texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ def of_bytes() -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """Pieces with a mark for spaces, one put before each text, and bytes for the rest, as Llama 2's and Phi-3's."""
+    """A tokenizer with a space marker, also before each text, and byte fallback, like those of Llama 2 and Phi-3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
@@ -147,7 +147,7 @@ def plain_chat(folder, tmp_path_factory) -> Vocabulary:
 
 
 def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vocabulary:
-    """Returns the vocabulary of a copy of the folder that has a chat template."""
+    """Returns the vocabulary of a copy of the folder with a chat template."""
     place.mkdir(exist_ok=True)
     (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     values = json.loads((folder / "tokenizer_config.json").read_text())
@@ -156,7 +156,7 @@ def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vo
 
 
 def learned(vocabulary: Vocabulary, *turns: Turn) -> str:
-    """The text of the tokens that are learned."""
+    """Returns the text of the tokens that count in the loss."""
     (example,) = vocabulary.encode_examples([Dialogue("a.jsonl:1", turns)])
     return vocabulary.tokenizer.decode(example.tokens[example.counted].tolist(), skip_special_tokens=False)
 
@@ -223,12 +223,12 @@ def test_any_answer_is_learned_to_its_last_byte(plain_chat, question, answer):
 
 
 def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
-    # The prompt ends with a space, the answer begins with a word: one token for both.
+    # The prompt ends with a space and the answer begins with a word: one token covers both.
     template = "{% for m in messages %}{{ '> ' if m.role == 'user' else '< ' }}{{ m.content + '</s>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '< ' }}{% endif %}"
     with_template(folder, tmp_path, template)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
-    for trimmed in (False, True):  # offsets that leave out a token's space would put it into the answer
+    for trimmed in (False, True):  # with trimmed offsets, the token would count as part of the answer
         values["post_processor"]["processors"][0]["trim_offsets"] = trimmed
         (tmp_path / "tokenizer.json").write_text(json.dumps(values))
         vocabulary = read_hub_vocabulary(tmp_path)
@@ -259,39 +259,41 @@ def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder,
 def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_path):
     opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\nlet me see' }}{% endif %}")
     vocabulary = with_template(folder, tmp_path, opening)
-    with pytest.raises(RunError, match=r"--data: a\.jsonl:1: the chat template of .*tokenizer_config\.json writes the"):
+    with pytest.raises(
+        RunError, match=r"--data: a\.jsonl:1: the chat template of .*tokenizer_config\.json formats the"
+    ):
         learned(vocabulary, *TALK[2:])
 
 
 @pytest.mark.parametrize(
     ("template", "turns", "message"),
     [
-        (MISTRAL, TALK[1:], r"a\.jsonl:1: the chat template of .* refuses it: Roles must alternate user/assistant"),
-        (GEMMA, (Turn("system", ""), *TALK), r"a\.jsonl:1: the chat template of .* refuses it: System role not supp"),
-        ("{{ messages + 1 }}", TALK, r"a\.jsonl:1: the chat template of .* refuses it: can only concatenate list"),
-        ("{{ messages[0].nothing.role }}", TALK, r"refuses it: 'dict object' has no attribute 'nothing'"),
-        ("{{ ''.__class__.__mro__ }}", TALK, r"refuses it: access to attribute '__class__'"),
+        (MISTRAL, TALK[1:], r"a\.jsonl:1: the chat template of .* rejects it: Roles must alternate user/assistant"),
+        (GEMMA, (Turn("system", ""), *TALK), r"a\.jsonl:1: the chat template of .* rejects it: System role not supp"),
+        ("{{ messages + 1 }}", TALK, r"a\.jsonl:1: the chat template of .* rejects it: can only concatenate list"),
+        ("{{ messages[0].nothing.role }}", TALK, r"rejects it: 'dict object' has no attribute 'nothing'"),
+        ("{{ ''.__class__.__mro__ }}", TALK, r"rejects it: access to attribute '__class__'"),
         (
             "{{ messages.append(1) }}",
             TALK,
-            r"refuses it: access to attribute 'append'|refuses it: .*append.* is not safe",
+            r"rejects it: access to attribute 'append'|rejects it: .*append.* is not safe",
         ),
         (
             "{% for m in messages %}\n{{ m.role }",
             TALK,
             r"tokenizer_config\.json: line 2 of the chat template: unexpected",
         ),
-        ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer of it"),
-        ("{{ 'a' * 10**10 }}", TALK, r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$"),
+        ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer in it"),
+        ("{{ 'a' * 10**10 }}", TALK, r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$"),
         (
             "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             TALK,
-            r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$",
+            r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$",
         ),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             TALK,
-            r"a\.jsonl:1: the chat template of .*json runs for more than 2 s$",
+            r"a\.jsonl:1: the chat template of .*json needs more than 2 s of CPU time$",
         ),
     ],
 )
@@ -311,9 +313,9 @@ def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
         (Turn("user", "<think>"), ANSWER),
         (Turn("user", "\ufdd0"), ANSWER),
     ):
-        with pytest.raises(RunError, match=r"--data: a\.jsonl:1 spells '.*', which would be a token of the chat templ"):
+        with pytest.raises(RunError, match=r"--data: a\.jsonl:1 contains '.*', which is a token of the chat templ"):
             learned(vocabulary, *turns)
-    with pytest.raises(RunError, match=r"^--prompt spells '<\|im_end\|>', which would be"):
+    with pytest.raises(RunError, match=r"^--prompt contains '<\|im_end\|>', which is a token"):
         vocabulary.chat_prompt("a<|im_end|>")
     assert (
         learned(with_template(folder, tmp_path, unmarked(CHATML)), Turn("user", "<think>"), TALK[3]) == "no<|im_end|>"
@@ -332,7 +334,7 @@ def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_pa
         assert learned(vocabulary, *TALK) == f"{ANSWER.content}<|im_end|>no<|im_end|>"
 
 
-# Where the template is read from
+# Files that hold the template
 
 
 def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""What flax_models trains on and is judged by: corpus, split, tokenizer and its cache, windows, baselines."""
+"""The data of flax_models: corpus, split, tokenizer and its cache, windows, baselines."""
 
 import json
 import math
@@ -170,7 +170,7 @@ def test_cache_folder_follows_xdg(monkeypatch):
 def test_a_pass_draws_every_window_once_and_targets_are_the_next_tokens():
     stream = np.arange(101, dtype=np.int32)
     sampler = BatchSampler(stream, batch_size=3, length=10, seed=0)
-    batches = [sampler.next() for _ in range(3)]  # 10 windows less one for the offset: 9
+    batches = [sampler.next() for _ in range(3)]  # 10 windows minus one for the offset: 9
     assert sampler.passes == 0
     for batch in batches:
         assert batch.tokens.shape == batch.targets.shape == (3, 10)
@@ -202,10 +202,10 @@ def test_seeds_give_different_orders():
 
 
 def test_too_little_text_is_named():
-    with pytest.raises(RunError, match="too little text to train on: 40 tokens, and a batch of 4 x 10 needs 51"):
+    with pytest.raises(RunError, match="too little text to train on: got 40 tokens, a batch of 4 x 10 needs 51"):
         BatchSampler(np.zeros(40, np.int32), batch_size=4, length=10, seed=0)
     BatchSampler(np.zeros(51, np.int32), batch_size=4, length=10, seed=0)
-    with pytest.raises(RunError, match="too little text to hold out: 10 tokens, and one window needs 11"):
+    with pytest.raises(RunError, match="too little text to hold out: got 10 tokens, one window needs 11"):
         held_out_windows(np.zeros(10, np.int32), length=10, most=5)
 
 
@@ -229,7 +229,9 @@ def test_padding_rows_have_no_targets():
 def test_counts_and_the_three_terms_by_hand():
     counts = BigramCounts(np.array([0, 1, 0, 1, 0, 2]), vocab_size=4)
     bigram, unigram, uniform = counts.probabilities(np.array([0, 0, 1, 2, 3]), np.array([1, 2, 0, 0, 3]))
-    np.testing.assert_allclose(bigram, [2 / 3, 1 / 3, 1, 0, 0])  # a token that nothing followed, one never seen: 0
+    np.testing.assert_allclose(
+        bigram, [2 / 3, 1 / 3, 1, 0, 0]
+    )  # 0 after a token without a successor, and for a token that never occurs
     np.testing.assert_allclose(unigram, [3 / 10, 2 / 10, 4 / 10, 4 / 10, 1 / 10])
     np.testing.assert_allclose(uniform, 0.25)
 

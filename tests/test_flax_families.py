@@ -1,4 +1,4 @@
-"""Every family against the transformers library: hidden states, losses, and folders that each reads of the other."""
+"""Every family against the transformers library: hidden states, losses, and folders written by either."""
 
 import dataclasses
 import json
@@ -33,13 +33,13 @@ from flax_models.train.config import CONFIGS, TrainConfig, from_json, to_json
 from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
-# Two float32 computations of three layers that sum in different orders.
+# Two float32 computations of three layers with different orders of summation.
 TOLERANCE = 5e-6
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, tuple[Any, Path]]:
-    """Each case's model of the transformers library, and the folder it was saved to."""
+    """The model of each case in the transformers library, and the folder that it was saved to."""
     made = {}
     for name in CASES:
         model, folder = make(name), tmp_path_factory.mktemp("hub") / name
@@ -68,7 +68,7 @@ def distance(ours: Any, theirs: np.ndarray) -> float:
 def test_hidden_states_and_loss_are_those_of_transformers(folders, name):
     theirs, folder = folders[name]
     ours = load(folder)
-    for length in (12, 40) if name == "phi3-long" else (40,):  # within and beyond its original length of 16
+    for length in (12, 40) if name == "phi3-long" else (40,):  # shorter and longer than its original length of 16
         ids = tokens(length=length)
         error = distance(hidden_states(ours, jnp.asarray(ids)), their_hidden_states(theirs, ids))
         assert error <= TOLERANCE, f"{length} tokens: relative error {error:.1e}, {error / TOLERANCE:.0%} of the budget"
@@ -88,7 +88,7 @@ def test_what_is_saved_here_is_the_same_model_in_transformers(folders, name, tmp
     assert their_loss(again, ids) == their_loss(theirs, ids)
 
 
-PARAMETERS = {  # as the models' pages give them
+PARAMETERS = {  # from the models' pages
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,

@@ -1,4 +1,4 @@
-"""Drawing text: the cache against the whole computation, batches against single prompts, the sampler, the command."""
+"""Text generation: the cache against recomputation, batches against single prompts, the sampler, the command."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from flax_models.model.sampling import Sampling, continue_prompts, draw
 from flax_models.train.config import CONFIGS, RunConfig, TrainConfig, to_json
 from flax_models.train.step import Trainer
 
-CAPPED = {  # as Gemma 2: every option that the cache's products have to know
+CAPPED = {  # like Gemma 2: every option that affects attention with a cache
     "sliding_window": 4,
     "window_pattern": (True, False),
     "attention_softcap": 2.0,
@@ -46,7 +46,7 @@ KEY = jax.random.key(0)
 
 
 def make(**changes: Any) -> Decoder:
-    # Wider than training starts with, so that what the layers see decides the likeliest token.
+    # Larger weights than initial ones, so that the context determines the most likely token.
     return random_decoder(dataclasses.replace(SMALL, **changes), spread=1.5)
 
 
@@ -123,7 +123,10 @@ def test_draws_have_the_probabilities_of_the_rule():
         (Sampling(temperature=1.0), probabilities),
         (Sampling(temperature=0.5), probabilities**2),
         (Sampling(temperature=1.0, top_k=2), [0.5, 0.3, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.7), [0.5, 0.3, 0, 0]),  # 0.5 alone is not yet 0.7
+        (
+            Sampling(temperature=1.0, top_p=0.7),
+            [0.5, 0.3, 0, 0],
+        ),  # 0.5 is less than 0.7, so the second token is included
         (Sampling(temperature=1.0, top_p=0.4), [1, 0, 0, 0]),
         (Sampling(temperature=0), [1, 0, 0, 0]),
     ]:
@@ -169,14 +172,14 @@ TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 3, "seven wizards mix
 
 
 def write_run(folder: Path, config: RunConfig) -> None:
-    """Writes what a run's folder starts with."""
+    """Writes the initial files of a run's folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**to_json(config), "corpus_sha256": "0" * 64}))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with weights/, as the hub lays them out, and run/, a run with a checkpoint; random weights in both."""
+    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint; both have random weights."""
     from flax_models.train.checkpoint import Checkpoints
 
     place = tmp_path_factory.mktemp("generate")
@@ -250,8 +253,8 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
         ([*weights, "--prompt", ""], "--prompt must have at least one token, got none"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
-        (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} holds no run: it has no config.json"),
-        (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} holds no run: it has no config.json"),
+        (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} is not a run: it has no config.json"),
+        (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} is not a run: it has no config.json"),
         ([*weights, *prompt, "--step", "1"], "--step requires --run, got --weights"),
         (
             ["--run", "runs/none", *prompt, "--ignore-config-fields", "a"],
@@ -289,11 +292,11 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
 def test_a_length_beyond_the_models_positions_is_refused_and_the_default_cut_with_a_note(place, capsys):
     options = ["--run", str(place / "run"), "--prompt", "the fox"]
     width = len(program.read_run(place / "run").vocabulary.prompt("the fox"))
-    why = f"the longest prompt has {width} tokens and the model takes 24 (max_seq_len)"
+    why = f"the longest prompt has {width} tokens and the model's max_seq_len is 24"
     assert program.main([*options, "--length", "25"]) == 1
-    assert capsys.readouterr().err == f"error: --length must be at most {24 - width} here, got 25: {why}\n"
+    assert capsys.readouterr().err == f"error: --length must be at most {24 - width}, got 25: {why}\n"
     assert program.main(options) == 0
-    assert capsys.readouterr().err == f"note: at most {24 - width} tokens are drawn instead of 128 (--length): {why}\n"
+    assert capsys.readouterr().err == f"note: --length is {24 - width} instead of 128: {why}\n"
 
 
 def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_path, capsys):
@@ -314,7 +317,8 @@ def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_pa
         err = capsys.readouterr().err
         assert err.startswith(f"error: cannot read the checkpoint {run}/checkpoints/2: ")
         assert err.endswith(
-            "; --allow-older takes the newest checkpoint that can be read, --step N exactly that of step N (1, 2)\n"
+            "; use --allow-older for the latest checkpoint that can be read, "
+            "or --step N for the checkpoint of step N (1, 2)\n"
         )
         assert err.count("\n") == 1
     for step, message in [

@@ -1,4 +1,4 @@
-"""`config.json` read and written: published files, what is refused, what a family's files cannot say."""
+"""`config.json` read and written: published files, rejected fields, and configs that a family cannot express."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from flax_models.model.families import PUBLISHED, published
 from flax_models.model.rope import RopeScaling
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "use_cache": True}
-# The files of the models' pages: old ways of writing, fields that say nothing, fields left out.
+# Published files: old formats, irrelevant fields, absent fields.
 HUB: dict[str, dict[str, Any]] = {
     "llama2-7b": {
         **LLAMA,
@@ -261,7 +261,10 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"model_type": "cohere"}, "model_type must be one of llama, mistral, .* got 'cohere'"),
         ({"model_type": None}, "model_type must be one of llama, mistral, .* got None"),
         ({"hidden_act": "relu2"}, "hidden_act must be one of silu, .* got 'relu2'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, .* got 'gelu'"),  # the exact one, not tanh's
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act must be one of silu, .* got 'gelu'",
+        ),  # exact GELU, not the tanh approximation
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"rope_interleaved": True}, "rope_interleaved must be False, got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -339,7 +342,7 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
         "config.json: ignored because they do not affect the model: is_llama_config, unsloth_fixed; "
         "not applied in training: attention_dropout 0.1; ignored on request: new_scale"
     )
-    with pytest.raises(RunError, match="--ignore-config-fields: the decoder of model_type llama reads rope_theta"):
+    with pytest.raises(RunError, match="--ignore-config-fields: model_type llama needs rope_theta"):
         read_config(tmp_path, ["rope_theta"])
 
 

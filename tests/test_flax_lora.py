@@ -1,4 +1,4 @@
-"""Adapters: a run begins with its base model, trains what it says, costs what it says, and is merged without loss."""
+"""Adapters: the initial model is the base model; trained parameters and cost match the report; merging is exact."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up
 
 
 def adapted(config: ModelConfig, lora: LoraConfig, *, moved: bool = False) -> Decoder:
-    """Returns a random decoder with adapters, whose B and magnitudes have moved from where they begin if asked for."""
+    """Returns a random decoder with adapters; with `moved`, B and magnitudes differ from their initial values."""
     model = random_decoder(config)
     adapt(model, lora, nnx.Rngs(1))
     if moved:
@@ -70,7 +70,7 @@ def hidden_states(model: Decoder, tokens: jax.Array) -> jax.Array:
 TOKENS = jnp.asarray(random_batch(2).tokens)
 
 
-# What a run begins with
+# Initial state
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -100,7 +100,7 @@ def test_adapters_are_drawn_as_peft_draws_them_and_differ():
 
 @pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits(differentiated):
-    """Against the same model with float32 copies of all that is frozen: the loss, or its gradients."""
+    """Compares the loss or its gradients with the same model with float32 copies of all frozen parameters."""
     config = dataclasses.replace(BIASED, dtype="bfloat16")
     lora = dataclasses.replace(FEW, unfreeze=("attention.query.kernel",))
     trainer = trainer_of(adapted(config, lora, moved=True), lora)
@@ -146,7 +146,7 @@ def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
 
 
 def halves() -> tuple[Trainer, Trainer]:
-    """Returns trainers of a model in bfloat16, of every parameter and of adapters on two projections."""
+    """Returns trainers of a bfloat16 model: of all parameters, and of adapters on two projections."""
     half = dataclasses.replace(UNTIED, dtype="bfloat16", tie_embeddings=True)
     lora = LoraConfig(lora_rank=3, lora_targets=("query", "value"))
     return trainer_of(decoder_shapes(half), LoraConfig()), trainer_of(adapted_shapes(half, lora), lora)
@@ -182,7 +182,7 @@ def test_a_step_keeps_no_gradient_of_what_is_frozen():
     ],
 )
 def test_flops_are_the_products_of_the_differentiated_model(config, lora):
-    """Traced attention meets every key, masked or not; all else must agree to the last product."""
+    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
     trainer = trainer_of(adapted_shapes(config, lora), lora)
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -206,7 +206,7 @@ def test_what_cannot_be_is_refused_by_name():
         ({"lora_rank": -1}, "--lora-rank must not be negative, got -1"),
         ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive and finite, got 0.0"),
         ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive and finite, got -1.0"),
-        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name projections, each once, got ''"),
+        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name at least one projection, each once, got ''"),
         ({"lora_rank": 2, "lora_targets": ("up", "up")}, "--lora-targets must name .* got 'up up'"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -220,14 +220,14 @@ def test_what_cannot_be_is_refused_by_name():
         RunError, match="--freeze cannot be used with adapters, which freeze all other parameters: got head"
     ):
         trainer_of(adapted_shapes(UNTIED, LORA), LORA, freeze=("head",))
-    with pytest.raises(RunError, match="--lora-rank adapts the projections of blocks, and --num-layers is 0"):
+    with pytest.raises(RunError, match="--lora-rank needs --num-layers of at least 1, got 0"):
         adapted_shapes(dataclasses.replace(UNTIED, num_layers=0), LORA)
     model = adapted(UNTIED, LORA)
-    with pytest.raises(ValueError, match="lora must be what the model was adapted with, got lora_rank 0"):
+    with pytest.raises(ValueError, match="lora must be the options with which the model was adapted, got lora_rank 0"):
         trainer_of(model, LoraConfig())
-    with pytest.raises(ValueError, match="model must have no adapters yet"):
+    with pytest.raises(ValueError, match="model must not have adapters yet"):
         adapt(model, LORA, nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"model must have no adapters .*, got blocks\.attention\.key\.lora_a"):
+    with pytest.raises(ValueError, match=r"model must not have adapters .*, got blocks\.attention\.key\.lora_a"):
         save(model, Path("nowhere"))
 
 
@@ -237,13 +237,15 @@ def test_options_are_read_and_written_down():
     assert config.lora.scale == 2.0
     assert LoraConfig(lora_rank=8, lora_alpha=4).scale == 0.5
     assert from_json(to_json(config)) == config
-    with pytest.raises(RunError, match=r"config.json and this version differ in lora: it was written by another"):
+    with pytest.raises(
+        RunError, match=r"config.json was written by another version, which differs in these fields: lora"
+    ):
         from_json({name: value for name, value in to_json(config).items() if name != "lora"})
     with pytest.raises(SystemExit):
         parse(["--lora-rank=4", "--lora-targets", "queries"])
 
 
-# What it is in the end
+# Merged models
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(LORA, marks=pytest.mark.slow)])
@@ -313,10 +315,10 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
         raise KeyboardInterrupt
 
     options = ["--lora-rank=2", "--lora-targets", "query", "up", "--unfreeze=norms", "--lora-plus-ratio=4"]
-    # The first numbers that are fetched, after two steps, are those of step 1 alone, in which A has no gradient yet.
+    # The first fetch, after two steps, has only the metrics of step 1, in which the gradient of A is zero.
     options += ["--optimizer=schedule_free_adamw", "--log-every=2", "--sample-tokens=0"]
     assert start(place, "whole", *options) == 0
-    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
+    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% trainable", capsys.readouterr().out, re.MULTILINE)
     assert found
     run = read_run(place / "runs" / "whole")
     adapters = sum(
@@ -338,7 +340,7 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
 
     capsys.readouterr()
     assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out"), "--adapter"]) == 1
-    assert re.match(r"error: --adapter: .*whole trained norms beside its adapters", capsys.readouterr().err)
+    assert re.match(r"error: --adapter: .*whole also trained norms \(--unfreeze\)", capsys.readouterr().err)
     assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out")]) == 0
     assert (place / "out" / "model.safetensors").exists()
 
@@ -346,5 +348,5 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
 @pytest.mark.slow
 def test_an_adapter_whose_b_never_moves_ends_the_run(place, capsys):
     assert start(place, "a", "--lora-rank=2", "--learning-rate=1e-60") == 1
-    message = r"error: no throughput to report: \d+ parameters train where [\d,]+ were to; without any gradient: "
-    assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 parts more", capsys.readouterr().err)
+    message = r"error: no throughput to report: only \d+ of [\d,]+ parameters train; the gradient is always zero for "
+    assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 more", capsys.readouterr().err)

@@ -70,7 +70,7 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     model = make()
     assert model.head_weight() is model.embedding[...]
     graph, params = nnx.split(model)
-    tokens = jnp.zeros((1, 4), jnp.int32)  # token 0 alone is looked up
+    tokens = jnp.zeros((1, 4), jnp.int32)  # only the embedding of token 0 is used
     targets = jnp.full((1, 4), 5)
 
     def loss(params):
@@ -199,7 +199,7 @@ def test_a_window_hides_what_lies_before_it():
 
 
 def test_no_block_is_left_out_of_the_stack():
-    """Zero output projections make a block the identity: silencing either layer of the stack changes the result."""
+    """Zero output projections make a block the identity: zeroing either layer of the stack changes the result."""
     model, tokens = make(), tokens_of()
     whole = np.asarray(hidden_states(model, tokens))
     state = nnx.state(model)
@@ -244,7 +244,7 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
 
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_what_is_kept_for_the_backward_pass(lora_rank: int):
-    """Of a block "elementwise" keeps the products with weights, "full" its input alone, which computes them again."""
+    """ "elementwise" saves the outputs of matmuls with weights; "full" saves only the input of a block."""
     kept, products = {}, {}
     for remat in ("none", "elementwise", "full"):
         lora = LoraConfig(lora_rank=lora_rank)
@@ -290,7 +290,7 @@ def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
 
 def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
     model = random_decoder(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
-    drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 passes max_seq_len 4
+    drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 exceeds max_seq_len 4
     assert drawn == greedy(model, [3, 8], 6)
 
 

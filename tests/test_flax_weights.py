@@ -1,4 +1,4 @@
-"""Folders of weights without the transformers library: what is read, what is refused, what is written."""
+"""Folders of weights without the transformers library: reading, errors, writing."""
 
 import dataclasses
 import json
@@ -99,7 +99,7 @@ def test_a_tied_head_that_is_written_out_and_stored_frequencies_are_passed_over(
 
 
 def changed(saved: tuple[Decoder, Path], place: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    """Returns a copy of the saved folder whose tensors were changed."""
+    """Returns a copy of the saved folder with changed tensors."""
     tensors = load_file(saved[1] / "model.safetensors")
     change(tensors)
     (place / "config.json").write_bytes((saved[1] / "config.json").read_bytes())
@@ -194,7 +194,7 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     for text, message in [
         ("{}", "cannot read .*index.json: KeyError"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file of the same folder"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file in the same folder"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "cannot read .*absent.safetensors"),
     ]:
         index.write_text(text)
@@ -208,13 +208,13 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
 
 def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
     model, folder = saved
-    with pytest.raises(ValueError, match=r"changes may name dtype, .* and max_seq_len, got hidden_size"):
+    with pytest.raises(ValueError, match=r"changes must be among dtype, .* and max_seq_len, got hidden_size"):
         load(folder, hidden_size=3)
     with pytest.raises(ValueError, match=r"dtype must be one of float32, .* or None, got 'int8'"):
         save(model, tmp_path / "out", dtype="int8")
     with pytest.raises(ValueError, match="max_shard_bytes must be at least 1, got 0"):
         save(model, tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(ValueError, match="fields must say nothing of the computation, got hidden_act"):
+    with pytest.raises(ValueError, match="fields must not change the computation, got hidden_act"):
         save(model, tmp_path / "out", fields={"hidden_act": "relu"})
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         save(model, tmp_path / "out", like=tmp_path / "absent")
@@ -231,7 +231,7 @@ def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
 def test_loading_holds_one_stacked_parameter_beside_the_model_at_most(tmp_path):
     config = dataclasses.replace(SMALL, hidden_size=128, intermediate_size=512, num_layers=6, max_seq_len=8)
     save(random_decoder(config), tmp_path / "model")
-    load(tmp_path / "model")  # what is compiled and imported on the way is not the model's
+    load(tmp_path / "model")  # compile and import everything before memory is measured
     model, largest = 4 * config.parameter_count(), 4 * 6 * 128 * 512
     tracemalloc.start()
     load(tmp_path / "model")

@@ -66,8 +66,8 @@ def read_records(path: Path, text: str, name: str) -> Records:
         kind, first = kind or found, first or where
         if found != kind:
             raise RunError(
-                f"--data: all records of a file must have the same kind: {where} has the fields {_fields(values)}, "
-                f"but {first} has {' and '.join(_REQUIRED[kind])}"
+                f"--data: {where} has the fields {_fields(values)}, but {first} has {' and '.join(_REQUIRED[kind])}; "
+                f"all records of a file must have the same kind"
             )
         records.unread.update(set(values) - _READ[kind])
         if kind == "text":
