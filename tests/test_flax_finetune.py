@@ -88,7 +88,7 @@ def test_the_first_steps_loss_is_that_of_transformers_on_its_batch(hub, tuned):
     assert first["step"] == 1
     assert first["loss"] == pytest.approx(their_loss(theirs, rows), rel=2e-6)
     assert re.search(r"^model +[\d,]+ parameters, 100% trainable", out, re.MULTILINE)
-    assert re.search(rf"^tokenizer +61 entries, of {folder}$", out, re.MULTILINE)
+    assert re.search(rf"^tokenizer +61 entries, from {folder}$", out, re.MULTILINE)
     assert "sample:\nthe fox" in out
 
 

@@ -309,7 +309,7 @@ def test_one_sequence_a_row_is_what_no_lengths_are():
 
 def test_positions_of_sequences():
     sequences = make_sequences(jnp.asarray(LENGTHS), 16)
-    assert sequences.ids[0].tolist() == [0] * 5 + [1] * 7 + [2] + [3] * 3
+    assert sequences.of[0].tolist() == [0] * 5 + [1] * 7 + [2] + [3] * 3
     assert sequences.starts[0].tolist() == [0, 5, 12, 13, 16]
 
 

@@ -68,7 +68,7 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
     """
     documents: list[Document] = []
     dialogues: list[Dialogue] = []
-    unread: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     skipped = empty = 0
     for name, path, required in _files(paths):
         try:
@@ -85,7 +85,7 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             found = read_records(path, text, name)
             documents += found.texts
             dialogues += found.dialogues
-            unread += found.unread
+            unused += found.unused
             empty += found.empty
         elif text.strip() and "\0" not in text:
             documents.append(Document(name, text))
@@ -98,7 +98,7 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
     records = documents or dialogues
     if not records:
         raise RunError(f"--data: no text found in {source}")
-    notes = _notes(unread, empty, len(dialogues) - len({dialogue.turns for dialogue in dialogues}))
+    notes = _notes(unused, empty, len(dialogues) - len({dialogue.turns for dialogue in dialogues}))
     train, held_out = _split(documents) if documents else _split_whole(dialogues)
     return Corpus(train, held_out, _sha256(records), source, skipped, notes)
 
@@ -112,10 +112,10 @@ def _sha256(records: Sequence[Document | Dialogue]) -> str:
     return digest.hexdigest()
 
 
-def _notes(unread: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
+def _notes(unused: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
     notes = []
-    if unread:
-        names = sorted(unread, key=lambda name: (-unread[name], name))
+    if unused:
+        names = sorted(unused, key=lambda name: (-unused[name], name))
         rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
         notes.append(f"unused fields: {', '.join(names[:4])}{rest}")
     if empty:

@@ -39,7 +39,7 @@ class Records(NamedTuple):
 
     texts: list[Document]
     dialogues: list[Dialogue]
-    unread: Counter[str]  # unused field -> number of records that have it
+    unused: Counter[str]  # unused field -> number of records that have it
     empty: int  # number of skipped empty texts
 
 
@@ -69,7 +69,7 @@ def read_records(path: Path, text: str, name: str) -> Records:
                 f"--data: {where} has the fields {_fields(values)}, but {first} has {' and '.join(_REQUIRED[kind])}; "
                 f"all records of a file must have the same kind"
             )
-        records.unread.update(set(values) - _READ[kind])
+        records.unused.update(set(values) - _READ[kind])
         if kind == "text":
             content = _string(values, "text", where)
             if content.strip():
@@ -77,7 +77,7 @@ def read_records(path: Path, text: str, name: str) -> Records:
             else:
                 empty += 1
             continue
-        turns = tuple(_TURNS[kind](values, where, records.unread))
+        turns = tuple(_TURNS[kind](values, where, records.unused))
         records.dialogues.append(Dialogue(f"{name}:{number}", turns))
     return records._replace(empty=empty)
 
@@ -140,19 +140,19 @@ def _answer(values: dict[str, Any], field: str, where: str, label: str = "") -> 
     return value
 
 
-def _instruction(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
+def _instruction(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
     yield Turn("instruction", _string(values, "instruction", where))
     if values.get("input") is not None and (content := _string(values, "input", where)):
         yield Turn("input", content)
     yield Turn("output", _answer(values, "output", where))
 
 
-def _completion(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
+def _completion(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
     yield Turn("prompt", _string(values, "prompt", where))
     yield Turn("completion", _answer(values, "completion", where))
 
 
-def _messages(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
+def _messages(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
     """Yields the turns up to the last answer; the turns after it do not affect the loss."""
     messages = values["messages"]
     if not isinstance(messages, list):
@@ -171,7 +171,7 @@ def _messages(values: dict[str, Any], where: str, unread: Counter[str]) -> Itera
         read = _answer if role in ANSWERS else _string
         turns.append(Turn(role, read(message, "content", where, f"{label}.")))
         fields |= {f"messages.{field}" for field in set(message) - {"role", "content", "tool_calls"}}
-    unread.update(fields)
+    unused.update(fields)
     last = max((i for i, turn in enumerate(turns) if turn.role in ANSWERS), default=None)
     if last is None:
         raise RunError(f"--data: {where}: messages must have an assistant turn, got {len(turns)} other turns")

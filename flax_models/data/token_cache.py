@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.data.corpus import Corpus
 from flax_models.data.dialogue import Dialogue
 from flax_models.data.examples import Example, from_arrays, to_arrays
@@ -60,7 +61,7 @@ def read_or_encode(corpus: Corpus, vocabulary: Vocabulary, folder: Path, display
     began = time.monotonic()
     arrays = _encode(corpus, vocabulary, display)
     count = sum(array.size for name, array in arrays.items() if "tokens" in name)
-    origin = f"encoded at {count / (time.monotonic() - began):,.0f} tokens/s{fault}"
+    origin = f"encoded at {count / (time.monotonic() - began):,.0f} tokens per second{fault}"
     try:
         _write(path, arrays)
     except OSError as error:
@@ -156,12 +157,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """Writes a file atomically; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # otherwise a power failure may leave an empty file
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_file(path) as part, part.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+        file.flush()
+        os.fsync(file.fileno())  # otherwise a power failure may leave an empty file

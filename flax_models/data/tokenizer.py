@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.data.dialogue import Dialogue, Document, in_batches
 from flax_models.errors import RunError
 
@@ -98,9 +99,8 @@ def read(path: Path) -> "Tokenizer":
 def write(tokenizer: "Tokenizer", path: Path) -> None:
     """Writes a tokenizer atomically; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(tokenizer.to_str(), encoding="utf-8")
-    os.replace(part, path)
+    with atomic_file(path) as part:
+        part.write_text(tokenizer.to_str(), encoding="utf-8")
 
 
 def encode(

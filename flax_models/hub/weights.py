@@ -286,13 +286,13 @@ def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[ParameterPath, j
     for part in file_parts(config):
         layers = range(config.num_layers) if part.stacked else [0]
         shape = part.shape[::-1] if part.transposed else part.shape
-        whole = np.empty((len(layers), *shape), dtype)
+        array = np.empty((len(layers), *shape), dtype)
         for i in layers:
             if part.first_row == 0:  # check a fused tensor once
                 files.check_finite(part.name.format(i))
             rows = files.tensor(part.name.format(i), part.first_row, part.first_row + part.shape[0])
-            whole[i] = rows.T if part.transposed else rows
-        yield part.path, jnp.asarray(whole if part.stacked else whole[0])
+            array[i] = rows.T if part.transposed else rows
+        yield part.path, jnp.asarray(array if part.stacked else array[0])
 
 
 def save(
@@ -402,5 +402,4 @@ def _tensor(parts: list[tuple[TensorPart, int]], arrays: dict[Any, Any], dtype: 
         array = arrays[part.path][...]
         piece = np.asarray(array[layer] if part.stacked else array)
         pieces.append(piece.T if part.transposed else piece)
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return np.ascontiguousarray(whole, dtype=dtype)
+    return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), dtype=dtype)

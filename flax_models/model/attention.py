@@ -42,7 +42,7 @@ class Sequences(NamedTuple):
 
     lengths: jax.Array  # (B, M) int32, zeros after the last sequence
     starts: jax.Array  # (B, M) int32, T after the last sequence
-    ids: jax.Array  # (B, T) int32 in [0, M): the sequence of each position
+    of: jax.Array  # (B, T) int32 in [0, M): the sequence of each position
 
 
 def make_sequences(lengths: jax.Array, length: int) -> Sequences:
@@ -53,8 +53,8 @@ def make_sequences(lengths: jax.Array, length: int) -> Sequences:
         length: T, tokens per row.
     """
     ends = jnp.cumsum(lengths, axis=1)
-    ids = jnp.sum(jnp.arange(length)[:, None] >= ends[:, None, :], axis=2)
-    return Sequences(lengths, ends - lengths, ids)
+    of = jnp.sum(jnp.arange(length)[:, None] >= ends[:, None, :], axis=2)
+    return Sequences(lengths, ends - lengths, of)
 
 
 class AttentionContext(NamedTuple):
@@ -144,15 +144,15 @@ class Attention(nnx.Module):
         if slots is not None:
             cache, key, value = _write(slots, context.positions, key, value)
 
-        # Whole: no cache, no softcap, and the same window in all layers.
-        whole = slots is None and window is None and self.config.attention_softcap is None
+        # jax.nn.dot_product_attention needs no mask without a cache or a softcap, if all layers have the same window.
+        unmasked = slots is None and window is None and self.config.attention_softcap is None
         packed = context.sequences is not None
-        implementation = explain_attention(self.config, x.shape[-2], packed=packed).name if whole else "xla"
+        implementation = explain_attention(self.config, x.shape[-2], packed=packed).name if unmasked else "xla"
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             if context.sequences is not None and implementation == "cudnn":
                 return _attend_packed(self.config, query, key, value, context.sequences)
-            if whole and not packed:
+            if unmasked and not packed:
                 return _attend_whole(self.config, query, key, value, implementation)
             return _attend_seen(self.config, query, key, value, context, window)
 
@@ -238,7 +238,7 @@ def _attend_seen(
     distance = context.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
     mask = (distance >= 0) & (distance < window)
     if context.sequences is not None:
-        mask = mask & (context.sequences.ids[:, :, None] == context.sequences.ids[:, None, :])
+        mask = mask & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
     mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(

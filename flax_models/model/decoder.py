@@ -187,7 +187,7 @@ class Decoder(nnx.Module):
         frequencies = rotary_frequencies(config.rope, config.rope_theta, config.rotary_dim, seq_len)
         rope_positions = positions
         if sequences is not None:
-            rope_positions = positions - jnp.take_along_axis(sequences.starts, sequences.ids, axis=1)
+            rope_positions = positions - jnp.take_along_axis(sequences.starts, sequences.of, axis=1)
         tables = rotary_tables(frequencies, rope_positions, config.rope.attention_factor())
         context = AttentionContext(positions, *tables, sequences)
         if config.num_layers:

@@ -115,8 +115,8 @@ def _merged(
 ) -> jax.Array:
     def layer(arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         kernel, a, b, magnitude = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
-        whole = kernel + scale * jnp.matmul(a, b, precision="highest")
-        return whole if magnitude is None else whole * (magnitude / _column_norms(whole))
+        merged = kernel + scale * jnp.matmul(a, b, precision="highest")
+        return merged if magnitude is None else merged * (magnitude / _column_norms(merged))
 
     return jax.lax.map(layer, (kernel, a, b, magnitude))  # holds the temporaries of one layer at a time
 

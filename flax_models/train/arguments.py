@@ -44,9 +44,9 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
     first.add_argument("--name")
     first.add_argument("--runs", type=Path, default=RunConfig.runs)
     first.add_argument("--resume", action="store_true")
-    known, _ = first.parse_known_args(arguments)
-    if known.resume:
-        folder = folder_to_resume(known.runs, known.name, default_name(known.config, known.weights))
+    early, _ = first.parse_known_args(arguments)
+    if early.resume:
+        folder = folder_to_resume(early.runs, early.name, default_name(early.config, early.weights))
         stored = read_record(folder).config
         config = _read_all(arguments, dataclasses.replace(stored, name=folder.name))
         steps, taken = config.train.steps, max(steps_in(folder / "checkpoints"), default=0)
@@ -55,14 +55,14 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
         if steps < taken:
             raise RunError(f"--steps must be at least {taken}, the steps that {folder} has done, got {steps}")
         return config, folder
-    if known.weights is None:
-        return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
-    defaults = fine_tuning(known.config, known.weights, _shape_of(known.weights, known.ignore_config_fields))
-    if known.adapter is not None:
-        defaults = dataclasses.replace(defaults, lora=read_adapter_config(known.adapter))
+    if early.weights is None:
+        return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
+    defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
+    if early.adapter is not None:
+        defaults = dataclasses.replace(defaults, lora=read_adapter_config(early.adapter))
     config = _read_all(arguments, defaults)
-    check_shape(config.model, known.weights, config.ignore_config_fields)
-    if known.adapter is not None:
+    check_shape(config.model, early.weights, config.ignore_config_fields)
+    if early.adapter is not None:
         _check_adapter(config.lora, defaults.lora)
     return config, None
 

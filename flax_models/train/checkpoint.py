@@ -10,7 +10,6 @@ file is truncated, missing or changed, the error names it on one line, and an ol
 """
 
 import json
-import os
 import shutil
 import zlib
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import jax
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
 from flax_models.train.step import TrainState
 
@@ -124,10 +124,10 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
             raise RunError(f"--resume: nothing to continue, {self._folder} has no checkpoint")
-        known = ", ".join(map(str, reversed(steps)))
+        available = ", ".join(map(str, reversed(steps)))
         if step is not None:
             if step not in steps:
-                raise RunError(f"--step must be one of the checkpoints in {self._folder} ({known}), got {step}")
+                raise RunError(f"--step must be one of the checkpoints in {self._folder} ({available}), got {step}")
             steps = [step]
         faults: list[str] = []
         for step in steps:
@@ -148,7 +148,7 @@ class Checkpoints:
             if not allow_older and len(steps) > 1:
                 raise RunError(
                     f"{faults[0]}; use --allow-older for the latest checkpoint that can be read, "
-                    f"or --step N for the checkpoint of step N ({known})"
+                    f"or --step N for the checkpoint of step N ({available})"
                 )
         raise RunError("; ".join(faults))
 
@@ -203,9 +203,8 @@ def _write_manifest(folder: Path, state: TrainState) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    part = folder / f"{MANIFEST}.part"
-    part.write_text(json.dumps({"files": files, "arrays": _arrays(state)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / MANIFEST)
+    with atomic_file(folder / MANIFEST) as part:
+        part.write_text(json.dumps({"files": files, "arrays": _arrays(state)}, indent=1) + "\n", encoding="utf-8")
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:

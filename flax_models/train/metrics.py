@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
 
 Row = dict[str, Any]
@@ -65,11 +66,10 @@ class MetricsLog:
 
         kept = [row for row in read_rows(folder) if row["step"] <= after]
         self._path = folder / "metrics.jsonl"
-        part = self._path.with_suffix(".part")
         self._event, self._scalar = Event, scalar
         try:
-            part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            part.replace(self._path)
+            with atomic_file(self._path) as part:
+                part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             self._file = self._path.open("a", encoding="utf-8")
             # With the process id, because two starts within one second would otherwise use the same file.
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"

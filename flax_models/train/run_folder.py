@@ -31,6 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
 from flax_models.train.checkpoint import steps_in, unused_path
 from flax_models.train.config import RunConfig, TrainConfig, from_json, to_json
@@ -231,10 +232,9 @@ def extend(folder: Path, steps: int) -> None:
     record = read_record(folder)
     config = dataclasses.replace(record.config, train=dataclasses.replace(record.config.train, steps=steps))
     path = folder / "config.json"
-    part = path.with_suffix(".part")
     try:
-        _write_record(part, record._replace(config=config))
-        part.replace(path)
+        with atomic_file(path) as part:
+            _write_record(part, record._replace(config=config))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from None
 
