@@ -145,8 +145,8 @@ def load_transformers(folder: Path) -> Any:
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
-    odd = {kind: names for kind, names in report.items() if names}
-    assert not odd, odd
+    unexpected = {kind: names for kind, names in report.items() if names}
+    assert not unexpected, unexpected
     return model.eval()
 
 

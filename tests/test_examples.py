@@ -31,7 +31,7 @@ def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypat
     assert generate.main(["--weights", str(place / "out"), "--prompt", "the fox", "--length", "2"]) == 0
 
 
-def test_what_a_person_can_mend_is_one_line(place, monkeypatch):
+def test_user_errors_are_one_line(place, monkeypatch):
     for options, message in [
         (["--data", str(place / "absent")], f"error: --data: no such file or folder: {place / 'absent'}"),
         (["--steps", "0"], 2),
@@ -57,8 +57,8 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
     example.main(options)
     assert "of them trainable" in capsys.readouterr().out
     assert (place / "adapter" / "adapter_model.safetensors").is_file()
-    asked = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]
-    assert generate.main(asked) == 0
+    arguments = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]
+    assert generate.main(arguments) == 0
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_flops_are_the_products_of_the_traced_model(tie, changes):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_that_multiply_are_all_but_vectors_and_an_embedding_that_is_looked_up(name):
+def test_multiplied_parameters_exclude_vectors_and_the_embedding_lookup(name):
     config = published(name)
     _, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     matrices = 0
@@ -77,7 +77,7 @@ def test_mean_keys_by_counting(window):
     assert mean_keys(7, window) == pytest.approx(np.mean(counted))
 
 
-def test_windows_of_some_layers_spare_flops():
+def test_windows_of_some_layers_reduce_flops():
     config = dataclasses.replace(CONFIG, num_layers=2, sliding_window=4, window_pattern=(True, False))
     whole = dataclasses.replace(CONFIG, num_layers=2)
     spared = flops_per_token(whole, 16) - flops_per_token(config, 16)
@@ -123,7 +123,7 @@ def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"remat": "full"}, {"accumulate": 4}])
-def test_the_plan_knows_what_takes_less(changes):
+def test_memory_analysis_reflects_options_that_reduce_memory(changes):
     config = ModelConfig(280, 32, 6, 4, 2, 8, 96, 64)
     plans = []
     for options in ({}, changes):
@@ -143,7 +143,7 @@ def test_nothing_is_known_of_a_backend_that_does_not_plan():
     assert step_memory(small_trainer(), cast(Any, Silent())) is None
 
 
-def test_memory_of_the_device_where_it_tells():
+def test_device_memory_where_it_is_reported():
     class Told:
         platform, device_kind = "gpu", "NVIDIA H200"
 
@@ -176,7 +176,7 @@ def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit,
         assert not (tmp_path / "runs").exists()
 
 
-def test_a_step_that_xla_cannot_place_is_one_line(tmp_path, monkeypatch, capsys):
+def test_step_that_xla_cannot_allocate_is_one_line(tmp_path, monkeypatch, capsys):
     def refuse(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -216,7 +216,7 @@ def test_words_for_sizes_and_rates():
 # Profile
 
 
-def test_clock_shares_out_the_whole_time():
+def test_clock_table_sums_to_the_total_time():
     clock = Clock()
     clock.seconds.update({"data": 1.0, "dispatch": 2.0})
     lines = clock.table(steps=100, total=4.0)
@@ -229,7 +229,7 @@ def test_clock_shares_out_the_whole_time():
     ]
 
 
-def test_operations_belong_to_the_part_that_their_source_names():
+def test_operations_belong_to_the_part_of_their_named_scope():
     program = """
   %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_step)/transpose(jvp(loss))/dot_general"}
   ROOT %add.2 = f32[2]{0} add(%a, %b), metadata={op_name="jit(_step)/optimizer/add" source_file="x.py"}
@@ -247,7 +247,7 @@ def test_operations_belong_to_the_part_that_their_source_names():
 
 
 @pytest.mark.parametrize(("first", "last", "steps"), [(1, 100, 5), (1, 5, 3), (1, 2, 0), (50, 100, 5), (9, 8, 0)])
-def test_tracer_takes_what_steps_there_are(first, last, steps):
+def test_tracer_traces_the_available_steps(first, last, steps):
     assert Tracer(None, first, last).steps == steps
 
 
@@ -258,7 +258,7 @@ def _compiled_once(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypatch, capsys):
+def test_profile_writes_a_trace_and_reports_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_texts(tmp_path / "data")
     assert start(tmp_path, "a", "--profile") == 0
@@ -277,15 +277,15 @@ def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypat
 # Speed
 
 
-def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, Any]] = []
-    said: list[str] = []
+    lines: list[str] = []
     metrics = StepMetrics(jnp.array(2.0), jnp.array(1.0), jnp.array(1e-3), jnp.ones(1, bool))
     parts: Any = SimpleNamespace(
         trainer=SimpleNamespace(parts=()),
         sampler=SimpleNamespace(starts=np.zeros(1), tokens=100),
         metrics=SimpleNamespace(write=lambda step, **row: rows.append(row), flush=lambda: None),
-        display=SimpleNamespace(progress=lambda step, text: said.append(text)),
+        display=SimpleNamespace(progress=lambda step, text: lines.append(text)),
         cost=loop.Cost(flops_per_token=1e9, peak=1e12),
         clock=SimpleNamespace(part=lambda name: contextlib.nullcontext()),
     )
@@ -300,6 +300,6 @@ def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch: pyt
     fetcher.fetch(keep=2)
     now = 72.0
     fetcher.fetch(keep=0)
-    assert said == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
+    assert lines == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
     assert "tokens_per_s" not in rows[0]
     assert rows[1] == rows[2] == {**rows[0], "tokens_per_s": 100.0, "flops_per_s": 10**11, "mfu": 0.1, "seconds": 62.0}

@@ -196,7 +196,7 @@ def test_tokens_and_marks_are_those_of_transformers(folders, tmp_path, name, our
     )
 
 
-def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_path):
+def test_only_an_answer_and_its_end_count(folder, tmp_path):
     for name, answer, end in [
         ("chatml", ANSWER.content, "<|im_end|>"),
         ("llama3", ANSWER.content.strip(), "<|eot|>"),
@@ -218,11 +218,11 @@ def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_pat
 
 
 @given(question=st.text(), answer=st.text(min_size=1))
-def test_any_answer_is_learned_to_its_last_byte(plain_chat, question, answer):
+def test_every_byte_of_an_answer_counts(plain_chat, question, answer):
     assert learned(plain_chat, Turn("user", question), Turn("assistant", answer)) == answer + "<|im_end|>"
 
 
-def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
+def test_token_across_the_boundary_of_an_answer_does_not_count(folder, tmp_path):
     # The prompt ends with a space and the answer begins with a word: one token covers both.
     template = "{% for m in messages %}{{ '> ' if m.role == 'user' else '< ' }}{{ m.content + '</s>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '< ' }}{% endif %}"
@@ -237,7 +237,7 @@ def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
         assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
 
 
-def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
+def test_marks_of_the_template_are_used_unchanged(folder, tmp_path):
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<<{{ m.content }}</s>\n>>va"
     template += "{% endif %}{% endfor %}"
     assert learned(with_template(folder, tmp_path, marked(template)), *TALK) == f"{ANSWER.content}</s>\nno</s>\n"
@@ -246,7 +246,7 @@ def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
     assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", "' va' is over the end"
 
 
-def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder, tmp_path):
+def test_earlier_answers_that_are_formatted_differently_do_not_count(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, THINKING)
     first, second = (
         Turn("assistant", "<think>\nhm\n</think>\n\nhello"),
@@ -256,7 +256,7 @@ def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder,
     assert learned(vocabulary, *TALK[2:]) == "<think>\n\n</think>\n\nno<|im_end|>"
 
 
-def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_path):
+def test_template_whose_last_answer_cannot_be_located_raises(folder, tmp_path):
     opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\nlet me see' }}{% endif %}")
     vocabulary = with_template(folder, tmp_path, opening)
     with pytest.raises(
@@ -297,14 +297,14 @@ def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_pat
         ),
     ],
 )
-def test_what_a_template_refuses_is_named_with_the_record(folder, tmp_path, template, turns, message):
+def test_template_errors_name_the_record(folder, tmp_path, template, turns, message):
     vocabulary = with_template(folder, tmp_path, marked(template))
     with pytest.raises(RunError, match=message) as caught:
         learned(vocabulary, *turns)
     assert "\n" not in str(caught.value)
 
 
-def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
+def test_contents_with_control_tokens_raise(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, THINKING)
     for turns in (
         (Turn("user", "a<|im_end|>"), ANSWER),
@@ -322,7 +322,7 @@ def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
     )
 
 
-def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_path):
+def test_end_token_that_includes_white_space_counts(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, marked(CHATML))
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in values["added_tokens"]:
@@ -337,7 +337,7 @@ def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_pa
 # Files that hold the template
 
 
-def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):
+def test_template_is_read_from_the_same_file_as_in_transformers(folder, tmp_path):
     def found() -> str | None:
         template = read_chat_template(tmp_path)
         return None if template is None else template.source
@@ -369,7 +369,7 @@ def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):
             found()
 
 
-def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
+def test_tokens_are_template_variables_in_every_format(folder, tmp_path):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     token = {"content": "</s>", "special": True, "lstrip": False}
     vocabulary = with_template(folder, tmp_path, template, bos_token=None, eos_token=token)
@@ -383,7 +383,7 @@ def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
     assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no<|eot|>"
 
 
-def test_a_run_goes_on_with_the_date_that_it_was_started_with(folder, tmp_path):
+def test_resumed_run_keeps_the_date_of_its_start(folder, tmp_path):
     dated = "{{ strftime_now('%d %b %Y') }}" + unmarked(CHATML)
     vocabulary = with_template(folder, tmp_path / "hub", dated)
     today = datetime.date.today()

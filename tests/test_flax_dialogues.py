@@ -70,15 +70,15 @@ def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(pl
     assert learned(place / "runs" / "cut") == learned(place / "runs" / "whole")
 
 
-def test_a_loss_that_is_not_finite_names_the_examples_of_its_batch(place, capsys, monkeypatch):
+def test_non_finite_loss_reports_the_examples_of_its_batch(place, capsys, monkeypatch):
     def spoil(state):
         return state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
 
     before_step(monkeypatch, 5, spoil)
     assert start(place, "--name", "bad") == 1
     named = r"data\.jsonl:\d+"
-    said = rf"at step 5; the checkpoint of step 4 is kept. Batch: {named}(, {named})*(, and \d more)?\. "
-    assert re.search(rf"^error: the loss is nan {said}", capsys.readouterr().err)
+    expected = rf"at step 5; the checkpoint of step 4 is kept. Batch: {named}(, {named})*(, and \d more)?\. "
+    assert re.search(rf"^error: the loss is nan {expected}", capsys.readouterr().err)
 
 
 def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[str, str]]:
@@ -91,13 +91,13 @@ def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[s
     return train_config, dict(data.facts)
 
 
-def test_rows_are_filled_as_asked(place):
-    config, said = facts(place, 96, batch_tokens=400, packing="none")
+def test_rows_are_filled_as_requested(place):
+    config, reported = facts(place, 96, batch_tokens=400, packing="none")
     assert config.batch_size == 4
-    assert re.fullmatch(r"none, one example per row: \d\d\.\d\d% padding", said["packing"])
-    assert "warning" not in said
-    _, said = facts(place, 26)
-    assert re.match(r"--max-seq-len 26: of 5\d examples, \d+ \(.*%\) truncated, ", said["warning"])
+    assert re.fullmatch(r"none, one example per row: \d\d\.\d\d% padding", reported["packing"])
+    assert "warning" not in reported
+    _, reported = facts(place, 26)
+    assert re.match(r"--max-seq-len 26: of 5\d examples, \d+ \(.*%\) truncated, ", reported["warning"])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_rows_are_filled_as_asked(place):
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(place, capsys, options, error):
+def test_incompatible_options_are_one_line(place, capsys, options, error):
     assert start(place, *options) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
 

@@ -57,7 +57,7 @@ def decoded(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
 # Plain text
 
 
-def test_answers_and_ends_are_learned_in_plain_text(vocabulary):
+def test_answers_and_end_tokens_count_in_plain_text(vocabulary):
     alpaca, pair, chat = vocabulary.encode_examples([ALPACA, PAIR, CHAT])
     for example, dialogue in ((alpaca, ALPACA), (pair, PAIR)):
         assert decoded(vocabulary, example.tokens) == END + dialogue.text + END
@@ -93,7 +93,7 @@ def test_a_folder_without_a_chat_template_has_its_own_first_token_and_end(base):
         read_hub_vocabulary(base.parent / "endless").encode_examples([PAIR])
 
 
-def test_dialogues_are_not_taken_for_texts_or_texts_for_dialogues(vocabulary):
+def test_texts_and_dialogues_are_not_interchangeable(vocabulary):
     with pytest.raises(RunError, match="--data must have texts, got dialogues"):
         vocabulary.encode([PAIR])
     with pytest.raises(RunError, match="--data must have dialogues, got texts"):
@@ -107,7 +107,7 @@ def example(name: str, counted: str) -> Example:
     return Example(name, np.arange(len(counted), dtype=np.int32), np.array([mark == "1" for mark in counted]))
 
 
-def test_examples_are_cut_at_their_end_and_dropped_where_nothing_is_left():
+def test_examples_are_truncated_or_dropped():
     fitted = fit_examples(
         [example("a", "0001111"), example("b", "000001"), example("c", "0011"), example("d", "10000")], 4
     )
@@ -122,7 +122,7 @@ def test_examples_are_cut_at_their_end_and_dropped_where_nothing_is_left():
         fit_examples([example("a", "0001"), example("b", "00001")], 2)
 
 
-def test_packed_examples_come_back():
+def test_packed_examples_survive_the_array_format():
     examples = [example("a", "0001"), example("b", "011"), example("c", "1")]
     again = from_arrays(to_arrays(examples), ["a", "b", "c"])
     for one, other in zip(examples, again, strict=True):
@@ -210,14 +210,14 @@ def test_everything_that_tokens_depend_on_is_in_the_caches_key(vocabulary, base,
     assert key("dialogues", read_hub_vocabulary(other)) == undated
 
 
-def test_a_cache_that_cannot_be_written_costs_only_the_cache(vocabulary, tmp_path):
+def test_unwritable_cache_does_not_stop_training(vocabulary, tmp_path):
     (tmp_path / "file").write_text("")
     tokens = read_or_encode(corpus("texts"), vocabulary, tmp_path / "file", display()[0])
     assert ", not cached: " in tokens.origin
     assert len(tokens.train) > 0
 
 
-def test_progress_is_told_where_it_takes_long(monkeypatch):
+def test_slow_encoding_reports_progress(monkeypatch):
     shown, out = display()
     with shown.counting("tokenizing", 3000) as show:
         show(1000)
@@ -246,16 +246,16 @@ def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):
     lines = [{"messages": turns * 2, "id": i} for i in range(12)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = RunConfig(data=(data,), model=CONFIGS["micro"].model)
-    text, said = read(config)
+    text, output = read(config)
     assert isinstance(text.train, list)
     assert isinstance(text.held_out, list)
     assert len(text.train) + len(text.held_out) == 12
     assert load_corpus([data]).train == text.corpus.train
-    assert f"corpus     {data}: {len(text.train)} dialogues and {len(text.held_out)} held out, " in said
-    assert ", unused fields: id, 11 duplicate records, sha256 " in said
-    assert "\nformat     plain text (### Instruction, ### Response), because there is no chat template\n" in said
-    assert f" in {len(text.train)} examples (" in said
-    assert "% count in the loss) held out, encoded at " in said
+    assert f"corpus     {data}: {len(text.train)} dialogues and {len(text.held_out)} held out, " in output
+    assert ", unused fields: id, 11 duplicate records, sha256 " in output
+    assert "\nformat     plain text (### Instruction, ### Response), because there is no chat template\n" in output
+    assert f" in {len(text.train)} examples (" in output
+    assert "% count in the loss) held out, encoded at " in output
     assert read(config)[1].rstrip().endswith("% count in the loss) held out, cached")
 
     # A template that omits earlier answers, and ends answers with a token that does not end generated text.
@@ -265,10 +265,10 @@ def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):
         (hub / path.name).write_bytes(path.read_bytes())
     template = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }} <pad> {% endfor %}"
     (hub / "chat_template.jinja").write_text(template)
-    _, said = read(RunConfig(data=(data,), tokenizer=hub, model=CONFIGS["micro"].model))
-    assert f"\nformat     the chat template of {hub / 'chat_template.jinja'}\n" in said
+    _, output = read(RunConfig(data=(data,), tokenizer=hub, model=CONFIGS["micro"].model))
+    assert f"\nformat     the chat template of {hub / 'chat_template.jinja'}\n" in output
     assert (
         "\nwarning    12 of 24 answers do not count in the loss: the chat template formats them differently when"
-        in said
+        in output
     )
-    assert "\nwarning    12 of 12 examples end with a token that does not end generated text: eos_token_id" in said
+    assert "\nwarning    12 of 12 examples end with a token that does not end generated text: eos_token_id" in output

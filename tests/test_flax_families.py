@@ -76,7 +76,7 @@ def test_hidden_states_and_loss_are_those_of_transformers(folders, name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_what_is_saved_here_is_the_same_model_in_transformers(folders, name, tmp_path):
+def test_saved_model_is_the_same_in_transformers(folders, name, tmp_path):
     theirs, folder = folders[name]
     save(load(folder), tmp_path / "out", max_shard_bytes=30_000, like=folder)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -121,7 +121,7 @@ def test_published_shapes_can_be_trained_and_their_options_survive_json(name):
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
+def test_unknown_name_raises_with_the_valid_names():
     with pytest.raises(ValueError, match=r"name must be one of llama2-7b, .* got 'llama9'"):
         published("llama9")
 

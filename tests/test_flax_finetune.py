@@ -173,7 +173,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_fold
     assert learned(place / "runs" / "broken") == learned(tuned[0] / "runs" / "whole")
 
 
-def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(hub, place, capsys):
+def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, capsys):
     def without(name: str, **changes: Any) -> Path:
         folder = shutil.copytree(hub[1], place / f"without-{name}")
         if changes:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(h
         assert start(place, "a", folder, *options) == 1, message
         out, err = capsys.readouterr()
         assert re.match(f"error: .*{message}", err), err
-        assert folder not in damaged or "\ntokens " not in out, "told before the data is encoded"
+        assert folder not in damaged or "\ntokens " not in out, "reported before the data is encoded"
         assert err.count("\n") == 1
         assert not (place / "runs").exists()
     with pytest.raises(SystemExit):
@@ -242,7 +242,7 @@ def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
     assert parse(["--weights", str(tmp_path), "--learning-rate", "0.5"])[0].train.learning_rate == 0.5
 
 
-def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continued(hub, tmp_path):
+def test_run_is_named_after_its_folder_and_the_latest_is_resumed(hub, tmp_path):
     config = RunConfig(None, hub[1], runs=tmp_path)
     assert new_folder(config) == tmp_path / "small-gemma2"
     (tmp_path / "small-gemma2").mkdir()
@@ -257,7 +257,7 @@ def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continu
 
 
 @pytest.mark.slow
-def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
+def test_random_weights_with_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
     like = read_record(tuned[0] / "runs" / "whole").config  # the same shape, so that nothing is recompiled
     config = dataclasses.replace(like, config="tiny", weights=None, tokenizer=hub[1], name="a", runs=place / "runs")
     program.run(config, None, Display(Console()))
@@ -274,7 +274,7 @@ def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys
     assert read_hub_vocabulary(place / "out").ends == (2,)
 
 
-def test_a_model_has_rows_for_every_token_and_keeps_those_without_one(hub):
+def test_vocab_size_covers_every_token_and_keeps_unused_rows(hub):
     vocabulary = read_hub_vocabulary(hub[1])
     for rows in (61, 70):
         assert vocabulary.fit(ModelConfig(vocab_size=rows)).vocab_size == rows
@@ -282,7 +282,7 @@ def test_a_model_has_rows_for_every_token_and_keeps_those_without_one(hub):
         vocabulary.fit(ModelConfig(vocab_size=60))
 
 
-def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
+def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     vocabulary = read_hub_vocabulary(hub[1])
     documents = [Document("a", "the fox"), Document("b", "lazy</s>dog")]
     word = vocabulary.tokenizer.token_to_id
@@ -313,7 +313,7 @@ def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
         ({"tokenizer_config.json": {"eos_token": {"content": "the", "lstrip": False}}}, 4, (4,)),
     ],
 )
-def test_the_end_of_a_text_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, end, ends):
+def test_end_token_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, end, ends):
     (tmp_path / "tokenizer.json").write_bytes((hub[1] / "tokenizer.json").read_bytes())
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))

@@ -102,11 +102,11 @@ def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
     masked = 16 - mean_keys(16)
     back = {name.split(".")[0] for name in trainer.trained} & {"blocks", "embedding"}
     attention = (12 if back else 4) * config.num_layers * config.num_heads * config.head_dim * masked
-    said = flops_per_token(config, 16, trainer.trained)
-    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + attention), rel=0)
+    reported = flops_per_token(config, 16, trainer.trained)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (reported + attention), rel=0)
 
 
-def test_names_that_are_not_there_and_freezing_everything_are_refused():
+def test_unknown_names_and_freezing_everything_raise():
     with pytest.raises(
         RunError, match=r"--freeze: no parameter matches head; the parameters are blocks\.attention\.key\.kernel, "
     ):
@@ -137,7 +137,7 @@ def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
     np.testing.assert_array_equal(model.head_weight(), Decoder(model.config, rngs=nnx.Rngs(0)).head_weight())
 
 
-def test_fewer_parameters_than_asked_still_end_the_run(place, monkeypatch, capsys):
+def test_run_ends_if_fewer_parameters_train_than_requested(place, monkeypatch, capsys):
     def stopped(hidden, weight, *arguments, **keywords):
         return linear_cross_entropy(jax.lax.stop_gradient(hidden), weight, *arguments, **keywords)
 

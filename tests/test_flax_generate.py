@@ -82,7 +82,7 @@ def test_extending_in_pieces_gives_the_hidden_states_of_the_whole():
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), nnx.jit(Decoder.__call__)(model, tokens), atol=2e-5)
 
 
-def test_extend_names_positions_and_caches_that_do_not_fit():
+def test_extend_raises_for_mismatched_positions_and_caches():
     model, tokens = make(), jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"positions must have shape \(2, 3\) \(tokens' shape\), got \(3,\)"):
         model.extend(tokens, jnp.arange(3), model.make_cache(2, 4))
@@ -90,7 +90,7 @@ def test_extend_names_positions_and_caches_that_do_not_fit():
         model.extend(tokens, jnp.zeros((2, 3), jnp.int32), model.make_cache(1, 4))
 
 
-def test_a_row_ends_at_an_end_and_not_before_its_least_number_of_tokens():
+def test_row_ends_at_an_end_token_after_min_tokens():
     model = make()
     free = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
     ends = (free[0][2], free[2][4])
@@ -146,7 +146,7 @@ def test_draws_have_the_probabilities_of_the_rule():
         ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 minus the longest prompt's 3 tokens\), got 30"),
     ],
 )
-def test_a_bad_prompt_or_length_is_named(options, message):
+def test_invalid_prompt_or_length_raises(options, message):
     with pytest.raises(ValueError, match=message):
         continue_prompts(make(), **{"prompts": [[1, 2, 3]], "length": 1, "key": KEY, **options})
 
@@ -160,7 +160,7 @@ def test_a_bad_prompt_or_length_is_named(options, message):
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     ],
 )
-def test_a_bad_sampling_option_is_named(options, message):
+def test_invalid_sampling_option_raises(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
@@ -239,7 +239,7 @@ def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
         generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
 
 
-def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
+def test_user_errors_are_one_line(place, capsys, tmp_path):
     prompt = ["--prompt", "the"]
     weights, run = ["--weights", str(place / "weights")], ["--run", str(place / "run")]
     (tmp_path / "bare").mkdir()
@@ -280,7 +280,7 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
         (["--run", "a", "--prompt", "b", "--lenth", "3"], "unrecognized arguments: --lenth 3"),
     ],
 )
-def test_a_wrong_option_is_one_line(options, message, capsys):
+def test_invalid_option_is_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         program.main(options)
     assert stopped.value.code == 2
@@ -289,7 +289,7 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
     assert err.count("\n") == 1
 
 
-def test_a_length_beyond_the_models_positions_is_refused_and_the_default_cut_with_a_note(place, capsys):
+def test_too_large_length_raises_and_the_default_is_reduced_with_a_note(place, capsys):
     options = ["--run", str(place / "run"), "--prompt", "the fox"]
     width = len(program.read_run(place / "run").vocabulary.prompt("the fox"))
     why = f"the longest prompt has {width} tokens and the model's max_seq_len is 24"
@@ -299,7 +299,7 @@ def test_a_length_beyond_the_models_positions_is_refused_and_the_default_cut_wit
     assert capsys.readouterr().err == f"note: --length is {24 - width} instead of 128: {why}\n"
 
 
-def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_path, capsys):
+def test_older_checkpoint_is_used_only_with_an_option(place, tmp_path, capsys):
     from flax_models.export import main as export_main
     from flax_models.train.checkpoint import Checkpoints
 

@@ -113,9 +113,9 @@ def run_and_print(attention: str, course: str) -> None:
                 before_step(patch, 9, interrupt)
                 assert train(place, *arguments)[0] == 130
             arguments = ["--resume"]
-        status, said = train(place, *arguments)
+        status, output = train(place, *arguments)
         assert status == 0
-        assert ("from step 5" in said) == (course == "broken"), said
+        assert ("from step 5" in output) == (course == "broken"), output
         folder = place / "runs" / "run"
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(nnx.state(read_run(folder).model)):
@@ -132,7 +132,7 @@ def both_courses(attention: str) -> tuple[Command, ...]:
 @pytest.mark.parametrize(
     "attention", [pytest.param(name, marks=pytest.mark.programs(*both_courses(name))) for name in ATTENTIONS]
 )
-def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(attention: str, printed: Printed) -> None:
+def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(attention: str, printed: Printed) -> None:
     whole, broken = (printed[course] for course in COURSES)
     assert len({row["step"] for row in whole["rows"]}) == 12
     assert whole["rows"] == broken["rows"]
@@ -199,7 +199,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def attends_as_plain_products_do(shape: dict[str, Any]) -> None:
     for plain, ours in errors_of(ATTENTIONS, **shape):
-        assert ours <= 1.25 * plain + 1e-3, f"error {ours:.2g} beside {plain:.2g}"
+        assert ours <= 1.25 * plain + 1e-3, f"error {ours:.2g} instead of {plain:.2g}"
 
 
 CHECKS |= {f"cudnn, {name}": partial(attends_as_plain_products_do, shape) for name, shape in FAMILIES.items()}
@@ -230,21 +230,21 @@ def adapters_learn_dialogues_by_kernels() -> None:
     steps = options(steps=30, batch_size=4, warmup_steps=5, log_every=10, eval_every=0, learning_rate=2e-3)
     adapters = [*options(lora_rank=8, lora_plus_ratio=16), "--dora", "--unfreeze", "embedding"]
     with texts() as place:
-        data = place / "asked.jsonl"
+        data = place / "instructions.jsonl"
         with data.open("w") as file:
             for i in range(400):
                 word = "ab"[i % 2] * (1 + i % 7)
                 file.write(json.dumps({"instruction": f"Say {word} twice.", "output": f"{word} {word}"}) + "\n")
         with nothing_waits():
             given = options(data=data, sample_tokens=2)
-            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *adapters, *given)
+            status, output = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *adapters, *given)
         assert status == 0
         for pattern in (
             r"^packing +best fit, at most \d+ examples per row: [\d.]+% padding$",
             r"^attention +cudnn: supported on compute capability ",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
         ):
-            assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
+            assert re.search(pattern, output, re.MULTILINE), f"{pattern} is not in\n{output}"
         losses = [row["loss"] for row in learned(place / "runs" / "run") if "loss" in row]
         assert losses[-1] < 0.5 * losses[0]
 
@@ -293,7 +293,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
     with texts() as place:
         data = options(data=place / "data", sample_tokens=2)
         with nothing_waits():
-            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data, "--profile")
+            status, output = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data, "--profile")
         assert status == 0
         for pattern in (
             r"^model +[\d,]+ parameters, 100% trainable, on NVIDIA",
@@ -305,10 +305,10 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
             r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
             *(rf"^    {part} +[\d.]+% +[\d.]+ ms/step$" for part in PARTS),
         ):
-            assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
-        traced = re.search(r"device time of 5 traced steps, over all threads and streams: ([\d.]+) ms", said)
-        assert traced is not None, said
-        assert float(traced[1]) > 5 * 0.8, "products alone take longer: operations without a name were left out"
+            assert re.search(pattern, output, re.MULTILINE), f"{pattern} is not in\n{output}"
+        traced = re.search(r"device time of 5 traced steps, over all threads and streams: ([\d.]+) ms", output)
+        assert traced is not None, output
+        assert float(traced[1]) > 5 * 0.8, "matmuls take longer: operations without a name were left out"
         run, weights = str(place / "runs" / "run"), str(place / "weights")
         assert export.main(["--run", run, "--out", weights]) == 0
         for source in (["--run", run], ["--weights", weights, "--dtype", "bfloat16"]):
@@ -349,8 +349,8 @@ def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
     statistics = jax.devices()[0].memory_stats()
     assert statistics is not None
     took = statistics["peak_bytes_in_use"]
-    said = memory.total  # initialization and fragmentation add a little
-    assert 0.7 < said / took < 1.05, f"{said / 2**30:.1f} GiB were said, {took / 2**30:.1f} GiB taken"
+    planned = memory.total  # initialization and fragmentation add a little
+    assert 0.7 < planned / took < 1.05, f"{planned / 2**30:.1f} GiB planned, {took / 2**30:.1f} GiB used"
 
 
 @checked

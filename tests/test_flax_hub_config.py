@@ -230,7 +230,7 @@ def test_scalings_survive_being_written(rope):
     assert config_of(json.loads(json.dumps(values_of(config))), "x") == config
 
 
-def test_longrope_is_read_in_its_old_ways_of_writing():
+def test_longrope_is_read_in_old_formats():
     factors = {"short_factor": [1.0, 1.1], "long_factor": [1.5, 2.0]}
     values = {**values_of(dataclasses.replace(SMALL, family="phi3", head_dim=4)), "max_position_embeddings": 128}
     values |= {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 32}
@@ -300,12 +300,12 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"model_type": ["llama"]}, r"model_type must be one of llama, .* got \['llama'\]"),
     ],
 )
-def test_a_config_that_asks_for_other_mathematics_is_refused(change, message):
+def test_unsupported_config_raises(change, message):
     with pytest.raises(RunError, match=message):
         config_of({**values_of(SMALL), **change}, "x")
 
 
-def test_fields_that_change_nothing_are_ignored_and_named():
+def test_irrelevant_fields_are_ignored_and_reported():
     values = {
         **values_of(SMALL),
         "is_llama_config": True,
@@ -346,7 +346,7 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
         read_config(tmp_path, ["rope_theta"])
 
 
-def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
+def test_unknown_windows_and_missing_fields_raise():
     qwen = values_of(dataclasses.replace(SMALL, family="qwen2", attention_bias=True))
     with pytest.raises(RunError, match="layer_types must be sliding_attention or full_attention for 2 layers"):
         config_of({**qwen, "layer_types": ["chunked_attention", "full_attention"]}, "x")
@@ -364,7 +364,7 @@ def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
         ({"family": "mistral", "sliding_window": 4, "window_pattern": (True, False)}, "cannot express sliding_window"),
     ],
 )
-def test_what_a_familys_files_cannot_say_is_not_written(changes, message, tmp_path):
+def test_config_that_a_family_cannot_express_raises(changes, message, tmp_path):
     model = random_decoder(dataclasses.replace(SMALL, **changes))
     with pytest.raises(RunError, match=message):
         save(model, tmp_path / "out")

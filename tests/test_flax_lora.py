@@ -86,7 +86,7 @@ def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
     np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_are_drawn_as_peft_draws_them_and_differ():
+def test_adapters_are_initialized_as_in_peft_and_differ():
     assert [name for name, _ in adapted_projections(adapted(UNTIED, LORA))] == list(LORA.lora_targets)
     model = adapted(dataclasses.replace(UNTIED, hidden_size=256), LoraConfig(8, lora_targets=("query", "key")))
     drawn = {name: np.asarray(linear.lora_a[...]) for name, linear in adapted_projections(model)}
@@ -124,24 +124,24 @@ def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(UNFROZEN, marks=pytest.mark.slow)])
-def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
+def test_only_adapters_and_unfrozen_parameters_change(lora):
     trainer = trainer_of(adapted(UNTIED, lora, moved=True), lora)
     before = parameters(trainer.initial.params)
-    wanted = {name for name in before if "lora" in name}
+    expected = {name for name in before if "lora" in name}
     if lora.unfreeze:
-        wanted |= {name for name in before if name == "head" or name.endswith("scale")}
-    assert len(wanted) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
-    assert set(trainer.trained) == wanted
+        expected |= {name for name in before if name == "head" or name.endswith("scale")}
+    assert len(expected) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
+    assert set(trainer.trained) == expected
     assert {part.first_step for part in trainer.parts if "lora_a" in part.name} == {2}
     assert {part.first_step for part in trainer.parts if "lora_a" not in part.name} == {1}
     program = trainer.compile(2, 16).as_text() or ""
     assert "f32[32,280]{1,0} dot(" in program, "logits"
     assert ("f32[280,16]{1,0} dot(" in program) == bool(lora.unfreeze), "d_weight of the head"
     averages = jax.tree.leaves(trainer.initial.optimizer)
-    assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in wanted) + 2
+    assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in expected) + 2
     state, metrics = trainer.step(trainer.initial, random_batch(2))
     after = parameters(state.params)
-    assert {name for name in before if not np.array_equal(before[name], after[name])} == wanted
+    assert {name for name in before if not np.array_equal(before[name], after[name])} == expected
     assert bool(metrics.trained.all())
 
 
@@ -156,7 +156,7 @@ def size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_the_state_has_two_bytes_for_what_is_frozen_and_twelve_for_what_is_not():
+def test_state_has_two_bytes_per_frozen_and_twelve_per_trained_parameter():
     full, low = halves()
     count, adapters = (sum(part.size for part in each.parts) for each in (full, low))
     norms = 5 * 16
@@ -166,7 +166,7 @@ def test_the_state_has_two_bytes_for_what_is_frozen_and_twelve_for_what_is_not()
 
 
 @pytest.mark.slow
-def test_a_step_keeps_no_gradient_of_what_is_frozen():
+def test_step_stores_no_gradient_of_frozen_parameters():
     whole, part = (step_memory(each, each.compile(2, 16)) for each in halves())
     assert whole is not None
     assert part is not None
@@ -194,11 +194,11 @@ def test_flops_are_the_products_of_the_differentiated_model(config, lora):
     traced = jax.make_jaxpr(jax.grad(loss))(*trainer.split(params), tokens).jaxpr
     needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     masked = 12 * config.num_layers * config.num_heads * config.head_dim * (16 - mean_keys(16))
-    said = flops_per_token(config, 16, trainer.trained)
-    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + masked), rel=0)
+    reported = flops_per_token(config, 16, trainer.trained)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (reported + masked), rel=0)
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_invalid_adapters_raise():
     for options, message in [
         ({"lora_alpha": 3.0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 3.0"),
         ({"dora": True}, "--dora requires --lora-rank"),
@@ -231,7 +231,7 @@ def test_what_cannot_be_is_refused_by_name():
         save(model, Path("nowhere"))
 
 
-def test_options_are_read_and_written_down():
+def test_options_are_parsed_and_stored():
     config, _ = parse(["--lora-rank=4", "--lora-targets", "query", "value", "--dora", "--unfreeze", "norms", "head"])
     assert config.lora == LoraConfig(4, None, ("query", "value"), 1.0, True, ("norms", "head"))
     assert config.lora.scale == 2.0
@@ -346,7 +346,7 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
 
 
 @pytest.mark.slow
-def test_an_adapter_whose_b_never_moves_ends_the_run(place, capsys):
+def test_adapter_whose_b_stays_zero_ends_the_run(place, capsys):
     assert start(place, "a", "--lora-rank=2", "--learning-rate=1e-60") == 1
     message = r"error: no throughput to report: only \d+ of [\d,]+ parameters train; the gradient is always zero for "
     assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 more", capsys.readouterr().err)

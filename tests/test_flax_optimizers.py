@@ -152,7 +152,7 @@ def test_the_average_of_schedule_free_adamw_is_the_papers():
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "schedule_free_adamw"])
-def test_lora_plus_moves_b_so_many_times_as_far_and_all_else_alike(optimizer: Optimizer):
+def test_lora_plus_scales_only_the_updates_of_b(optimizer: Optimizer):
     config, names = dataclasses.replace(CONFIG, optimizer=optimizer), ("lora_a", "lora_b")
     generator = np.random.default_rng(0)
     a, *gradients = (jnp.asarray(generator.normal(size=(2, 3, 3)), jnp.float32) for _ in range(3))
@@ -177,7 +177,7 @@ def config_of(optimizer: Optimizer, **options: Any) -> TrainConfig:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
-def test_a_model_learns_its_memory_is_told_and_a_continuation_gives_the_same_bits(optimizer: Optimizer, tmp_path):
+def test_run_trains_reports_memory_and_resumes_bit_for_bit(optimizer: Optimizer, tmp_path):
     trainer, batch = Trainer(random_decoder(SMALL), config_of(optimizer)), random_batch(2)
     compiled = trainer.compile(2, 16)
     memory = step_memory(trainer, compiled)
@@ -219,11 +219,11 @@ def test_the_rate_of_schedule_free_adamw_stays_at_its_peak():
     assert [float(rate(step)) for step in (0, 4, 9, 10, 99)] == pytest.approx([0.2, 1.0, 2.0, 2.0, 2.0])
 
 
-def test_what_an_optimiser_cannot_use_is_refused_by_name():
+def test_optimizer_raises_for_unsupported_parameters_and_options():
     with pytest.raises(RunError, match=r"--beta1 has no effect with --optimizer adafactor, got 0.5"):
         parse(["--optimizer", "adafactor", "--beta1", "0.5"])
     config, _ = parse(["--config", "llama3.2-1b", "--optimizer", "adafactor"])
-    assert config.train.beta2 == 0.95, "the config's own number disturbs nobody"
+    assert config.train.beta2 == 0.95, "an unused option of the config does not matter"
     with pytest.raises(ValueError, match="--beta1 must be positive with --optimizer schedule_free_adamw, got 0"):
         TrainConfig(optimizer="schedule_free_adamw", beta1=0.0)
     with pytest.raises(RunError, match="--optimizer muon needs a matrix of the blocks that trains, got none"):

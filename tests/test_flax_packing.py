@@ -75,7 +75,7 @@ def sampler_of():
 
 
 @pytest.mark.parametrize("room", [1, 3, packing.ROOM])
-def test_a_pass_has_every_example_once_and_whole(sampler_of, room, monkeypatch):
+def test_pass_has_every_complete_example_once(sampler_of, room, monkeypatch):
     monkeypatch.setattr(packing, "BINS", 6)
     given = examples(60)
     sampler = sampler_of(given, 1, 16, 0, room=room)
@@ -113,7 +113,7 @@ def test_orders_differ_between_passes_and_seeds(sampler_of):
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 5, 17])
-def test_it_goes_on_from_its_state_through_json(sampler_of, drawn, monkeypatch):
+def test_packed_sampler_resumes_from_its_json_state(sampler_of, drawn, monkeypatch):
     monkeypatch.setattr(packing, "BINS", 5)  # not a multiple of the batch size 2
     given = examples(40)
     sampler, other = sampler_of(given, 2, 16, 5), sampler_of(given, 2, 16, 5)
@@ -169,7 +169,7 @@ def test_held_out_examples_are_packed_in_their_order_once():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_rows_that_fill_a_batch_up_are_one_sequence_without_targets():
+def test_padding_rows_are_one_sequence_without_targets():
     batch = pack_rows(examples(10), 16, most=3)
     first, second = padded(batch, 2)
     assert second.lengths is not None
@@ -177,7 +177,7 @@ def test_rows_that_fill_a_batch_up_are_one_sequence_without_targets():
     assert first.counted + second.counted == batch.counted
 
 
-def test_what_cannot_be_packed_is_named():
+def test_examples_that_cannot_be_packed_raise():
     with pytest.raises(RunError, match="no example to train on"):
         PackedSampler([], 1, 16, 0)
     with pytest.raises(RunError, match="no held-out example for evaluation"):
@@ -251,16 +251,16 @@ def test_cudnn_is_told_where_sequences_lie(monkeypatch):
     """A replacement of cuDNN's kernels, as documented: lengths and starts per row, -1 if unused."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    asked = []
+    calls = []
 
     def attend(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
         assert (q_seqlen is kv_seqlen, q_offsets is kv_offsets) == (True, True)
         assert (q_seqlen.dtype, q_offsets.dtype) == (jnp.int32, jnp.int32)
         assert mask_type is cudnn.MaskType.PADDING_CAUSAL
-        asked.append((q_seqlen.tolist(), q_offsets.tolist()))
+        calls.append((q_seqlen.tolist(), q_offsets.tolist()))
         query, key, value = (np.repeat(array, 2 // array.shape[2], axis=2) for array in (query, key, value))
         result = np.full(query.shape, np.nan, query.dtype)
-        for row, (lengths, starts) in enumerate(zip(*asked[-1], strict=True)):
+        for row, (lengths, starts) in enumerate(zip(*calls[-1], strict=True)):
             for length, start in zip(lengths, starts[:-1], strict=True):
                 if length >= 0:
                     own = slice(start, start + length)
@@ -275,15 +275,15 @@ def test_cudnn_is_told_where_sequences_lie(monkeypatch):
     query, key, value = (jax.random.normal(one, (3, 16, heads, 8)) for one, heads in zip(keys, (2, 1, 1), strict=True))
     sequences, nothing = make_sequences(jnp.asarray(LENGTHS), 16), jnp.zeros(0)
     found = attention._attend_packed(SHAPE, query, key, value, sequences)
-    assert asked[0][0][0] == [5, 7, 1, 3, -1]
-    assert asked[0][1][:2] == [[0, 5, 12, 13, -1, -1], [0, -1, -1, -1, -1, -1]]
+    assert calls[0][0][0] == [5, 7, 1, 3, -1]
+    assert calls[0][1][:2] == [[0, 5, 12, 13, -1, -1], [0, -1, -1, -1, -1, -1]]
     context = AttentionContext(jnp.arange(16), nothing, nothing, sequences)
     expected = attention._attend_seen(SHAPE, query, key, value, context, None)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("asked", [None, "cudnn", "xla"])
-def test_packed_rows_run_by_what_was_said(asked, monkeypatch):
+@pytest.mark.parametrize("requested", [None, "cudnn", "xla"])
+def test_packed_rows_use_the_reported_implementation(requested, monkeypatch):
     ran = []
 
     def attend(config, query, *rest):
@@ -292,11 +292,11 @@ def test_packed_rows_run_by_what_was_said(asked, monkeypatch):
 
     monkeypatch.setattr(attention_choice, "_default_device", gpu)
     monkeypatch.setattr(attention, "_attend_packed", attend)
-    config = dataclasses.replace(SHAPE, dtype="bfloat16", attention_implementation=asked)
+    config = dataclasses.replace(SHAPE, dtype="bfloat16", attention_implementation=requested)
     graph, params = nnx.split(decoder_shapes(config))
     places, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 16), (3, 5)))
     jax.eval_shape(lambda params, *given: nnx.merge(graph, params)(*given), params, places, lengths)
-    assert ran == ([] if asked == "xla" else ["cudnn"])
+    assert ran == ([] if requested == "xla" else ["cudnn"])
 
 
 def test_one_sequence_a_row_is_what_no_lengths_are():
@@ -313,7 +313,7 @@ def test_positions_of_sequences():
     assert sequences.starts[0].tolist() == [0, 5, 12, 13, 16]
 
 
-def test_cudnn_takes_packed_rows_on_hopper_alone_and_without_a_window():
+def test_cudnn_needs_hopper_and_no_window_for_packed_rows():
     half = dataclasses.replace(SHAPE, dtype="bfloat16")
     assert explain_attention(half, 16, gpu("9.0"), packed=True).name == "cudnn"
     older = explain_attention(half, 16, gpu("8.9"), packed=True)
@@ -323,7 +323,7 @@ def test_cudnn_takes_packed_rows_on_hopper_alone_and_without_a_window():
         explain_attention(window, 16, gpu(), packed=True)
 
 
-def test_a_query_sees_its_own_sequence_on_average():
+def test_mean_keys_of_sequences_of_different_lengths():
     assert mean_keys(np.array([5, 7, 1, 3])) == (15 + 28 + 1 + 6) / 16
     assert mean_keys(np.array([5, 2]), window=2) == (1 + 2 * 4 + 3) / 7
 

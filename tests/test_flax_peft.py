@@ -219,7 +219,7 @@ def test_merged_weights_are_those_of_the_written_files_by_pefts_formula(dora, tm
         close(after[name], array, name)
 
 
-def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
+def test_invalid_adapter_folder_is_one_line(tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     write_folder(make("llama2"), base)
     lora = LoraConfig(lora_rank=2, lora_targets=("up", "query"))

@@ -62,7 +62,7 @@ def dialogues(path: Path) -> list[Dialogue]:
         ({**CHAT, "prompt": "hi"}, [tuple(m.values()) for m in CHAT["messages"]]),
     ],
 )
-def test_a_record_is_what_its_fields_say(tmp_path, record, turns):
+def test_fields_determine_the_kind_of_a_record(tmp_path, record, turns):
     (found,) = dialogues(write(tmp_path / "a.jsonl", record))
     assert found == Dialogue("a.jsonl:1", tuple(Turn(*turn) for turn in turns))
 
@@ -135,14 +135,14 @@ def test_texts_in_lines_are_treated_as_text_files(tmp_path):
         ([{"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}], r"messages\[0\] has tool_calls"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path, lines, message):
+def test_errors_name_the_line(tmp_path, lines, message):
     with pytest.raises(RunError, match=message) as caught:
         dialogues(write(tmp_path / "a.jsonl", *lines))
     assert str(caught.value).startswith(f"--data: {tmp_path}")
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_wrong_in_a_list_is_named_with_its_place(tmp_path):
+def test_errors_in_a_list_name_the_position(tmp_path):
     for text, message in [
         ("{}", r"a\.json must hold a list of objects, got dict"),
         ("[", r"a\.json is not JSON: "),
@@ -154,7 +154,7 @@ def test_what_is_wrong_in_a_list_is_named_with_its_place(tmp_path):
             load_corpus([tmp_path / "a.json"])
 
 
-def test_fields_that_are_not_read_and_repeats_are_told(tmp_path):
+def test_unused_fields_and_duplicate_records_are_reported(tmp_path):
     tagged = {"messages": [{**CHAT["messages"][1], "name": "Ann"}, CHAT["messages"][2]], "id": 7}
     path = write(tmp_path / "a.jsonl", tagged, {**tagged, "id": 8, "source": "x"}, CHAT)
     assert load_corpus([path]).notes == ("unused fields: id, messages.name, source", "1 duplicate records")
@@ -186,7 +186,7 @@ def test_a_folder_gives_its_files_of_lines_and_takes_lists_for_text(tmp_path):
     assert isinstance(load_corpus([tmp_path / "texts"]).train[0], Document)
 
 
-def test_dialogues_are_held_out_whole_and_by_name(tmp_path):
+def test_whole_dialogues_are_held_out_by_name(tmp_path):
     first = load_corpus([write(tmp_path / "a" / "x.jsonl", *pairs(200))])
     again = load_corpus([write(tmp_path / "b" / "x.jsonl", *pairs(200))])
     assert (first.train, first.held_out, first.sha256) == (again.train, again.held_out, again.sha256)
@@ -197,7 +197,7 @@ def test_dialogues_are_held_out_whole_and_by_name(tmp_path):
     assert "x.jsonl:200" in {dialogue.name for dialogue in longer.train}
 
 
-def test_of_few_dialogues_one_is_held_out_and_of_one_none_can_be(tmp_path):
+def test_one_of_few_dialogues_is_held_out_and_a_single_one_raises(tmp_path):
     corpus = load_corpus([write(tmp_path / "a.jsonl", *pairs(2))])
     assert (len(corpus.train), len(corpus.held_out)) == (1, 1)
     with pytest.raises(RunError, match=r"--data must have at least two records, .* got only a\.jsonl:1"):

@@ -84,7 +84,7 @@ def diverge(state: TrainState) -> TrainState:
 # Stopping
 
 
-def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(whole, place, monkeypatch, capsys):
+def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(whole, place, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         before_step(patch, 6, interrupt)  # not a signal, which would save first
         assert start(place, "broken") == 130
@@ -104,13 +104,13 @@ def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(whole, place
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_it(number, whole, place, monkeypatch, capfd):
+def test_signal_saves_the_current_step_and_the_run_resumes_from_it(number, whole, place, monkeypatch, capfd):
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)  # a shell may set them to be ignored
     with monkeypatch.context() as patch:
         before_step(patch, 5, lambda state: os.kill(os.getpid(), number))
         assert start(place, "stopped") == 128 + number
-    asked, stopped = capfd.readouterr().err.splitlines()
-    assert asked == f"{number.name}: stopping after this step; repeat it to stop without saving"
+    notice, stopped = capfd.readouterr().err.splitlines()
+    assert notice == f"{number.name}: stopping after this step; repeat it to stop without saving"
     assert stopped == f"stopped by {number.name}: step 5 of 8 is saved; --resume continues from it"
     folder = place / "runs" / "stopped"
     assert kept(folder) == [3, 5]
@@ -121,7 +121,7 @@ def test_a_signal_saves_the_step_it_came_in_and_the_run_goes_on_from_it(number, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_process_at_once(number):
+def test_second_signal_kills_the_process(number):
     code = (
         "import os, signal\n"
         "from flax_models.train.stopping import StopRequest\n"
@@ -136,7 +136,7 @@ def test_a_second_signal_ends_the_process_at_once(number):
     assert done.stdout == f"{number.name}\n"
 
 
-def test_sigterm_while_a_run_is_readied_ends_it_in_one_line(place, monkeypatch, capsys):
+def test_sigterm_before_training_ends_the_run_with_one_line(place, monkeypatch, capsys):
     import flax_models.train.main as program
 
     monkeypatch.setattr(program, "read_text", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -157,7 +157,7 @@ def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_te
     assert (copied / "runs" / "whole" / "result.json").exists()
 
 
-def test_a_finished_run_goes_on_to_more_steps_and_its_record_says_so(copied, capsys):
+def test_finished_run_can_be_extended(copied, capsys):
     folder = copied / "runs" / "whole"
     before = read_rows(folder)
     again = ["--name", "whole", "--resume"]
@@ -193,7 +193,7 @@ def test_a_finished_run_goes_on_to_more_steps_and_its_record_says_so(copied, cap
 # Before the first checkpoint
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_gives_up_its_name(place, monkeypatch, capsys):
+def test_run_that_ended_before_its_first_checkpoint_releases_its_name(place, monkeypatch, capsys):
     runs = place / "runs"
     for poison, message in [
         (interrupt, "stopped: there is no checkpoint yet; --resume starts the run from the beginning\n"),
@@ -230,9 +230,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_gives_up_its_name(place, m
         pytest.param(1e30, "the (loss|gradient norm) is (nan|inf)", marks=pytest.mark.slow),
     ],
 )
-def test_a_diverged_run_names_step_and_batch_and_keeps_its_last_good_checkpoint(
-    place, monkeypatch, capsys, poison, what
-):
+def test_diverged_run_reports_step_and_batch_and_keeps_its_last_checkpoint(place, monkeypatch, capsys, poison, what):
     before_step(
         monkeypatch, 5, lambda state: state._replace(params=jax.tree.map(lambda leaf: leaf * poison, state.params))
     )
@@ -285,7 +283,7 @@ def test_an_older_checkpoint_takes_the_place_of_a_broken_one(whole, copied, capf
     assert (folder / "checkpoints" / "8.broken").is_dir()
 
 
-def test_without_any_good_checkpoint_each_is_named_and_all_stay(copied, capfd):
+def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd):
     folder = copied / "runs" / "whole"
     for step in (6, 8):
         data_file(folder / "checkpoints" / str(step)).write_bytes(b"")
@@ -306,7 +304,7 @@ def test_a_checkpoint_without_its_list_of_files_is_read_all_the_same(copied, cap
     assert "from step 8" in capfd.readouterr().out
 
 
-def test_a_checkpoint_of_another_model_is_named_with_both_shapes(copied):
+def test_checkpoint_of_another_model_raises_with_both_shapes(copied):
     checkpoints = Checkpoints(copied / "runs" / "whole" / "checkpoints", writes=True)
     other = Trainer(Decoder(ModelConfig(290, 16, 1, 2, 1, 8, 24, 16), rngs=nnx.Rngs(0)), TrainConfig())
     with pytest.raises(
@@ -329,7 +327,7 @@ def test_reading_a_run_changes_nothing_in_it(copied):
     assert {path.name for path in folder.iterdir()} == {"6", "8", "9.orbax-checkpoint-tmp"}
 
 
-def test_too_little_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_little_disk_space_raises_before_anything_is_written(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, writes=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
     message = "cannot write .* of step 1 to .*: it needs [0-9,]+ bytes, and the disk has 1 bytes free; there is no"
@@ -349,7 +347,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, place, monkeypatch, capfd):
+def test_full_disk_is_one_line_and_the_run_can_be_resumed(whole, place, monkeypatch, capfd):
     with contextlib.ExitStack() as limited, monkeypatch.context() as patch:
         before_step(patch, 4, lambda state: limited.enter_context(files_of_at_most(12_000)) and None)
         assert start(place, "full") == 1
@@ -363,7 +361,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, p
     assert not list((folder / "checkpoints").glob("*tmp*"))
 
 
-def test_metrics_that_a_full_disk_refuses_name_the_file(tmp_path):
+def test_metrics_on_a_full_disk_raise_with_the_file(tmp_path):
     log = MetricsLog(tmp_path, after=0)
 
     def write() -> None:
@@ -379,7 +377,7 @@ def test_metrics_that_a_full_disk_refuses_name_the_file(tmp_path):
     assert [row["step"] for row in rows] == list(range(len(rows)))
 
 
-def test_metrics_after_the_checkpoint_are_dropped_and_a_cut_line_is_passed_over(tmp_path):
+def test_metrics_after_the_checkpoint_and_an_incomplete_line_are_dropped(tmp_path):
     log = MetricsLog(tmp_path, after=0)
     for step in range(1, 5):
         log.write(step, loss=float(step))
@@ -478,11 +476,11 @@ def check_kills(place: Path, kills: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_a_random_moment_goes_on_to_the_same_numbers(place):
+def test_run_killed_at_a_random_time_resumes_with_the_same_results(place):
     check_kills(place, kills=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_killed_twenty_times_goes_on_to_the_same_numbers(place):
+def test_run_killed_twenty_times_resumes_with_the_same_results(place):
     check_kills(place, kills=20)

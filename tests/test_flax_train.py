@@ -57,7 +57,7 @@ def copied(finished, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
+def test_run_writes_all_files_and_reports_its_results(finished):
     place, out = finished
     folder = place / "runs" / "whole"
     assert {path.name for path in folder.iterdir() if not path.name.startswith("events.out")} == {
@@ -93,7 +93,7 @@ def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     assert "\x1b" not in out, "no colours or bars where there is no terminal"
 
 
-def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, capsys):
+def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
     (place / "empty").mkdir()
     (place / "short.txt").write_text("a few words\n")
     data = str(place / "data")
@@ -164,7 +164,7 @@ def test_help_lists_every_option_with_its_meaning(capsys):
     assert "Texts or dialogues: text files, JSON lines" in out
 
 
-def test_a_taken_name_and_a_changed_option_or_text_are_refused(copied, capsys):
+def test_used_name_and_changed_option_or_text_are_errors(copied, capsys):
     assert start(copied, "whole") == 1
     assert re.match(r"error: .*whole already exists; use --resume to continue it", capsys.readouterr().err)
     resume = ["--name", "whole", "--resume"]
@@ -203,7 +203,7 @@ def test_named_configs_are_chosen_and_options_override_them(name):
     assert config == dataclasses.replace(CONFIGS[name], train=dataclasses.replace(CONFIGS[name].train, steps=7))
 
 
-def test_options_survive_json_and_other_versions_are_refused():
+def test_options_survive_json_and_other_versions_raise():
     config = dataclasses.replace(CONFIGS["micro"], data=(Path("a"), Path("b")), name="x", prompt="é")
     values = json.loads(json.dumps(to_json(config)))
     assert from_json(values) == config
@@ -211,7 +211,7 @@ def test_options_survive_json_and_other_versions_are_refused():
         from_json({**values, "flavour": 1})
 
 
-def test_start_says_what_is_trained_and_each_line_how_it_goes(finished):
+def test_start_reports_what_trains_and_each_line_reports_progress(finished):
     out = finished[1]
     for pattern in (
         r"^model +[\d,]+ parameters, 100% trainable, on cpu$",
@@ -259,8 +259,8 @@ def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys
     assert found, captured.err
     assert "tokens/s" not in captured.out
     if found.groups():
-        trained, asked = (int(text.replace(",", "")) for text in found.groups())
-        assert asked - trained == 280 * 16
+        trained, total = (int(text.replace(",", "")) for text in found.groups())
+        assert total - trained == 280 * 16
 
 
 def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
@@ -308,7 +308,7 @@ def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
     assert set(reads) == {0, 5, 7, 8}
 
 
-def test_places_name_the_documents_of_windows():
+def test_document_index_names_the_documents_of_windows():
     stream = np.array([5, 6, 0, 7, 8, 9, 0, 4, 4, 0])
     places = DocumentIndex(stream, end=0, names=["a", "b", "c"])
     assert places.describe(np.array([0, 2, 3]), 2) == (
@@ -408,7 +408,7 @@ def test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens(accum
     assert float(trainer.step(trainer.initial, batch)[1].loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_gradient_of_the_head_is_alive_however_many_micro_batches():
+def test_one_gradient_of_the_head_is_in_memory_for_any_number_of_micro_batches():
     trainer = small_trainer(batch_size=4, accumulate=4)
     text = str(jax.make_jaxpr(trainer.step)(trainer.initial, random_batch(4)))
     assert "f32[280,16]" in text
@@ -425,7 +425,7 @@ def test_parts_are_all_parameters_once():
     assert report.trained.shape == (len(trainer.parts),)
 
 
-def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches():
+def test_held_out_loss_is_the_mean_over_tokens_for_any_batch_size():
     trainer = small_trainer()
     windows = random_batch(5)  # with batches of 2, half of the last one is padding
     model = trainer.model(trainer.initial.params)
@@ -444,7 +444,7 @@ def test_schedule_rises_to_the_peak_and_ends_at_zero():
     assert float(without(0)) == 2.0
 
 
-def test_weight_decay_leaves_norms_alone():
+def test_weight_decay_skips_norms():
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.1, weight_decay=0.5))
     params = {"norm": jnp.ones(4), "matrix": jnp.ones((4, 4))}
     gradients = jax.tree.map(jnp.zeros_like, params)

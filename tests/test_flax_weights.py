@@ -88,7 +88,7 @@ def test_parameters_are_loaded_in_the_dtype_asked_for_and_written_in_theirs(save
     }
 
 
-def test_a_tied_head_that_is_written_out_and_stored_frequencies_are_passed_over(saved, tmp_path):
+def test_stored_tied_head_and_rotary_frequencies_are_ignored(saved, tmp_path):
     model, _ = saved
 
     def add(tensors: dict[str, np.ndarray]) -> None:
@@ -134,7 +134,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda tensors: put(tensors, np.nan, jnp.bfloat16), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
     ],
 )
-def test_tensors_that_do_not_fit_the_config_are_named(saved, tmp_path, change, message):
+def test_tensors_that_do_not_match_the_config_raise(saved, tmp_path, change, message):
     folder = changed(saved, tmp_path, change)
     with pytest.raises(RunError, match=message):
         check_weights(folder, read_config(folder))
@@ -161,7 +161,7 @@ def test_whole_and_finite_weights_pass_the_check(saved):
         ("intermediate_size", 10**12, r"must have shape \(1000000000000, 24\), got \(40, 24\)"),
     ],
 )
-def test_a_config_that_asks_for_a_huge_model_is_refused_before_anything_is_made(saved, tmp_path, field, value, message):
+def test_config_of_a_huge_model_raises_before_allocation(saved, tmp_path, field, value, message):
     values = json.loads((saved[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, field: value}))
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes())
@@ -174,7 +174,7 @@ def test_a_config_that_asks_for_a_huge_model_is_refused_before_anything_is_made(
         tracemalloc.stop()
 
 
-def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
+def test_unreadable_folders_raise(saved, tmp_path):
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         load(tmp_path / "absent")
     (tmp_path / "config.json").write_text("[]")
@@ -206,7 +206,7 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
         load(tmp_path)
 
 
-def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
+def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
     model, folder = saved
     with pytest.raises(ValueError, match=r"changes must be among dtype, .* and max_seq_len, got hidden_size"):
         load(folder, hidden_size=3)

@@ -156,8 +156,9 @@ class ChatFormat:
             # The token that ends an answer may include white space after the end of the generation block.
             inside = within(encoding, first, last) | (control & (starts >= first) & (starts < last))
             ending = np.flatnonzero(inside & control)
-            after = marked.text[encoding.offsets[ending[-1]][1] : last] if ending.size else ""
-            if not marked.from_template and ending.size and not after.strip():
-                inside[ending[-1] + 1 :] = False  # generated text ends before the line break that the template adds
+            if not marked.from_template and ending.size:
+                after = marked.text[encoding.offsets[ending[-1]][1] : last]
+                if not after.strip():  # generated text ends before the line break that the template adds
+                    inside[ending[-1] + 1 :] = False
             counted |= inside
         return counted

@@ -171,8 +171,8 @@ def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **ch
         >>> model = load(Path("Llama-3.2-1B"), dtype="bfloat16")  # doctest: +SKIP
     """
     folder = Path(folder)
-    if odd := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
-        raise ValueError(f"changes must be among {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(odd)}")
+    if unexpected := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
+        raise ValueError(f"changes must be among {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(unexpected)}")
     config = dataclasses.replace(read_config(folder, ignore_config_fields), **changes)
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -210,8 +210,8 @@ class _Files:
             except (OSError, SafetensorError) as error:
                 raise RunError(f"cannot read {folder / name}: {_truncation(folder / name) or error}") from None
             self._handles |= dict.fromkeys(handle.keys(), handle)
-        if weight_map is not None and (odd := sorted(set(weight_map) ^ set(self._handles))):
-            raise RunError(f"{folder / INDEX} and the shards differ in these tensors: {_first_few(odd)}")
+        if weight_map is not None and (different := sorted(set(weight_map) ^ set(self._handles))):
+            raise RunError(f"{folder / INDEX} and the shards differ in these tensors: {_first_few(different)}")
 
     def check(self, config: ModelConfig) -> None:
         """Raises RunError unless the names, shapes and dtypes of the tensors match the config."""
@@ -253,8 +253,8 @@ class _Files:
         step = max(1, 2**20 // max(1, math.prod(others)))  # a few MiB at a time
         for first in range(0, rows, step):
             bits = np.ascontiguousarray(view[first : min(first + step, rows)]).view(integer)
-            if (odd := (bits & exponent) == exponent).any():  # only NaN and inf have an exponent of all ones
-                place = np.argwhere(odd)[0]
+            if (invalid := (bits & exponent) == exponent).any():  # only NaN and inf have an exponent of all ones
+                place = np.argwhere(invalid)[0]
                 where = ", ".join(str(int(i)) for i in (first + place[0], *place[1:]))
                 raise RunError(f"{self.folder}: {name} holds NaN or inf, first at [{where}]")
 
@@ -324,18 +324,18 @@ def save(
     """
     config, folder = model.config, Path(folder)
     found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    if odd := sorted(found - {part.path for part in file_parts(config)}):
+    if unexpected := sorted(found - {part.path for part in file_parts(config)}):
         raise ValueError(
             f"model must not have adapters (flax_models.model.lora.merge removes them), "
-            f"got {'.'.join(map(str, odd[0]))}"
+            f"got {'.'.join(map(str, unexpected[0]))}"
         )
     dtype = config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    if odd := sorted(set(fields or ()) - NEUTRAL):
-        raise ValueError(f"fields must not change the computation, got {', '.join(odd)}")
+    if unexpected := sorted(set(fields or ()) - NEUTRAL):
+        raise ValueError(f"fields must not change the computation, got {', '.join(unexpected)}")
     values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder} already exists and is not an empty folder; choose another")

@@ -50,7 +50,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     """Added to the mean square before its root."""
     tie_embeddings: bool = True
-    """Share one weight between the embedding and the head."""
+    """Whether the embedding and the head share one weight."""
     dtype: Dtype = "float32"
     """Dtype of the computation."""
     param_dtype: Dtype = "float32"
@@ -65,7 +65,7 @@ class ModelConfig:
     norm_plus_one: bool = False
     """Norms multiply by 1 + scale, and scales are initialized to 0 (Gemma)."""
     pre_norms: bool = True
-    """Apply a norm to the input of the attention and of the feed-forward layer (all but OLMo 2)."""
+    """Whether to apply a norm to the input of the attention and of the feed-forward layer (all but OLMo 2)."""
     post_norms: bool = False
     """Apply a norm to the output of the attention and of the feed-forward layer before the residual addition (Gemma 2,
     OLMo 2)."""
@@ -100,7 +100,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     """Factor on the logits, in the loss."""
     scan_layers: bool = True
-    """Compile one block and loop over the layers; otherwise compile each layer separately."""
+    """Whether to compile one block and loop over the layers, instead of compiling each layer separately."""
     remat: Remat = "none"
     """What the backward pass recomputes. none: nothing. attention: the scores of XLA attention. elementwise: the scores
     and all elementwise operations (norms, rotations, activations), so that only the outputs of matmuls with weights and

@@ -111,8 +111,8 @@ def continue_prompts(
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompts[{i}] must have at least one token, got none")
-        if odd := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"prompts[{i}] must have tokens in [0, {model.config.vocab_size}), got {odd[0]}")
+        if invalid := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"prompts[{i}] must have tokens in [0, {model.config.vocab_size}), got {invalid[0]}")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     width = max(map(len, prompts))

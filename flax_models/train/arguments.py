@@ -107,8 +107,10 @@ def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
 def check_shape(requested: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:
     """Raises RunError unless the model in a folder matches the options; max_seq_len may be smaller."""
     found = _shape_of(weights, ignored)
-    if odd := differing(dataclasses.replace(requested, max_seq_len=found.max_seq_len), found):
-        shown = ", ".join(f"{name} {theirs!r} in the folder, got {ours!r}" for name, (ours, theirs) in odd.items())
+    if different := differing(dataclasses.replace(requested, max_seq_len=found.max_seq_len), found):
+        shown = ", ".join(
+            f"{name} {theirs!r} in the folder, got {ours!r}" for name, (ours, theirs) in different.items()
+        )
         raise RunError(f"--weights: the options do not match the model in {weights}: {shown}")
     if requested.max_seq_len > found.max_seq_len:
         raise RunError(

@@ -73,9 +73,9 @@ class TrainConfig:
     label_smoothing: float = 0.0
     """Share of each target that is spread over the vocabulary in the training loss."""
     cast_head: bool = True
-    """Cast the head to the computation's dtype before the loss, like the other matrices. This takes three matmuls
-    instead of four for a float32 head, but memory for the copy, and rounds the gradient of the head to that dtype.
-    --no-cast-head passes the head in the dtype of the parameters."""
+    """Whether to cast the head to the computation's dtype before the loss, like the other matrices. With the cast, the
+    loss takes three matmuls instead of four for a float32 head. The cast needs memory for the copy, and the gradient of
+    the head is rounded to that dtype. --no-cast-head passes the head in the dtype of the parameters."""
     freeze: tuple[str, ...] = ()
     """Parameters that do not train, by name: embedding (includes a tied head), head, norms, blocks, attention,
     feed_forward, attention.query, ... Their gradients are not computed."""
