@@ -85,7 +85,7 @@ class Display:
         return self
 
     def start_clock(self, step: int) -> None:
-        """Measures the time per step, from which the remaining time is estimated, from now, when `step` is done."""
+        """Starts the clock for the estimate of the remaining time; `step` is the number of steps done."""
         self._first, self._began = step, time.monotonic()
 
     def __enter__(self) -> Self:

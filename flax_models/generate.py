@@ -131,7 +131,6 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--dtype",
         choices=typing.get_args(Dtype),
-        default="float32",
         help="dtype of the computation and of the parameters, with --weights (float32)",
     )
     options.add_argument(
@@ -158,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.run is not None:
             if options.ignore_config_fields:
                 raise RunError("--ignore-config-fields requires --weights, got --run")
+            if options.dtype is not None:
+                raise RunError("--dtype requires --weights, got --run")
             run = read_run(options.run, step=options.step, allow_older=options.allow_older)
             source = Source(merge(run.model), run.vocabulary)
         elif options.step is not None or options.allow_older:
@@ -165,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             if note := config_note(options.weights, options.ignore_config_fields):
                 print(f"note: {note}", file=sys.stderr)
-            source = read_weights(options.weights, options.dtype, options.ignore_config_fields)
+            source = read_weights(options.weights, options.dtype or "float32", options.ignore_config_fields)
         texts = continue_texts(
             source,
             options.prompt,

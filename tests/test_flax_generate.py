@@ -256,6 +256,7 @@ def test_user_errors_are_one_line(place, capsys, tmp_path):
         (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} is not a run: it has no config.json"),
         (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} is not a run: it has no config.json"),
         ([*weights, *prompt, "--step", "1"], "--step requires --run, got --weights"),
+        ([*run, *prompt, "--dtype", "bfloat16"], "--dtype requires --weights, got --run"),
         (
             ["--run", "runs/none", *prompt, "--ignore-config-fields", "a"],
             "--ignore-config-fields requires --weights, got --run",
