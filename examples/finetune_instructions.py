@@ -1,15 +1,15 @@
-"""Fine-tune a language model on instructions, in full or by adapters (LoRA), in a training loop of one's own.
+"""Fine-tune a language model on instructions, fully or with adapters (LoRA), in a custom training loop.
 
-    python examples/finetune_instructions.py                  # a small model, on instructions that it makes: a minute
+    python examples/finetune_instructions.py                  # a small model on generated instructions: one minute
     python examples/finetune_instructions.py --lora
     python examples/finetune_instructions.py --weights Llama-3.2-1B-Instruct --data alpaca.json --lora --out my-adapter
 
---weights is a Hugging Face folder; its chat template writes the instructions, and what it writes before an answer is
-read but not learned. Instructions of different lengths are packed into rows, where they do not see each other. With
---lora the folder's weights stay as they are, the head among them, and the loss leaves the head's gradient out.
+--weights is a Hugging Face folder. Its chat template formats the instructions, and only the tokens of answers count in
+the loss. Instructions of different lengths are packed into rows, without attention between them. With --lora, the
+folder's weights are frozen, including the head, and the loss does not compute the head's gradient.
 
-`python -m flax_models.train --weights ... --lora-rank 32` is this loop with what a long run needs besides: checkpoints,
---resume, gradient accumulation, the memory of a step, throughput.
+`python -m flax_models.train --weights ... --lora-rank 32` does the same with the features that a long run needs:
+checkpoints, --resume, gradient accumulation, memory estimates and throughput.
 """
 
 import argparse
@@ -48,10 +48,10 @@ from jax_pallas.linear_ce import linear_cross_entropy
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=256
 )
-ROWS = 4  # of a batch
-SHOWN = 3  # answers at the end
+ROWS = 4  # rows per batch
+SHOWN = 3  # number of answers printed at the end
 
-# What the small model learns: kinds of things, asked in several ways; some pairs of a thing and a way are held out.
+# The task of the small model: name the kind of a thing. Some pairs of a word and a question are held out.
 KINDS = {
     "animal": "cat horse sparrow whale beetle otter goat salmon",
     "plant": "oak fern rose moss willow tulip bamboo cactus",
@@ -70,7 +70,7 @@ WAYS = (
 
 
 def make_instructions(path: Path) -> None:
-    """Writes a small file of instructions, a JSON object a line."""
+    """Writes a small file of instructions, one JSON object per line."""
     with path.open("w", encoding="utf-8") as file:
         for kind, words in KINDS.items():
             for word in words.split():
@@ -80,7 +80,7 @@ def make_instructions(path: Path) -> None:
 
 
 def read_examples(data: Path | None, weights: Path | None, length: int) -> tuple[Vocabulary, list[list[Example]]]:
-    """Returns the vocabulary, and the examples to train on and held out."""
+    """Returns the vocabulary, and the examples to train on and to hold out."""
     with tempfile.TemporaryDirectory() as folder:
         if data is None:
             data = Path(folder) / "instructions.jsonl"
@@ -95,7 +95,7 @@ def read_examples(data: Path | None, weights: Path | None, length: int) -> tuple
     for part, records in (("to train on", corpus.train), ("held out", corpus.held_out)):
         dialogues = [record for record in records if isinstance(record, Dialogue)]
         if not dialogues:
-            raise RunError(f"--data: {data} has no instructions {part}")
+            raise RunError(f"--data: {data} must have instructions {part}, got none")
         fitted = fit_examples(vocabulary.encode_examples(dialogues), length)
         print(f"{part}: {len(fitted.examples):,} instructions; {fitted.describe()}")
         found.append(fitted.examples)
@@ -103,30 +103,39 @@ def read_examples(data: Path | None, weights: Path | None, length: int) -> tuple
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
     options = argparse.ArgumentParser(description="Fine-tune a language model on instructions.")
-    options.add_argument("--data", type=Path, help="instructions: JSON lines or a JSON list; none: made here")
-    options.add_argument("--weights", type=Path, help="Hugging Face folder to start from; none: a small random model")
-    options.add_argument("--lora", action="store_true", help="train adapters of rank 16 beside the weights")
-    options.add_argument("--steps", type=int, default=150)
-    options.add_argument("--max-seq-len", type=int, default=None, help="tokens of a row (the model's, at most 1024)")
-    options.add_argument("--out", type=Path, help="folder to save to: the model, or with --weights --lora the adapter")
+    options.add_argument(
+        "--data", type=Path, help="instructions as JSON lines or a JSON list (default: a small generated file)"
+    )
+    options.add_argument(
+        "--weights", type=Path, help="Hugging Face folder to start from (default: a small model with random weights)"
+    )
+    options.add_argument("--lora", action="store_true", help="train adapters of rank 16 and freeze the weights")
+    options.add_argument("--steps", type=int, default=150, help="number of optimizer steps (150)")
+    options.add_argument(
+        "--max-seq-len", type=int, default=None, help="tokens per row (default: the model's maximum, up to 1024)"
+    )
+    options.add_argument(
+        "--out", type=Path, help="folder to save the model to, or, with --weights and --lora, the adapter"
+    )
     chosen = options.parse_args(arguments)
     if chosen.steps < 1:
         options.error(f"--steps must be at least 1, got {chosen.steps}")
     longest = MODEL.max_seq_len if chosen.weights is None else read_config(chosen.weights).max_seq_len
     length = chosen.max_seq_len or min(longest, 1024)
     if not 1 <= length <= longest:
-        options.error(f"--max-seq-len must lie between 1 and the model's {longest}, got {length}")
+        options.error(f"--max-seq-len must be between 1 and the model's {longest}, got {length}")
 
     vocabulary, (train, held_out) = read_examples(chosen.data, chosen.weights, length)
-    batches, judged_by = PackedSampler(train, ROWS, length, seed=0), pack_rows(held_out, length, most=64)
+    batches, evaluation = PackedSampler(train, ROWS, length, seed=0), pack_rows(held_out, length, most=64)
 
     rngs = nnx.Rngs(0)
     if chosen.weights is None:
         model = Decoder(vocabulary.fit(MODEL), rngs=rngs)
-    else:  # bf16 products; what trains is kept in float32
+    else:  # compute in bfloat16; keep the parameters that train in float32
         model = load(chosen.weights, dtype="bfloat16", param_dtype="float32", remat="attention", scan_layers=False)
-    # A random model has nothing that adapters could adapt: its embedding learns too.
+    # A model with random weights also needs a trained embedding.
     lora = LoraConfig(lora_rank=16, unfreeze=("embedding",) if chosen.weights is None else ())
     if chosen.lora:
         adapt(model, lora, rngs)
@@ -137,16 +146,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     graph, trained, frozen = nnx.split(model, trains, ...)
     sizes = [sum(leaf.size for leaf in jax.tree.leaves(part)) for part in (trained, frozen)]
-    print(f"{sum(sizes):,} parameters, {sizes[0]:,} of them to train, on {jax.devices()[0].device_kind}")
+    print(f"{sum(sizes):,} parameters, {sizes[0]:,} of them trainable, on {jax.devices()[0].device_kind}")
     peak = 3e-3 if chosen.weights is None else (2e-4 if chosen.lora else 2e-5)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, min(30, chosen.steps // 2), chosen.steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99))
 
     def loss_of(trained: nnx.State, frozen: nnx.State, batch: Batch) -> jax.Array:
         model = nnx.merge(graph, trained, frozen)
-        # Positions whose target is -100 count for nothing: what comes before an answer, and padding.
+        # Positions with target -100 do not count in the loss: the tokens before an answer, and padding.
         hidden = model(batch.tokens, batch.lengths)
-        head = model.head_weight().astype(hidden.dtype)  # as every other matrix is multiplied: a product fewer
+        head = model.head_weight().astype(hidden.dtype)  # in the dtype of the other matmuls: saves one matmul
         return linear_cross_entropy(hidden, head, batch.targets, **model.config.loss_options())
 
     @jax.jit
@@ -158,35 +167,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     state, losses, began = optimizer.init(trained), [], time.monotonic()
     for number in range(1, chosen.steps + 1):
         trained, state, loss = step(trained, state, frozen, jax.device_put(batches.next()))
-        losses.append(loss)  # still on the device: reading each one would make the host wait for it
+        losses.append(loss)  # stays on the device: reading it here would make the host wait for the step
         if number % 50 == 0 or number == chosen.steps:
             mean = np.mean(jax.device_get(losses))
             print(f"step {number:>5}/{chosen.steps}  loss {mean:.3f}  {time.monotonic() - began:.0f} s", flush=True)
             losses.clear()
     batches.close()
-    print(f"held-out loss {float(jax.jit(loss_of)(trained, frozen, jax.device_put(judged_by))):.3f} nats a token\n")
+    held_out_loss = jax.jit(loss_of)(trained, frozen, jax.device_put(evaluation))
+    print(f"held-out loss {float(held_out_loss):.3f} nats per token\n")
 
     model = nnx.merge(graph, trained, frozen)
     plain = merge(model) if chosen.lora else model
     prompts = [example.tokens[: int(np.argmax(example.counted))].tolist() for example in held_out[:SHOWN]]
     ends = (*vocabulary.ends, *vocabulary.format.ends)
-    drawn = continue_prompts(
+    answers = continue_prompts(
         plain, prompts, length=40, key=jax.random.key(0), sampling=Sampling(temperature=0), ends=ends
     )
-    for prompt, answer in zip(prompts, drawn, strict=True):
+    for prompt, answer in zip(prompts, answers, strict=True):
         print(f"{vocabulary.tokenizer.decode(prompt)}{vocabulary.tokenizer.decode(answer)}\n")
     if chosen.out is not None and chosen.weights is not None and chosen.lora:
         save_adapter(model, chosen.out, base=chosen.weights)
-        print(f"{chosen.out} holds the adapter, for peft.PeftModel.from_pretrained(model of {chosen.weights}, ...)")
+        print(
+            f"saved the adapter to {chosen.out}; "
+            f"use it with peft.PeftModel.from_pretrained(model of {chosen.weights}, ...)"
+        )
     elif chosen.out is not None:
         save_with_tokenizer(plain, vocabulary, chosen.out)
         print(
-            f"{chosen.out} holds the model: python -m flax_models.generate --chat --weights {chosen.out} --prompt ..."
+            f"saved the model to {chosen.out}; "
+            f"use it with: python -m flax_models.generate --chat --weights {chosen.out} --prompt ..."
         )
 
 
 if __name__ == "__main__":
     try:
         main()
-    except RunError as error:  # what a person can mend: a file that is broken, a folder that is taken
+    except RunError as error:  # an error that the user can fix
         sys.exit(f"error: {error}")

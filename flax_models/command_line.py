@@ -1,4 +1,4 @@
-"""Wrong options of the command lines: one line on stderr and exit status 2, without usage or boxes."""
+"""Command-line errors: one line on stderr and exit status 2, without usage text or boxes."""
 
 import argparse
 import contextlib
@@ -14,33 +14,33 @@ NUMBERS = {"invalid literal for int() with base 10": "an integer", "could not co
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose errors are one line."""
+    """An `ArgumentParser` that reports an error on one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process, saying what is wrong with which option."""
+        """Prints the message and exits with status 2."""
         self.exit(2, f"error: {message}\n")
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Makes the boxes in which tyro says what is wrong one line each, while the `with` statement lasts."""
-    said = io.StringIO()
+    """Replaces each multi-line error box of tyro with one line, inside a `with` statement."""
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(captured):
             yield
-    except SystemExit as stopped:
-        if stopped.code:
-            print(f"error: {_line(said.getvalue())}", file=sys.stderr)
+    except SystemExit as exit_request:
+        if exit_request.code:
+            print(f"error: {_line(captured.getvalue())}", file=sys.stderr)
         raise
 
 
 def _line(box: str) -> str:
-    """Returns what a box of tyro's says: the rows up to the first rule, and the option that may have been meant."""
-    rows = [row.strip("\u2502 ") for row in box.splitlines()[1:]]  # without the title
+    """Returns the text of a tyro error box: the rows up to the first rule, and the option that tyro suggests."""
+    rows = [row.strip("\u2502 ") for row in box.splitlines()[1:]]  # skip the title
     rows = [row for row in rows if not row.startswith("\u2570")]
     parts = [list(part) for is_rule, part in itertools.groupby(rows, _is_rule) if not is_rule]
     line = " ".join(parts[0] if parts else box.split()).rstrip(".")
-    # What a group's own check says, tyro puts after the group's name, which is no part of its options' names.
+    # For an error raised in __post_init__, tyro prepends the group's name, which is not part of the option's name.
     if found := re.fullmatch(r"Error parsing (?!--)[\w.]*: (.*)", line):
         line = found[1]
         if not line.startswith("--"):
@@ -49,7 +49,7 @@ def _line(box: str) -> str:
     for words, kind in NUMBERS.items():
         line = re.sub(rf"Error parsing (--\S+): {re.escape(words)}: (.*)", rf"\1 must be {kind}, got \2", line)
     if len(parts) > 1 and parts[1][0] == "Perhaps you meant:":
-        line += f"; perhaps {parts[1][1].split()[0]} was meant"
+        line += f"; did you mean {parts[1][1].split()[0]}?"
     return line
 
 

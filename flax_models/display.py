@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a progress bar on a terminal, plain lines anywhere else."""
+"""Output of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LABEL_WIDTH = 11
-SECONDS_BETWEEN_LINES = 5.0  # of progress where there is no bar: a log of a two-minute run stays readable
+SECONDS_BETWEEN_LINES = 5.0  # between progress lines when there is no bar; keeps the log of a two-minute run short
 
 
 class Display:
-    """Prints facts, progress and messages of one run.
+    """Prints the facts, progress and messages of one run.
 
     Args:
-        console: where to.
+        console: the console to print to.
     """
 
     def __init__(self, console: Console) -> None:
@@ -25,24 +25,24 @@ class Display:
         self._bar: Progress | None = None
         self._last_line = -SECONDS_BETWEEN_LINES
 
-    def say(self, text: str = "") -> None:
-        """Prints one line, above the bar if there is one."""
+    def line(self, text: str = "") -> None:
+        """Prints one line, above the progress bar if there is one."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def fact(self, label: str, text: str) -> None:
         """Prints a labelled line."""
-        self.say(f"{label:<{LABEL_WIDTH}}{text}")
+        self.line(f"{label:<{LABEL_WIDTH}}{text}")
 
     @contextmanager
     def counting(self, label: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Shows how much of some work before the first step is done, for as long as the `with` statement lasts.
+        """Shows the progress of work done before the first step, inside a `with` statement.
 
         Args:
-            label: of what is counted.
-            total: how many there are.
+            label: what is counted.
+            total: the number of items.
 
         Yields:
-            A function to call with the number that is done.
+            A function to call with the number of items done so far.
         """
         if self._console.is_terminal:
             columns = TextColumn(label), MofNCompleteColumn(), BarColumn(bar_width=None), TimeRemainingColumn()
@@ -50,20 +50,25 @@ class Display:
                 task = bar.add_task("", total=total)
                 yield lambda done: bar.update(task, completed=done)
             return
-        last = time.monotonic()  # nothing is said of what takes less than the time between lines
+        last = time.monotonic()  # work shorter than SECONDS_BETWEEN_LINES prints nothing
 
-        def say(done: int) -> None:
+        def update(done: int) -> None:
             nonlocal last
             if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
                 last = time.monotonic()
-                self.say(f"{label} {done:>6,}/{total:,}")
+                self.line(f"{label} {done:>6,}/{total:,}")
 
-        yield say
+        yield update
 
     def start(self, done: int, steps: int) -> Self:
-        """Readies the bar for steps of which some are done; use the result in a `with` statement."""
+        """Prepares the progress bar; use the result in a `with` statement.
+
+        Args:
+            done: steps already done.
+            steps: total number of steps.
+        """
         self._steps = steps
-        self.compiled(done)
+        self.start_clock(done)
         if self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("step"),
@@ -79,8 +84,8 @@ class Display:
             self._task = self._bar.add_task("", total=steps, completed=done, numbers="")
         return self
 
-    def compiled(self, step: int) -> None:
-        """Takes this moment, after this step, as the one from which the time left is reckoned."""
+    def start_clock(self, step: int) -> None:
+        """Starts the clock for the estimate of the remaining time; `step` is the number of steps done."""
         self._first, self._began = step, time.monotonic()
 
     def __enter__(self) -> Self:
@@ -96,7 +101,7 @@ class Display:
             self._bar = None
 
     def progress(self, step: int, numbers: str) -> None:
-        """Shows how far the run is, and the numbers of its latest steps."""
+        """Shows the current step and the metrics of the latest steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=numbers)
             return
@@ -104,11 +109,11 @@ class Display:
         if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._steps:
             self._last_line = now
             left = (now - self._began) / max(step - self._first, 1) * (self._steps - step)
-            self.say(f"step {step:>6,}/{self._steps:,}  {numbers}  {duration(left)} left")
+            self.line(f"step {step:>6,}/{self._steps:,}  {numbers}  {duration(left)} left")
 
 
 def duration(seconds: float) -> str:
-    """Returns seconds as m:ss, or h:mm:ss past an hour."""
+    """Formats seconds as m:ss, or as h:mm:ss from one hour on."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

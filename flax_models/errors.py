@@ -1,21 +1,21 @@
-"""The exceptions that the command line shows as a line instead of a traceback."""
+"""The exceptions that the command line reports as one line instead of a traceback."""
 
 import signal
 
 
 class RunError(Exception):
-    """Something the person who started the run can mend: a path, an option, a name already taken, a diverged loss."""
+    """An error that the user can fix: a wrong path or option, a name already in use, a diverged loss."""
 
 
 class Stopped(Exception):
-    """A signal asked the run to end, and it has ended where it can go on.
+    """The run was stopped by a signal, at a point from which it can be resumed.
 
     Args:
-        by: the signal.
-        saved: what was saved, for people; None where the signal came outside the training loop.
+        received: the signal.
+        saved: description of what was saved; None if the signal arrived outside the training loop.
     """
 
-    def __init__(self, by: signal.Signals, saved: str | None = None) -> None:
-        super().__init__(f"stopped by {by.name}")
+    def __init__(self, received: signal.Signals, saved: str | None = None) -> None:
+        super().__init__(f"stopped by {received.name}")
         self.saved = saved
-        self.status = 128 + by  # what a shell reports of a process that the signal ended
+        self.status = 128 + received  # the exit status that a shell reports for a process killed by the signal

@@ -1,14 +1,16 @@
-"""`python -m flax_models.export --run RUN_FOLDER --out DIR`: a trained run as a Hugging Face folder.
+"""`python -m flax_models.export --run RUN_FOLDER --out DIR`: export a trained run as a Hugging Face folder.
 
-transformers loads what it writes: weights, config.json, the tokenizer, and which token ends a text. A run that started
-from a folder gives that folder's tokenizer files and generation config as they were.
+The folder holds the weights, config.json, the tokenizer and the end-of-text token, and transformers loads it. If the
+run started from a Hugging Face folder, the tokenizer files and the generation config of that folder are copied
+unchanged.
 
-The adapters of a run with --lora-rank are merged into the weights. With --adapter they alone are written, as the peft
-library loads them beside the folder that the run started from.
+The adapters of a run with --lora-rank are merged into the weights. With --adapter, only the adapters are written, in
+the format that the peft library loads together with the folder that the run started from.
 """
 
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from flax_models.data.vocabulary import Vocabulary
 from flax_models.errors import RunError
 from flax_models.hub.adapter_folder import save_adapter
 from flax_models.hub.weights import save
-from flax_models.model.decoder import Decoder
+from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.train.config import RunConfig
 from flax_models.train.trained import add_checkpoint_options, read_run
@@ -40,19 +42,19 @@ def export(
 
     Args:
         run: folder of the run.
-        out: made; must not hold anything yet.
-        dtype: of the tensors written; None: that of the run's parameters.
-        max_shard_bytes: most bytes of tensors in a file.
-        adapter: write the run's adapters alone; otherwise they are merged into the weights.
-        step: write exactly this checkpoint; None: the latest.
-        allow_older: write an older checkpoint, with a warning on stderr, where the latest cannot be read.
+        out: folder to create; if it exists, it must be empty.
+        dtype: dtype of the written tensors; None: the dtype of the run's parameters.
+        max_shard_bytes: maximum bytes of tensors in one file.
+        adapter: write only the run's adapters; otherwise they are merged into the weights.
+        step: write the checkpoint of this step; None: the latest.
+        allow_older: if the latest checkpoint cannot be read, write an older one and print a warning on stderr.
 
     Returns:
         The checkpoint's step.
 
     Raises:
-        RunError: the run has no such checkpoint, or it cannot be read, `out` holds something or cannot be written, or
-            the run's adapters alone are not what it learned.
+        RunError: the run has no such checkpoint or it cannot be read, `out` is not empty or cannot be written, or
+            `adapter` is True and the adapters do not contain everything that the run trained.
     """
     trained = read_run(run, step=step, allow_older=allow_older)
     if adapter:
@@ -64,14 +66,20 @@ def export(
 
 
 def _check_adapter(run: Path, config: RunConfig) -> None:
-    """Raises RunError unless a run's adapters, beside a folder that there is, are the run's model."""
+    """Raises RunError unless the run's model is a Hugging Face folder plus the run's adapters."""
     if not config.lora.lora_rank:
-        raise RunError(f"--adapter: {run} has no adapters, it was trained without --lora-rank")
+        raise RunError(f"--adapter: {run} has no adapters because it was trained without --lora-rank")
     if config.lora.unfreeze:
         others = " ".join(config.lora.unfreeze)
-        raise RunError(f"--adapter: {run} trained {others} beside its adapters (--unfreeze); export the merged model")
+        raise RunError(
+            f"--adapter: {run} also trained {others} (--unfreeze), which an adapter folder cannot hold; "
+            f"export the merged model instead"
+        )
     if config.weights is None:
-        raise RunError(f"--adapter: {run} started from random weights, which no folder holds; export the merged model")
+        raise RunError(
+            f"--adapter: {run} started from random weights, so there is no folder to load the adapters onto; "
+            f"export the merged model instead"
+        )
 
 
 def save_with_tokenizer(
@@ -82,7 +90,7 @@ def save_with_tokenizer(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model without adapters and its vocabulary as a Hugging Face folder; see `export` for the rest."""
+    """Writes a model without adapters and its vocabulary as a Hugging Face folder; see `export` for the arguments."""
     if vocabulary.folder is not None:
         save(model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, like=vocabulary.folder)
         return
@@ -92,7 +100,7 @@ def save_with_tokenizer(
     ends = {"bos_token_id": END_ID, "eos_token_id": END_ID}
     save(model, out, dtype=dtype, max_shard_bytes=max_shard_bytes, fields=ends)
     tokenizer = Tokenizer.from_str(vocabulary.tokenizer.to_str())
-    # In training every text followed END; transformers, and flax_models.generate, put it there by this.
+    # In training, every text follows END. This post-processor prepends END in transformers and flax_models.generate.
     tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -110,14 +118,19 @@ def save_with_tokenizer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, or 1 for what a person can mend."""
-    options = OneLineParser(prog=PROGRAM, description="Write a trained run as a Hugging Face folder.")
+    """Runs the command and returns the exit status: 0 for success, 1 for an error that the user can fix."""
+    options = OneLineParser(prog=PROGRAM, description="Export a trained run as a Hugging Face folder.")
     options.add_argument("--run", type=Path, required=True, help="folder of a run of flax_models.train")
-    options.add_argument("--out", type=Path, required=True, help="folder to make")
+    options.add_argument("--out", type=Path, required=True, help="folder to create")
     options.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default=None, help="of the tensors (the run's own)"
+        "--dtype",
+        choices=typing.get_args(Dtype),
+        default=None,
+        help="dtype of the written tensors (default: the dtype of the run's parameters)",
     )
-    options.add_argument("--adapter", action="store_true", help="write the adapters of --lora-rank alone, for peft")
+    options.add_argument(
+        "--adapter", action="store_true", help="write only the adapters of a run with --lora-rank, for peft"
+    )
     add_checkpoint_options(options)
     chosen = options.parse_args(arguments)
     try:

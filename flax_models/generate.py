@@ -1,14 +1,15 @@
-"""`python -m flax_models.generate`: text from a folder of weights or from a run.
+"""`python -m flax_models.generate`: generate text with a folder of weights or with a run.
 
     python -m flax_models.generate --weights Llama-3.2-1B --dtype bfloat16 --prompt "Once upon" --prompt "The sea"
     python -m flax_models.generate --run runs/tiny --prompt "def main():"
     python -m flax_models.generate --run runs/Llama-3.2-1B --chat --prompt "Which colour is snow?"
 
-`continue_prompts` of model/sampling.py draws the tokens.
+`flax_models.model.sampling.continue_prompts` samples the tokens.
 """
 
 import argparse
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,34 +21,35 @@ from flax_models.data.vocabulary import Vocabulary, decoded_after, read_hub_voca
 from flax_models.errors import RunError
 from flax_models.hub.config import config_note, read_config
 from flax_models.hub.weights import load
-from flax_models.model.decoder import Decoder
+from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.model.sampling import Sampling, continue_prompts
 from flax_models.train.trained import add_checkpoint_options, read_run
 
 PROGRAM = "python -m flax_models.generate"
-LENGTH = 128  # of --length
+LENGTH = 128  # default of --length
 
 
 class Source(NamedTuple):
-    """A model with what turns text into its tokens and back."""
+    """A model and its vocabulary."""
 
     model: Decoder
     vocabulary: Vocabulary
 
 
 def read_weights(folder: Path, dtype: str, ignored: Sequence[str] = ()) -> Source:
-    """Returns the model of a Hugging Face folder, its tokenizer and the tokens that end its texts.
+    """Reads the model and the vocabulary of a Hugging Face folder.
 
     Args:
-        folder: holds weights, config.json and tokenizer.json; generation_config.json or config.json names the ends.
-        dtype: of computation and parameters.
-        ignored: fields of config.json to ignore, though the decoder does not know them.
+        folder: holds weights, config.json and tokenizer.json; generation_config.json or config.json names the
+            end-of-text tokens.
+        dtype: dtype of the computation and of the parameters.
+        ignored: unknown fields of config.json to ignore.
 
     Raises:
         RunError: a file is missing or cannot be read.
     """
-    read_config(folder, ignored)  # as the tokenizer: what is wrong with either is told before gigabytes are read
+    read_config(folder, ignored)  # report errors in config.json and in the tokenizer before reading the weights
     vocabulary = read_hub_vocabulary(folder)
     return Source(load(folder, ignore_config_fields=ignored, dtype=dtype, param_dtype=dtype), vocabulary)
 
@@ -55,34 +57,38 @@ def read_weights(folder: Path, dtype: str, ignored: Sequence[str] = ()) -> Sourc
 def continue_texts(
     source: Source, texts: Sequence[str], *, length: int | None, seed: int, sampling: Sampling, chat: bool = False
 ) -> list[str]:
-    """Returns every text's continuation, without the text.
+    """Generates a continuation of each text.
 
     Args:
-        source: the model and its tokenizer.
-        texts: at least one.
-        length: most tokens for each; None: LENGTH, or what the model's max_seq_len leaves, which is told on stderr.
-        seed: of what is drawn.
-        sampling: how.
-        chat: each text is a user's turn, and its continuation the answer: in the chat template, as examples are.
+        source: the model and its vocabulary.
+        texts: at least one text.
+        length: maximum number of new tokens for each text. None: LENGTH, or fewer if max_seq_len leaves less room; a
+            note on stderr reports this.
+        seed: random seed.
+        sampling: how tokens are sampled.
+        chat: treat each text as a user turn, formatted by the chat template, and generate the answer.
+
+    Returns:
+        The continuations, without the texts.
 
     Raises:
-        RunError: a text and `length` tokens are more than the model's max_seq_len, a text has no token at all, or is
-            refused by the chat template.
+        RunError: a text and `length` tokens exceed the model's max_seq_len, a text has no tokens, or the chat template
+            rejects it.
     """
     vocabulary = source.vocabulary
     prompts = [vocabulary.chat_prompt(text) if chat else vocabulary.prompt(text) for text in texts]
     width, longest = max(map(len, prompts)), source.model.config.max_seq_len
     if not all(prompts):
-        raise RunError("--prompt must have at least one token with this tokenizer, got an empty one")
+        raise RunError("--prompt must have at least one token, got none")
     if width >= longest:
         raise RunError(f"--prompt must have fewer tokens than the model's max_seq_len {longest}, got {width}")
     room = longest - width
     if (length or LENGTH) > room:
-        why = f"the longest prompt has {width} tokens and the model takes {longest} (max_seq_len)"
+        why = f"the longest prompt has {width} tokens and the model's max_seq_len is {longest}"
         if length is not None:
-            raise RunError(f"--length must be at most {room} here, got {length}: {why}")
-        print(f"note: at most {room} tokens are drawn instead of {LENGTH} (--length): {why}", file=sys.stderr)
-    drawn = continue_prompts(
+            raise RunError(f"--length must be at most {room}, got {length}: {why}")
+        print(f"note: --length is {room} instead of {LENGTH}: {why}", file=sys.stderr)
+    new_tokens = continue_prompts(
         source.model,
         prompts,
         length=min(length or LENGTH, room),
@@ -90,7 +96,7 @@ def continue_texts(
         sampling=sampling,
         ends=tuple(dict.fromkeys((*vocabulary.ends, *vocabulary.format.ends))) if chat else vocabulary.ends,
     )
-    return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, drawn, strict=True)]
+    return [decoded_after(vocabulary.tokenizer, prompt, new) for prompt, new in zip(prompts, new_tokens, strict=True)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -99,34 +105,47 @@ def parser() -> argparse.ArgumentParser:
     where = options.add_mutually_exclusive_group(required=True)
     where.add_argument("--weights", type=Path, help="Hugging Face folder: safetensors, config.json, tokenizer.json")
     where.add_argument("--run", type=Path, help="folder of a run of flax_models.train")
-    options.add_argument("--prompt", action="append", required=True, help="text to continue; may be given many times")
+    options.add_argument("--prompt", action="append", required=True, help="text to continue; may be repeated")
     options.add_argument(
-        "--chat", action="store_true", help="prompts are a user's turns, put through the chat template; print answers"
+        "--chat",
+        action="store_true",
+        help="format each prompt as a user turn with the chat template, and print only the answers",
     )
     options.add_argument(
-        "--length", type=int, help=f"most tokens to draw for each prompt ({LENGTH}, or what the model has room for)"
+        "--length",
+        type=int,
+        help=f"maximum number of new tokens for each prompt (default: {LENGTH}, or fewer if max_seq_len leaves less)",
     )
-    options.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (0.8)")
-    options.add_argument("--top-k", type=int, default=40, help="draw from so many likeliest tokens, 0: all (40)")
-    options.add_argument("--top-p", type=float, default=1.0, help="draw from tokens of this probability (1)")
-    options.add_argument("--min-tokens", type=int, default=0, help="no text ends before it has so many (0)")
-    options.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     options.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of --weights (float32)"
+        "--temperature", type=float, default=0.8, help="sampling temperature; 0: always the most likely token (0.8)"
+    )
+    options.add_argument("--top-k", type=int, default=40, help="sample from the k most likely tokens; 0: from all (40)")
+    options.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens whose total probability reaches p (1)",
+    )
+    options.add_argument("--min-tokens", type=int, default=0, help="minimum number of new tokens (0)")
+    options.add_argument("--seed", type=int, default=0, help="random seed (0)")
+    options.add_argument(
+        "--dtype",
+        choices=typing.get_args(Dtype),
+        help="dtype of the computation and of the parameters, with --weights (float32)",
     )
     options.add_argument(
         "--ignore-config-fields",
         nargs="+",
         default=(),
         metavar="NAME",
-        help="fields in the config.json of --weights to ignore, which must not change what the model computes",
+        help="unknown fields in the config.json of --weights to ignore; they must not change what the model computes",
     )
     add_checkpoint_options(options)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, or 1 for what a person can mend."""
+    """Runs the command and returns the exit status: 0 for success, 1 for an error that the user can fix."""
     options = parser().parse_args(arguments)
     try:
         try:
@@ -137,15 +156,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
             if options.ignore_config_fields:
-                raise RunError("--ignore-config-fields goes with --weights, got --run")
+                raise RunError("--ignore-config-fields requires --weights, got --run")
+            if options.dtype is not None:
+                raise RunError("--dtype requires --weights, got --run")
             run = read_run(options.run, step=options.step, allow_older=options.allow_older)
             source = Source(merge(run.model), run.vocabulary)
         elif options.step is not None or options.allow_older:
-            raise RunError(f"--{'allow-older' if options.allow_older else 'step'} goes with --run, got --weights")
+            raise RunError(f"--{'allow-older' if options.allow_older else 'step'} requires --run, got --weights")
         else:
             if note := config_note(options.weights, options.ignore_config_fields):
                 print(f"note: {note}", file=sys.stderr)
-            source = read_weights(options.weights, options.dtype, options.ignore_config_fields)
+            source = read_weights(options.weights, options.dtype or "float32", options.ignore_config_fields)
         texts = continue_texts(
             source,
             options.prompt,

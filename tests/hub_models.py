@@ -1,4 +1,4 @@
-"""Small random models of the transformers library, one a family and feature, saved as the hub lays folders out."""
+"""Small random models of the transformers library for each family and feature, saved as Hugging Face folders."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-LENGTH = 40  # beyond every window and every original length below
+LENGTH = 40  # longer than every window and every original length below
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -25,7 +25,7 @@ SIZES = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": [2.0, 3.5, 9.0]}
 
-# Name -> (model_type, fields beside SIZES). Values are such that leaving one out shows.
+# Name -> (model_type, fields in addition to SIZES). With these values, ignoring a field changes the result.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"tie_word_embeddings": False, "rms_norm_eps": 1e-3}),
     "llama3": (
@@ -90,7 +90,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def make(name: str) -> Any:
-    """Returns the case's model of the transformers library, in evaluation mode, every parameter random."""
+    """Returns the case's model of the transformers library in evaluation mode, with random parameters."""
     import torch
 
     transformers = import_transformers()
@@ -109,7 +109,7 @@ def make(name: str) -> Any:
 
 
 def import_transformers() -> Any:
-    """Returns the library, told to stay off the network; its own warnings are not ours to fail by."""
+    """Imports the library in offline mode, and ignores warnings of the import."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -119,14 +119,14 @@ def import_transformers() -> Any:
 
 
 def write_folder(model: Any, folder: Path) -> None:
-    """Saves a model in several shards, with the files that lie beside weights on the hub."""
+    """Saves a model in several shards, with placeholder tokenizer files."""
     model.save_pretrained(folder, max_shard_size="30KB")
     for name in TOKENIZER_FILES:
         (folder / name).write_text(json.dumps({"kind": name}))
 
 
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
-    """Saves a tokenizer of whole words, which puts <s> before a text, as transformers lays it out."""
+    """Saves a tokenizer of whole words, which prepends <s> to a text, in the format of transformers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     entries = ["<pad>", "<s>", "</s>", "<unk>", *words]
@@ -138,15 +138,15 @@ def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
 
 
 def load_transformers(folder: Path) -> Any:
-    """Returns the model of a folder, as transformers loads it, in float32."""
+    """Loads the model of a folder with transformers, in float32."""
     import torch
 
     transformers = import_transformers()
     model, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
     )
-    odd = {kind: names for kind, names in report.items() if names}
-    assert not odd, odd
+    unexpected = {kind: names for kind, names in report.items() if names}
+    assert not unexpected, unexpected
     return model.eval()
 
 
@@ -162,7 +162,7 @@ def their_hidden_states(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def their_loss(model: Any, tokens: np.ndarray) -> float:
-    """Returns the mean loss of each token but the first of each row."""
+    """Returns the mean loss over all tokens except the first of each row."""
     import torch
 
     ids = torch.from_numpy(tokens)

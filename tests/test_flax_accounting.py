@@ -1,4 +1,4 @@
-"""What a step is said to cost, against counts made another way: products in the traced program, XLA's own memory."""
+"""The cost of a step against independent counts: matmuls in the traced program, and XLA's memory analysis."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4, "head_dim": 16}, {"num_layers": 0}])
 def test_flops_are_the_products_of_the_traced_model(tie, changes):
-    """Traced attention meets every key, masked or not: with the keys that count, the two must agree to the last one."""
+    """The traced program computes masked scores too; with that number of keys, both counts must be equal."""
     config = dataclasses.replace(CONFIG, tie_embeddings=tie, **changes)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -60,7 +60,7 @@ def test_flops_are_the_products_of_the_traced_model(tie, changes):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_that_multiply_are_all_but_vectors_and_an_embedding_that_is_looked_up(name):
+def test_multiplied_parameters_exclude_vectors_and_the_embedding_lookup(name):
     config = published(name)
     _, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     matrices = 0
@@ -77,7 +77,7 @@ def test_mean_keys_by_counting(window):
     assert mean_keys(7, window) == pytest.approx(np.mean(counted))
 
 
-def test_windows_of_some_layers_spare_flops():
+def test_windows_of_some_layers_reduce_flops():
     config = dataclasses.replace(CONFIG, num_layers=2, sliding_window=4, window_pattern=(True, False))
     whole = dataclasses.replace(CONFIG, num_layers=2)
     spared = flops_per_token(whole, 16) - flops_per_token(config, 16)
@@ -114,16 +114,16 @@ def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
     assert memory is not None
     count = sum(part.size for part in trainer.parts)
     assert memory.parameters == 4 * count
-    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, its count and the schedule's
-    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens and targets, and the step's number
+    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, and the counts of AdamW and of the schedule
+    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens, targets, and the step number
     plan: Any = compiled.memory_analysis()
-    assert memory.temporaries >= plan.temp_size_in_bytes > 4 * count  # a gradient of every parameter at least
+    assert memory.temporaries >= plan.temp_size_in_bytes > 4 * count  # at least a gradient of every parameter
     assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, "donated"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"remat": "full"}, {"accumulate": 4}])
-def test_the_plan_knows_what_takes_less(changes):
+def test_memory_analysis_reflects_options_that_reduce_memory(changes):
     config = ModelConfig(280, 32, 6, 4, 2, 8, 96, 64)
     plans = []
     for options in ({}, changes):
@@ -143,7 +143,7 @@ def test_nothing_is_known_of_a_backend_that_does_not_plan():
     assert step_memory(small_trainer(), cast(Any, Silent())) is None
 
 
-def test_memory_of_the_device_where_it_tells():
+def test_device_memory_where_it_is_reported():
     class Told:
         platform, device_kind = "gpu", "NVIDIA H200"
 
@@ -169,14 +169,14 @@ def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit,
     before_step(monkeypatch, 1, interrupt)
     assert start(tmp_path, "a") == (1 if limit else 130)
     out, err = capsys.readouterr()
-    assert re.search(r"^memory +\d+ KiB in a step: parameters \d+ KiB, optimizer .*, batch .*, temporaries ", out, re.M)
+    assert re.search(r"^memory +\d+ KiB per step: parameters \d+ KiB, optimizer .*, batch .*, temporaries ", out, re.M)
     assert "MORE THAN the 5 KiB of a small device" in out
     if limit:
         assert re.fullmatch(r"error: a step needs \d+ KiB of memory, more than the 5 KiB of a small device; .*\n", err)
         assert not (tmp_path / "runs").exists()
 
 
-def test_a_step_that_xla_cannot_place_is_one_line(tmp_path, monkeypatch, capsys):
+def test_step_that_xla_cannot_allocate_is_one_line(tmp_path, monkeypatch, capsys):
     def refuse(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -184,7 +184,10 @@ def test_a_step_that_xla_cannot_place_is_one_line(tmp_path, monkeypatch, capsys)
     write_texts(tmp_path / "data")
     monkeypatch.setattr(Trainer, "compile", refuse)
     assert start(tmp_path, "a") == 1
-    assert re.match("error: the step does not fit into cpu's memory; --accumulate", capsys.readouterr().err)
+    assert re.match(
+        "error: a step does not fit into the memory of cpu; to reduce it, use a larger --accumulate",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_run_compiles_its_step_once(tmp_path, monkeypatch, caplog):
@@ -210,23 +213,23 @@ def test_words_for_sizes_and_rates():
     ]
 
 
-# Where the time goes
+# Profile
 
 
-def test_clock_shares_out_the_whole_time():
+def test_clock_table_sums_to_the_total_time():
     clock = Clock()
     clock.seconds.update({"data": 1.0, "dispatch": 2.0})
-    lines = clock.table(steps=100, whole=4.0)
-    assert lines[0] == "time of 100 steps on the host: 4.00 s"
+    lines = clock.table(steps=100, total=4.0)
+    assert lines[0] == "host time of 100 steps: 4.00 s"
     shares = [re.sub(r" +", " ", line.strip()) for line in lines[1:]]
     assert shares == [
-        "data 1.00 s 25.0% 10.000 ms a step",
-        "dispatch 2.00 s 50.0% 20.000 ms a step",
-        "other 1.00 s 25.0% 10.000 ms a step",
+        "data 1.00 s 25.0% 10.000 ms/step",
+        "dispatch 2.00 s 50.0% 20.000 ms/step",
+        "other 1.00 s 25.0% 10.000 ms/step",
     ]
 
 
-def test_operations_belong_to_the_part_that_their_source_names():
+def test_operations_belong_to_the_part_of_their_named_scope():
     program = """
   %fusion.1 = f32[2]{0} fusion(%a), kind=kLoop, metadata={op_name="jit(_step)/transpose(jvp(loss))/dot_general"}
   ROOT %add.2 = f32[2]{0} add(%a, %b), metadata={op_name="jit(_step)/optimizer/add" source_file="x.py"}
@@ -237,14 +240,14 @@ def test_operations_belong_to_the_part_that_their_source_names():
     assert parts == {"fusion.1": "loss", "add.2": "optimizer", "dot.3": "model", "copy.4": "other"}
     found = [Operation("fusion.1", 3e6), Operation("dot.3", 1e6), Operation("while.1", 9e6), Operation("alien", 9e6)]
     text = "\n".join(device_table(found, {**parts, "while.1": "model"}, steps=2))
-    assert "time of 2 traced steps on the device, all threads and streams: 4.0 ms" in text
-    assert re.search(r"loss +75.0% +1.500 ms a step", text)
-    assert re.search(r"model +25.0% +0.500 ms a step", text)
-    assert device_table([], parts, steps=2) == ["no operation of the step was found in the trace"]
+    assert "device time of 2 traced steps, over all threads and streams: 4.0 ms" in text
+    assert re.search(r"loss +75.0% +1.500 ms/step", text)
+    assert re.search(r"model +25.0% +0.500 ms/step", text)
+    assert device_table([], parts, steps=2) == ["the trace has no operation of the step"]
 
 
 @pytest.mark.parametrize(("first", "last", "steps"), [(1, 100, 5), (1, 5, 3), (1, 2, 0), (50, 100, 5), (9, 8, 0)])
-def test_tracer_takes_what_steps_there_are(first, last, steps):
+def test_tracer_traces_the_available_steps(first, last, steps):
     assert Tracer(None, first, last).steps == steps
 
 
@@ -255,34 +258,34 @@ def _compiled_once(tmp_path_factory) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_profile_leaves_a_trace_and_says_where_the_time_went(tmp_path, monkeypatch, capsys):
+def test_profile_writes_a_trace_and_reports_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_texts(tmp_path / "data")
     assert start(tmp_path, "a", "--profile") == 0
     out = capsys.readouterr().out
-    assert "time of 8 steps on the host" in out
+    assert "host time of 8 steps" in out
     for part in ("first step", "checkpoints", "other"):
-        assert re.search(rf"^  {part} +[\d.]+ s +[\d.]+% +[\d.]+ ms a step$", out, re.MULTILINE), part
-    assert "time of 5 traced steps on the device" in out
+        assert re.search(rf"^  {part} +[\d.]+ s +[\d.]+% +[\d.]+ ms/step$", out, re.MULTILINE), part
+    assert "device time of 5 traced steps" in out
     for part in ("model", "loss", "optimizer"):
-        assert re.search(rf"^    {part} +[\d.]+% +[\d.]+ ms a step$", out, re.MULTILINE), part
+        assert re.search(rf"^    {part} +[\d.]+% +[\d.]+ ms/step$", out, re.MULTILINE), part
     assert operations(tmp_path / "runs" / "a" / "profile")
     assert start(tmp_path, "b", "--profile", "--steps", "2") == 0
-    assert "no step was traced: the run took 2, and the trace begins after 2" in capsys.readouterr().out
+    assert "no step was traced: the run had 2 steps, and the trace starts after 2" in capsys.readouterr().out
 
 
 # Speed
 
 
-def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_step_has_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, Any]] = []
-    said: list[str] = []
+    lines: list[str] = []
     metrics = StepMetrics(jnp.array(2.0), jnp.array(1.0), jnp.array(1e-3), jnp.ones(1, bool))
     parts: Any = SimpleNamespace(
         trainer=SimpleNamespace(parts=()),
         sampler=SimpleNamespace(starts=np.zeros(1), tokens=100),
         metrics=SimpleNamespace(write=lambda step, **row: rows.append(row), flush=lambda: None),
-        display=SimpleNamespace(progress=lambda step, text: said.append(text)),
+        display=SimpleNamespace(progress=lambda step, text: lines.append(text)),
         cost=loop.Cost(flops_per_token=1e9, peak=1e12),
         clock=SimpleNamespace(part=lambda name: contextlib.nullcontext()),
     )
@@ -297,6 +300,6 @@ def test_the_first_step_is_in_no_speed_for_its_time_is_left_out(monkeypatch: pyt
     fetcher.fetch(keep=2)
     now = 72.0
     fetcher.fetch(keep=0)
-    assert said == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
+    assert lines == ["loss 2.000  grad 1.00", "loss 2.000  grad 1.00  100 tokens/s  10.0% MFU"]
     assert "tokens_per_s" not in rows[0]
     assert rows[1] == rows[2] == {**rows[0], "tokens_per_s": 100.0, "flops_per_s": 10**11, "mfu": 0.1, "seconds": 62.0}

@@ -1,4 +1,4 @@
-"""What attention runs by: what cuDNN cannot take, what is chosen without a name, and that a name never falls back."""
+"""The choice of the attention implementation: requirements of cuDNN, the default, and no fallback from a named one."""
 
 import dataclasses
 import re
@@ -36,10 +36,10 @@ CPU = jax.devices("cpu")[0]
         ({}, 16, gpu("7.5"), "needs compute capability 8.0 or later, got 7.5"),
         ({}, 16, gpu(version="rocm 7"), "needs an NVIDIA GPU with cuDNN, got a gpu device"),
         ({}, 16, CPU, "needs an NVIDIA GPU with cuDNN, got a cpu device"),
-        ({}, 131, gpu(), "needs an even number of tokens in a sequence (max_seq_len in training), got 131"),
+        ({}, 131, gpu(), "needs an even number of tokens per sequence (max_seq_len in training), got 131"),
     ],
 )
-def test_what_cudnn_cannot_take_is_refused_by_name_and_said_without_one(changes, length, device, obstacle):
+def test_unsupported_cudnn_raises_if_named_and_is_the_reason_for_xla_otherwise(changes, length, device, obstacle):
     config = dataclasses.replace(SHAPE, **changes)
     assert explain_attention(config, length, device) == ("xla", f"cudnn {obstacle}")
     with pytest.raises(ValueError, match=re.escape(f"attention_implementation cudnn {obstacle}")):
@@ -48,25 +48,25 @@ def test_what_cudnn_cannot_take_is_refused_by_name_and_said_without_one(changes,
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
 @pytest.mark.parametrize("changes", [{}, {"dtype": "float16"}, {"sliding_window": 4}, {"head_dim": 128}])
-def test_cudnn_is_chosen_where_it_serves(changes, capability):
+def test_cudnn_is_the_default_where_it_is_supported(changes, capability):
     config, device = dataclasses.replace(SHAPE, **changes), gpu(capability)
-    assert explain_attention(config, 16, device) == ("cudnn", f"its kernels serve compute capability {capability}")
+    assert explain_attention(config, 16, device) == ("cudnn", f"supported on compute capability {capability}")
     for name in ("xla", "cudnn"):
         named = dataclasses.replace(config, attention_implementation=name)
-        assert explain_attention(named, 16, device) == (name, "asked for by name")
+        assert explain_attention(named, 16, device) == (name, "requested")
 
 
 @pytest.mark.parametrize("name", [name for name, run in CONFIGS.items() if run.model.dtype == "bfloat16"])
-def test_published_models_train_by_cudnn_where_their_attention_lets_them(name):
+def test_published_models_train_with_cudnn_where_it_is_supported(name):
     config = CONFIGS[name].model
     chosen = explain_attention(config, config.max_seq_len, gpu()).name
     assert chosen == ("xla" if config.attention_softcap is not None else "cudnn")
 
 
-@pytest.mark.parametrize("asked", [None, "cudnn", "xla"])
+@pytest.mark.parametrize("requested", [None, "cudnn", "xla"])
 @pytest.mark.parametrize("remat", ["none", "attention", "elementwise", "full"])
-def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
-    """Traced for a GPU that is not there; scores are computed again only where they would be kept."""
+def test_model_uses_the_reported_implementation(requested, remat, monkeypatch):
+    """Traced for an absent GPU; scores are rematerialized only if the implementation would store them."""
     ran = []
 
     def attend(query: jax.Array, *rest: Any, implementation: str, **options: Any) -> jax.Array:
@@ -75,7 +75,7 @@ def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
 
     monkeypatch.setattr(attention_choice, "_default_device", gpu)
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    config = dataclasses.replace(SHAPE, remat=remat, attention_implementation=asked)
+    config = dataclasses.replace(SHAPE, remat=remat, attention_implementation=requested)
     graph, params = nnx.split(decoder_shapes(config))
     tokens = jax.ShapeDtypeStruct((3, 16), jnp.int32)
     traced = str(jax.make_jaxpr(lambda params, tokens: nnx.merge(graph, params)(tokens))(params, tokens))
@@ -86,7 +86,7 @@ def test_the_model_runs_what_was_said(asked, remat, monkeypatch):
     )
 
 
-def test_a_name_never_falls_back():
+def test_named_implementation_never_falls_back():
     graph, params = nnx.split(decoder_shapes(dataclasses.replace(SHAPE, attention_implementation="cudnn")))
     with pytest.raises(ValueError, match="attention_implementation cudnn needs an NVIDIA GPU with cuDNN, got a cpu"):
         jax.eval_shape(lambda params: nnx.merge(graph, params)(jnp.zeros((1, 16), jnp.int32)), params)
@@ -94,12 +94,12 @@ def test_a_name_never_falls_back():
         ModelConfig(attention_implementation="cudnn")
 
 
-def test_the_trainer_refuses_before_it_reads_anything(tmp_path, capsys):
-    asked = ["--attention-implementation", "cudnn"]
-    assert train(tmp_path, "--data", str(tmp_path / "absent"), *SMALL, *asked, "--dtype", "bfloat16") == 1
+def test_trainer_raises_before_it_reads_anything(tmp_path, capsys):
+    requested = ["--attention-implementation", "cudnn"]
+    assert train(tmp_path, "--data", str(tmp_path / "absent"), *SMALL, *requested, "--dtype", "bfloat16") == 1
     assert capsys.readouterr().err == (
         "error: --attention-implementation cudnn needs an NVIDIA GPU with cuDNN, got a cpu device\n"
     )
     with pytest.raises(SystemExit):
-        train(tmp_path, *SMALL, *asked)
+        train(tmp_path, *SMALL, *requested)
     assert "cudnn needs dtype bfloat16 or float16, got float32" in re.sub(r"[\s│]+", " ", capsys.readouterr().err)

@@ -1,7 +1,7 @@
-"""Chat templates: every token and every mark against transformers, prompts, and templates and contents refused.
+"""Chat templates: tokens and answer masks against transformers, prompts, and rejected templates and contents.
 
-transformers marks what a template's {% generation %} blocks write. Here each template is given to transformers with
-those blocks, and to us without them as well: its places of answers must be found again.
+transformers marks the text of {% generation %} blocks. Each template is given to transformers with these blocks, and
+to our code also without them: it must find the same answers.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from flax_models.data.vocabulary import Vocabulary, read_hub_vocabulary
 from flax_models.errors import RunError
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>", "<turn>", "</turn>"]
-# << and >> stand for the blocks that mark what is learned.
+# << and >> stand for {% generation %} and {% endgeneration %}.
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
     "{% if m['role'] == 'assistant' %}<<{{ m['content'] + '<|im_end|>' }}>>"
@@ -62,13 +62,13 @@ A:
     {%- if loop.index0 > 30 %}{% break %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ 'A:\n' }}{% endif %}"""
-PHI = (  # writes a token at the end of all that does not ask for an answer
+PHI = (  # writes a token at the very end, without add_generation_prompt
     "{% for m in messages %}{{ '<|head|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
     "<<{{ m.content + '<|eot|>' }}>>{% else %}{{ m.content + '<|eot|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
-THINKING = (  # takes the reasoning out of all answers but the last, and puts an empty one where that has none
+THINKING = (  # removes the reasoning from all answers but the last, and adds an empty one if that has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
     "{% else %}{% set parts = m.content.split('</think>') %}{% if loop.last %}"
     "{{ m.content if parts | length > 1 else '<think>\\n\\n</think>\\n\\n' + m.content }}"
@@ -96,7 +96,7 @@ TEXT = "Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n
 
 
 def of_bytes() -> Tokenizer:
-    """Bytes and some merges, as Llama 3's and Qwen's; puts <s> before texts."""
+    """A tokenizer of bytes and merges, like those of Llama 3 and Qwen, which prepends <s> to texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ def of_bytes() -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """Pieces with a mark for spaces, one put before each text, and bytes for the rest, as Llama 2's and Phi-3's."""
+    """A tokenizer with a space marker, also before each text, and byte fallback, like those of Llama 2 and Phi-3."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
@@ -147,7 +147,7 @@ def plain_chat(folder, tmp_path_factory) -> Vocabulary:
 
 
 def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vocabulary:
-    """Returns the vocabulary of a copy of the folder that has a chat template."""
+    """Returns the vocabulary of a copy of the folder with a chat template."""
     place.mkdir(exist_ok=True)
     (place / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     values = json.loads((folder / "tokenizer_config.json").read_text())
@@ -156,7 +156,7 @@ def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vo
 
 
 def learned(vocabulary: Vocabulary, *turns: Turn) -> str:
-    """The text of the tokens that are learned."""
+    """Returns the text of the tokens that count in the loss."""
     (example,) = vocabulary.encode_examples([Dialogue("a.jsonl:1", turns)])
     return vocabulary.tokenizer.decode(example.tokens[example.counted].tolist(), skip_special_tokens=False)
 
@@ -196,7 +196,7 @@ def test_tokens_and_marks_are_those_of_transformers(folders, tmp_path, name, our
     )
 
 
-def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_path):
+def test_only_an_answer_and_its_end_count(folder, tmp_path):
     for name, answer, end in [
         ("chatml", ANSWER.content, "<|im_end|>"),
         ("llama3", ANSWER.content.strip(), "<|eot|>"),
@@ -218,17 +218,17 @@ def test_an_answer_is_learned_with_what_ends_it_and_nothing_more(folder, tmp_pat
 
 
 @given(question=st.text(), answer=st.text(min_size=1))
-def test_any_answer_is_learned_to_its_last_byte(plain_chat, question, answer):
+def test_every_byte_of_an_answer_counts(plain_chat, question, answer):
     assert learned(plain_chat, Turn("user", question), Turn("assistant", answer)) == answer + "<|im_end|>"
 
 
-def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
-    # The prompt ends with a space, the answer begins with a word: one token for both.
+def test_token_across_the_boundary_of_an_answer_does_not_count(folder, tmp_path):
+    # The prompt ends with a space and the answer begins with a word: one token covers both.
     template = "{% for m in messages %}{{ '> ' if m.role == 'user' else '< ' }}{{ m.content + '</s>' }}{% endfor %}"
     template += "{% if add_generation_prompt %}{{ '< ' }}{% endif %}"
     with_template(folder, tmp_path, template)
     values = json.loads((tmp_path / "tokenizer.json").read_text())
-    for trimmed in (False, True):  # offsets that leave out a token's space would put it into the answer
+    for trimmed in (False, True):  # with trimmed offsets, the token would count as part of the answer
         values["post_processor"]["processors"][0]["trim_offsets"] = trimmed
         (tmp_path / "tokenizer.json").write_text(json.dumps(values))
         vocabulary = read_hub_vocabulary(tmp_path)
@@ -237,7 +237,7 @@ def test_a_token_over_the_border_of_an_answer_is_not_learned(folder, tmp_path):
         assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
 
 
-def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
+def test_marks_of_the_template_are_used_unchanged(folder, tmp_path):
     template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}<<{{ m.content }}</s>\n>>va"
     template += "{% endif %}{% endfor %}"
     assert learned(with_template(folder, tmp_path, marked(template)), *TALK) == f"{ANSWER.content}</s>\nno</s>\n"
@@ -246,7 +246,7 @@ def test_marks_of_the_template_are_taken_as_they_stand(folder, tmp_path):
     assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", "' va' is over the end"
 
 
-def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder, tmp_path):
+def test_earlier_answers_that_are_formatted_differently_do_not_count(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, THINKING)
     first, second = (
         Turn("assistant", "<think>\nhm\n</think>\n\nhello"),
@@ -256,53 +256,55 @@ def test_earlier_answers_that_are_written_in_another_way_are_not_learned(folder,
     assert learned(vocabulary, *TALK[2:]) == "<think>\n\n</think>\n\nno<|im_end|>"
 
 
-def test_a_template_whose_last_answer_cannot_be_found_is_refused(folder, tmp_path):
+def test_template_whose_last_answer_cannot_be_located_raises(folder, tmp_path):
     opening = THINKING.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\nlet me see' }}{% endif %}")
     vocabulary = with_template(folder, tmp_path, opening)
-    with pytest.raises(RunError, match=r"--data: a\.jsonl:1: the chat template of .*tokenizer_config\.json writes the"):
+    with pytest.raises(
+        RunError, match=r"--data: a\.jsonl:1: the chat template of .*tokenizer_config\.json formats the"
+    ):
         learned(vocabulary, *TALK[2:])
 
 
 @pytest.mark.parametrize(
     ("template", "turns", "message"),
     [
-        (MISTRAL, TALK[1:], r"a\.jsonl:1: the chat template of .* refuses it: Roles must alternate user/assistant"),
-        (GEMMA, (Turn("system", ""), *TALK), r"a\.jsonl:1: the chat template of .* refuses it: System role not supp"),
-        ("{{ messages + 1 }}", TALK, r"a\.jsonl:1: the chat template of .* refuses it: can only concatenate list"),
-        ("{{ messages[0].nothing.role }}", TALK, r"refuses it: 'dict object' has no attribute 'nothing'"),
-        ("{{ ''.__class__.__mro__ }}", TALK, r"refuses it: access to attribute '__class__'"),
+        (MISTRAL, TALK[1:], r"a\.jsonl:1: the chat template of .* rejects it: Roles must alternate user/assistant"),
+        (GEMMA, (Turn("system", ""), *TALK), r"a\.jsonl:1: the chat template of .* rejects it: System role not supp"),
+        ("{{ messages + 1 }}", TALK, r"a\.jsonl:1: the chat template of .* rejects it: can only concatenate list"),
+        ("{{ messages[0].nothing.role }}", TALK, r"rejects it: 'dict object' has no attribute 'nothing'"),
+        ("{{ ''.__class__.__mro__ }}", TALK, r"rejects it: access to attribute '__class__'"),
         (
             "{{ messages.append(1) }}",
             TALK,
-            r"refuses it: access to attribute 'append'|refuses it: .*append.* is not safe",
+            r"rejects it: access to attribute 'append'|rejects it: .*append.* is not safe",
         ),
         (
             "{% for m in messages %}\n{{ m.role }",
             TALK,
             r"tokenizer_config\.json: line 2 of the chat template: unexpected",
         ),
-        ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer of it"),
-        ("{{ 'a' * 10**10 }}", TALK, r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$"),
+        ("<<{{ messages[0].role[:0] }}>>", TALK, r"a\.jsonl:1: the chat template of .* marks no answer in it"),
+        ("{{ 'a' * 10**10 }}", TALK, r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$"),
         (
             "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
             TALK,
-            r"a\.jsonl:1: the chat template of .*json takes more than 100 MiB of memory$",
+            r"a\.jsonl:1: the chat template of .*json needs more than 100 MiB of memory$",
         ),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             TALK,
-            r"a\.jsonl:1: the chat template of .*json runs for more than 2 s$",
+            r"a\.jsonl:1: the chat template of .*json needs more than 2 s of CPU time$",
         ),
     ],
 )
-def test_what_a_template_refuses_is_named_with_the_record(folder, tmp_path, template, turns, message):
+def test_template_errors_name_the_record(folder, tmp_path, template, turns, message):
     vocabulary = with_template(folder, tmp_path, marked(template))
     with pytest.raises(RunError, match=message) as caught:
         learned(vocabulary, *turns)
     assert "\n" not in str(caught.value)
 
 
-def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
+def test_contents_with_control_tokens_raise(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, THINKING)
     for turns in (
         (Turn("user", "a<|im_end|>"), ANSWER),
@@ -311,16 +313,16 @@ def test_no_content_becomes_a_token_that_steers_the_dialogue(folder, tmp_path):
         (Turn("user", "<think>"), ANSWER),
         (Turn("user", "\ufdd0"), ANSWER),
     ):
-        with pytest.raises(RunError, match=r"--data: a\.jsonl:1 spells '.*', which would be a token of the chat templ"):
+        with pytest.raises(RunError, match=r"--data: a\.jsonl:1 contains '.*', which is a token of the chat templ"):
             learned(vocabulary, *turns)
-    with pytest.raises(RunError, match=r"^--prompt spells '<\|im_end\|>', which would be"):
+    with pytest.raises(RunError, match=r"^--prompt contains '<\|im_end\|>', which is a token"):
         vocabulary.chat_prompt("a<|im_end|>")
     assert (
         learned(with_template(folder, tmp_path, unmarked(CHATML)), Turn("user", "<think>"), TALK[3]) == "no<|im_end|>"
     )
 
 
-def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_path):
+def test_end_token_that_includes_white_space_counts(folder, tmp_path):
     vocabulary = with_template(folder, tmp_path, marked(CHATML))
     values = json.loads((tmp_path / "tokenizer.json").read_text())
     for token in values["added_tokens"]:
@@ -332,10 +334,10 @@ def test_an_end_that_swallows_the_white_space_after_it_is_learned(folder, tmp_pa
         assert learned(vocabulary, *TALK) == f"{ANSWER.content}<|im_end|>no<|im_end|>"
 
 
-# Where the template is read from
+# Files that hold the template
 
 
-def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):
+def test_template_is_read_from_the_same_file_as_in_transformers(folder, tmp_path):
     def found() -> str | None:
         template = read_chat_template(tmp_path)
         return None if template is None else template.source
@@ -367,7 +369,7 @@ def test_the_template_is_found_where_transformers_finds_it(folder, tmp_path):
             found()
 
 
-def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
+def test_tokens_are_template_variables_in_every_format(folder, tmp_path):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     token = {"content": "</s>", "special": True, "lstrip": False}
     vocabulary = with_template(folder, tmp_path, template, bos_token=None, eos_token=token)
@@ -381,7 +383,7 @@ def test_tokens_are_variables_however_they_are_written(folder, tmp_path):
     assert learned(read_hub_vocabulary(tmp_path), *TALK[2:]) == "no<|eot|>"
 
 
-def test_a_run_goes_on_with_the_date_that_it_was_started_with(folder, tmp_path):
+def test_resumed_run_keeps_the_date_of_its_start(folder, tmp_path):
     dated = "{{ strftime_now('%d %b %Y') }}" + unmarked(CHATML)
     vocabulary = with_template(folder, tmp_path / "hub", dated)
     today = datetime.date.today()

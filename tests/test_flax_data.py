@@ -1,4 +1,4 @@
-"""What flax_models trains on and is judged by: corpus, split, tokenizer and its cache, windows, baselines."""
+"""The data of flax_models: corpus, split, tokenizer and its cache, windows, baselines."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def test_default_corpus_is_the_standard_library_split_by_file():
     assert load_corpus() == corpus
 
 
-def test_split_depends_on_names_and_not_on_where_the_folder_lies(tmp_path):
+def test_split_depends_on_names_and_not_on_the_path(tmp_path):
     write_texts(tmp_path / "a", 40)
     write_texts(tmp_path / "elsewhere" / "b", 40)
     first, second = load_corpus([tmp_path / "a"]), load_corpus([tmp_path / "elsewhere" / "b"])
@@ -77,7 +77,7 @@ def test_one_long_file_is_not_held_out(tmp_path):
     assert "long.txt" in names(load_corpus([tmp_path / "a"]).train)
 
 
-def test_folder_passes_over_hidden_and_binary_files_and_counts_what_is_not_utf8(tmp_path):
+def test_folder_skips_hidden_and_binary_files_and_counts_files_that_are_not_utf8(tmp_path):
     write_texts(tmp_path / "a", 3)
     (tmp_path / "a" / ".hidden").mkdir()
     (tmp_path / "a" / ".hidden" / "x.txt").write_text("no")
@@ -89,7 +89,7 @@ def test_folder_passes_over_hidden_and_binary_files_and_counts_what_is_not_utf8(
     assert corpus.skipped == 1
 
 
-def test_bad_paths_are_named(tmp_path):
+def test_invalid_paths_raise(tmp_path):
     (tmp_path / "nothing").mkdir()
     (tmp_path / "latin.txt").write_bytes(b"\xe9t\xe9")
     (tmp_path / "empty.txt").write_text("")
@@ -111,15 +111,15 @@ TEXTS = [Document("a", "the quick brown fox the quick brown dog\n" * 20), Docume
 def test_tokenizer_comes_back_from_the_cache_and_is_the_same(tmp_path):
     first, origin = load_or_train(TEXTS, 300, tmp_path)
     again, second_origin = load_or_train(TEXTS, 300, tmp_path)
-    assert (origin, second_origin) == ("trained now", "cached")
+    assert (origin, second_origin) == ("trained", "cached")
     assert first.to_str() == again.to_str()
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_other_text_or_another_size_is_another_tokenizer(tmp_path):
+def test_tokenizer_depends_on_text_and_size(tmp_path):
     load_or_train(TEXTS, 300, tmp_path)
-    assert load_or_train(TEXTS, 290, tmp_path)[1] == "trained now"
-    assert load_or_train(TEXTS[:1], 300, tmp_path)[1] == "trained now"
+    assert load_or_train(TEXTS, 290, tmp_path)[1] == "trained"
+    assert load_or_train(TEXTS[:1], 300, tmp_path)[1] == "trained"
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -134,13 +134,13 @@ def test_any_text_survives_and_each_document_ends(tmp_path):
     assert tokenizer.decode(tokens[ends[0] + 1 : ends[1]].tolist()) == TEXTS[1].text
 
 
-def test_cached_tokenizer_treats_the_end_tokens_spelling_as_text(tmp_path):
+def test_cached_tokenizer_encodes_the_text_of_the_end_token_as_text(tmp_path):
     for _ in range(2):
         tokenizer, _ = load_or_train(TEXTS, 300, tmp_path)
         assert END_ID not in tokenizer.encode(END).ids
 
 
-def test_a_broken_cache_is_named_and_too_small_a_vocabulary_refused(tmp_path):
+def test_damaged_cache_and_too_small_vocabulary_raise(tmp_path):
     load_or_train(TEXTS, 300, tmp_path)
     (path,) = tmp_path.iterdir()
     path.write_text("{")
@@ -150,13 +150,13 @@ def test_a_broken_cache_is_named_and_too_small_a_vocabulary_refused(tmp_path):
         load_or_train(TEXTS, 256, tmp_path)
 
 
-def test_a_cache_that_cannot_be_written_costs_only_the_cache(tmp_path):
+def test_unwritable_cache_does_not_stop_training(tmp_path):
     (tmp_path / "file").write_text("")
     tokenizer, origin = load_or_train(TEXTS, 300, tmp_path / "file")
     assert tokenizer.get_vocab_size() > 257
-    assert origin.startswith("trained now, not cached: ")
+    assert origin.startswith("trained, not cached: ")
     _, origin = load_or_train(TEXTS, 300, tmp_path / ("x" * 300))  # Path.is_file raises, as without search permission
-    assert origin.startswith("trained now, not cached: ")
+    assert origin.startswith("trained, not cached: ")
 
 
 def test_cache_folder_follows_xdg(monkeypatch):
@@ -172,7 +172,7 @@ def test_cache_folder_follows_xdg(monkeypatch):
 def test_a_pass_draws_every_window_once_and_targets_are_the_next_tokens():
     stream = np.arange(101, dtype=np.int32)
     sampler = BatchSampler(stream, batch_size=3, length=10, seed=0)
-    batches = [sampler.next() for _ in range(3)]  # 10 windows less one for the offset: 9
+    batches = [sampler.next() for _ in range(3)]  # 10 windows minus one for the offset: 9
     assert sampler.passes == 0
     for batch in batches:
         assert batch.tokens.shape == batch.targets.shape == (3, 10)
@@ -184,7 +184,7 @@ def test_a_pass_draws_every_window_once_and_targets_are_the_next_tokens():
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 3, 4, 11])
-def test_sampler_goes_on_from_its_state_through_json(drawn):
+def test_sampler_resumes_from_its_json_state(drawn):
     stream = np.arange(101, dtype=np.int32)
     sampler = BatchSampler(stream, batch_size=3, length=10, seed=5)
     for _ in range(drawn):
@@ -203,11 +203,11 @@ def test_seeds_give_different_orders():
     assert not np.array_equal(first, second)
 
 
-def test_too_little_text_is_named():
-    with pytest.raises(RunError, match="too little text to train on: 40 tokens, and a batch of 4 x 10 needs 51"):
+def test_too_little_text_raises():
+    with pytest.raises(RunError, match="too little text to train on: got 40 tokens, a batch of 4 x 10 needs 51"):
         BatchSampler(np.zeros(40, np.int32), batch_size=4, length=10, seed=0)
     BatchSampler(np.zeros(51, np.int32), batch_size=4, length=10, seed=0)
-    with pytest.raises(RunError, match="too little text to hold out: 10 tokens, and one window needs 11"):
+    with pytest.raises(RunError, match="too little text to hold out: got 10 tokens, one window needs 11"):
         held_out_windows(np.zeros(10, np.int32), length=10, most=5)
 
 
@@ -231,12 +231,14 @@ def test_padding_rows_have_no_targets():
 def test_counts_and_the_three_terms_by_hand():
     counts = BigramCounts(np.array([0, 1, 0, 1, 0, 2]), vocab_size=4)
     bigram, unigram, uniform = counts.probabilities(np.array([0, 0, 1, 2, 3]), np.array([1, 2, 0, 0, 3]))
-    np.testing.assert_allclose(bigram, [2 / 3, 1 / 3, 1, 0, 0])  # a token that nothing followed, one never seen: 0
+    np.testing.assert_allclose(
+        bigram, [2 / 3, 1 / 3, 1, 0, 0]
+    )  # 0 after a token without a successor, and for a token that never occurs
     np.testing.assert_allclose(unigram, [3 / 10, 2 / 10, 4 / 10, 4 / 10, 1 / 10])
     np.testing.assert_allclose(uniform, 0.25)
 
 
-def test_mixture_is_the_likeliest_on_a_grid():
+def test_mixture_maximizes_the_likelihood_on_a_grid():
     probabilities = np.random.default_rng(0).dirichlet(np.ones(3), size=40).T
     probabilities[0, ::3] = 0.0
     fitted = np.log(fit_mixture(probabilities) @ probabilities).mean()
@@ -259,7 +261,7 @@ def test_no_held_out_pair_has_probability_zero():
     assert all(math.isfinite(value) for value in result)
 
 
-def test_baselines_name_what_is_missing():
+def test_baselines_raise_for_missing_tokens():
     with pytest.raises(ValueError, match="stream must have at least two tokens, got 1"):
         baselines(np.array([0]), np.array([0]), np.array([0]), vocab_size=2)
     with pytest.raises(ValueError, match="token must have at least one entry, got none"):

@@ -1,4 +1,4 @@
-"""Runs of `python -m flax_models.train` on dialogues and on packed texts: what they say, learn, and go on with."""
+"""Runs of `python -m flax_models.train` on dialogues and on packed texts: output, training and resuming."""
 
 import io
 import json
@@ -23,13 +23,13 @@ from flax_models.train.task_data import Text, make_data, read_text
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
-# The last of an option's values counts.
+# If an option is repeated, the last value counts.
 OPTIONS = [*SMALL, "--max-seq-len=96", "--held-out-windows=3", "--checkpoint-every=2"]
 
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """A folder with 60 instructions in data.jsonl, the cache beside it, and runs/ to come."""
+    """A folder with 60 instructions in data.jsonl, a cache, and a path for runs/."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     generator = np.random.default_rng(0)
     with (tmp_path / "data.jsonl").open("w") as file:
@@ -48,8 +48,8 @@ def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(pl
     assert start(place, "--name", "whole") == 0
     out = capsys.readouterr().out
     assert re.search(r"^corpus     .*: 5\d dialogues and \d held out, ", out, re.M)
-    assert re.search(r"^packing    best fit, at most 4 examples a row: \d+\.\d\d% padding$", out, re.M)
-    assert re.search(r"^training   8 steps of 2 x 96 = 192 tokens, 0\.\d\d passes over the text$", out, re.M)
+    assert re.search(r"^packing    best fit, at most 4 examples per row: \d+\.\d\d% padding$", out, re.M)
+    assert re.search(r"^training   8 steps of 2 x 96 = 192 tokens, 0\.\d\d passes over the data$", out, re.M)
     assert "\nsample:\n### Instruction:\nsay it twice\n" in out
     result = json.loads((place / "runs" / "whole" / "result.json").read_text())
     assert 0 < result["held_out_tokens"] < 3 * 96
@@ -70,19 +70,19 @@ def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(pl
     assert learned(place / "runs" / "cut") == learned(place / "runs" / "whole")
 
 
-def test_a_loss_that_is_not_finite_names_the_examples_of_its_batch(place, capsys, monkeypatch):
+def test_non_finite_loss_reports_the_examples_of_its_batch(place, capsys, monkeypatch):
     def spoil(state):
         return state._replace(params=jax.tree.map(lambda leaf: leaf * jnp.nan, state.params))
 
     before_step(monkeypatch, 5, spoil)
     assert start(place, "--name", "bad") == 1
     named = r"data\.jsonl:\d+"
-    said = rf"at step 5; the checkpoint of step 4 is kept. Its batch: {named}(, {named})*(, and \d more)?\. "
-    assert re.search(rf"^error: the loss is nan {said}", capsys.readouterr().err)
+    expected = rf"at step 5; the checkpoint of step 4 is kept. Batch: {named}(, {named})*(, and \d more)?\. "
+    assert re.search(rf"^error: the loss is nan {expected}", capsys.readouterr().err)
 
 
 def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[str, str]]:
-    """What a run is told of its rows at the start."""
+    """Returns the line on packing that a run prints at its start."""
     config = RunConfig(data=(place / "data.jsonl",), train=TrainConfig(**options))
     text = read_text(config, None, Display(Console(file=io.StringIO())))
     train_config = config.train.with_rows(length)
@@ -91,27 +91,27 @@ def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[s
     return train_config, dict(data.facts)
 
 
-def test_rows_are_filled_as_asked(place):
-    config, said = facts(place, 96, batch_tokens=400, packing="none")
+def test_rows_are_filled_as_requested(place):
+    config, reported = facts(place, 96, batch_tokens=400, packing="none")
     assert config.batch_size == 4
-    assert re.fullmatch(r"none, each example in a row of its own: \d\d\.\d\d% padding", said["packing"])
-    assert "warning" not in said
-    _, said = facts(place, 26)
-    assert re.match(r"--max-seq-len 26: of 5\d examples \d+ \(.*%\) cut at their end, ", said["warning"])
+    assert re.fullmatch(r"none, one example per row: \d\d\.\d\d% padding", reported["packing"])
+    assert "warning" not in reported
+    _, reported = facts(place, 26)
+    assert re.match(r"--max-seq-len 26: of 5\d examples, \d+ \(.*%\) truncated, ", reported["warning"])
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--packing", "windows"], "--packing windows goes with texts, and --data has dialogues: got windows"),
+        (["--packing", "windows"], "--packing must be best_fit or none for dialogues, got windows"),
         (["--batch-tokens", "40"], "--batch-tokens must be at least --max-seq-len 96, got 40"),
         (
             ["--batch-tokens", "300", "--accumulate", "2"],
-            "--accumulate must divide the 3 rows of 96 tokens that --batch-tokens fill, got 2",
+            "--accumulate must divide the 3 rows of 96 tokens of --batch-tokens, got 2",
         ),
     ],
 )
-def test_what_does_not_go_together_is_one_line(place, capsys, options, error):
+def test_incompatible_options_are_one_line(place, capsys, options, error):
     assert start(place, *options) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
 
@@ -122,7 +122,7 @@ def test_texts_can_be_packed_too(tmp_path, capsys, monkeypatch):
     write_texts(tmp_path / "data")
     assert train(tmp_path, "--data", str(tmp_path / "data"), *SMALL, "--steps=1", "--packing=best_fit") == 0
     assert re.search(
-        r"^packing    best fit, at most 4 examples a row: \d+\.\d\d% padding$", capsys.readouterr().out, re.M
+        r"^packing    best fit, at most 4 examples per row: \d+\.\d\d% padding$", capsys.readouterr().out, re.M
     )
 
 
@@ -137,7 +137,7 @@ def test_pieces_of_texts_have_every_target_once():
     data.sampler.close()
     ends = np.flatnonzero(stream == vocabulary.needed_end())
     assert found.counted == len(stream) - len(ends) == data.size
-    expected = np.delete(stream, [0, *(ends[:-1] + 1)])  # each document's first token is predicted by nothing
+    expected = np.delete(stream, [0, *(ends[:-1] + 1)])  # no position predicts the first token of a document
     targets = found.targets[found.targets >= 0]
     assert sorted(targets.tolist()) == sorted(expected.tolist())
     assert data.describe(np.array([0, 1])) == "a, from its token 0, a, from its token 8"

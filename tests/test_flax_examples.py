@@ -1,4 +1,4 @@
-"""Examples: plain text without a chat template, what is cut and dropped, the cache of tokens, what a run says."""
+"""Examples: the plain-text format, truncation, the token cache, and the output of a run."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def vocabulary(tmp_path_factory) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """The tokenizer of a model without a chat template, of words, which puts <s> before a text."""
+    """The word tokenizer of a model without a chat template, which prepends <s> to a text."""
     folder = tmp_path_factory.mktemp("base")
     write_tokenizer(folder, ["###", "Instruction:", "Response:", "the", "fox", "jumps", "why?"])
     (folder / "config.json").write_text("{}")
@@ -57,7 +57,7 @@ def decoded(vocabulary: Vocabulary, tokens: np.ndarray) -> str:
 # Plain text
 
 
-def test_answers_and_ends_are_learned_in_plain_text(vocabulary):
+def test_answers_and_end_tokens_count_in_plain_text(vocabulary):
     alpaca, pair, chat = vocabulary.encode_examples([ALPACA, PAIR, CHAT])
     for example, dialogue in ((alpaca, ALPACA), (pair, PAIR)):
         assert decoded(vocabulary, example.tokens) == END + dialogue.text + END
@@ -85,18 +85,18 @@ def test_a_folder_without_a_chat_template_has_its_own_first_token_and_end(base):
     (example,) = vocabulary.encode_examples([Dialogue("a", (Turn("prompt", "the fox "), Turn("completion", "jumps")))])
     assert example.tokens.tolist() == [1, word("the"), word("fox"), word("jumps"), 2]
     assert example.counted.tolist() == [False] * 3 + [True] * 2
-    with pytest.raises(RunError, match=r"--data: a\.jsonl:9 spells </s>, which ends an answer"):
+    with pytest.raises(RunError, match=r"--data: a\.jsonl:9 contains </s>, which is the end token of answers"):
         vocabulary.encode_examples([Dialogue("a.jsonl:9", (Turn("prompt", "the </s> "), Turn("completion", "fox")))])
     (base.parent / "endless").mkdir()
     (base.parent / "endless" / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
-    with pytest.raises(RunError, match="names no token that ends a text"):
+    with pytest.raises(RunError, match="defines no end-of-text token"):
         read_hub_vocabulary(base.parent / "endless").encode_examples([PAIR])
 
 
-def test_dialogues_are_not_taken_for_texts_or_texts_for_dialogues(vocabulary):
-    with pytest.raises(RunError, match="--data: dialogues with answers to learn were given where texts are wanted"):
+def test_texts_and_dialogues_are_not_interchangeable(vocabulary):
+    with pytest.raises(RunError, match="--data must have texts, got dialogues"):
         vocabulary.encode([PAIR])
-    with pytest.raises(RunError, match="--data: texts were given where dialogues with answers to learn are wanted"):
+    with pytest.raises(RunError, match="--data must have dialogues, got texts"):
         vocabulary.encode_examples([Document("a", "text")])
 
 
@@ -107,7 +107,7 @@ def example(name: str, counted: str) -> Example:
     return Example(name, np.arange(len(counted), dtype=np.int32), np.array([mark == "1" for mark in counted]))
 
 
-def test_examples_are_cut_at_their_end_and_dropped_where_nothing_is_left():
+def test_examples_are_truncated_or_dropped():
     fitted = fit_examples(
         [example("a", "0001111"), example("b", "000001"), example("c", "0011"), example("d", "10000")], 4
     )
@@ -116,13 +116,13 @@ def test_examples_are_cut_at_their_end_and_dropped_where_nothing_is_left():
         ("c", [0, 1, 2, 3], [False, False, True, True]),
     ]
     assert (fitted.cut, fitted.dropped) == (1, 2)
-    assert fitted.describe() == ("of 4 examples 1 (25%) cut at their end, 2 (50%) dropped: no answer would be left")
+    assert fitted.describe() == ("of 4 examples, 1 (25%) truncated, 2 (50%) dropped because no answer would be left")
     assert fit_examples([example("a", "00011")], 4).cut == 0, "T positions predict T tokens, and one more is read"
     with pytest.raises(RunError, match=r"none of 2 examples has an answer within --max-seq-len 2: .* after 3 tokens"):
         fit_examples([example("a", "0001"), example("b", "00001")], 2)
 
 
-def test_packed_examples_come_back():
+def test_packed_examples_survive_the_array_format():
     examples = [example("a", "0001"), example("b", "011"), example("c", "1")]
     again = from_arrays(to_arrays(examples), ["a", "b", "c"])
     for one, other in zip(examples, again, strict=True):
@@ -130,7 +130,7 @@ def test_packed_examples_come_back():
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.counted, other.counted)
     for wrong in ({"counted": np.zeros(3, bool)}, {"lengths": np.array([4, 3])}):
-        with pytest.raises(ValueError, match="different lengths"):
+        with pytest.raises(ValueError, match="inconsistent lengths"):
             from_arrays({**to_arrays(examples), **wrong}, ["a", "b", "c"])
     with pytest.raises(ValueError, match="zip"):
         from_arrays(to_arrays(examples), ["a", "b"])
@@ -161,7 +161,7 @@ def same(first: token_cache.Tokens, second: token_cache.Tokens) -> bool:
 def test_tokens_are_encoded_once(vocabulary, tmp_path, kind, monkeypatch):
     shown, _ = display()
     first = read_or_encode(corpus(kind), vocabulary, tmp_path, shown)
-    assert first.origin.startswith("encoded now at ")
+    assert first.origin.startswith("encoded at ")
     (path,) = tmp_path.iterdir()
     monkeypatch.setattr(token_cache, "_encode", None)
     again = read_or_encode(corpus(kind), vocabulary, tmp_path, shown)
@@ -175,7 +175,7 @@ def test_tokens_are_encoded_once(vocabulary, tmp_path, kind, monkeypatch):
     for broken in (bytes_[: len(bytes_) // 2], b"", bytes_.replace(first_tokens(first), b"\xff" * 8), b"PK\3\4 not so"):
         path.write_bytes(broken)
         mended = read_or_encode(corpus(kind), vocabulary, tmp_path, shown)
-        assert f", as {path} was broken (" in mended.origin
+        assert f", because {path} was damaged (" in mended.origin
         assert same(first, mended)
         assert path.read_bytes() == bytes_
 
@@ -210,7 +210,7 @@ def test_everything_that_tokens_depend_on_is_in_the_caches_key(vocabulary, base,
     assert key("dialogues", read_hub_vocabulary(other)) == undated
 
 
-def test_a_cache_that_cannot_be_written_costs_only_the_cache(vocabulary, tmp_path):
+def test_unwritable_cache_does_not_stop_training(vocabulary, tmp_path):
     (tmp_path / "file").write_text("")
     tokens = read_or_encode(corpus("texts"), vocabulary, tmp_path / "file", display()[0])
     assert ", not cached: " in tokens.origin
@@ -219,7 +219,7 @@ def test_a_cache_that_cannot_be_written_costs_only_the_cache(vocabulary, tmp_pat
     assert len(tokens.train) > 0
 
 
-def test_progress_is_told_where_it_takes_long(monkeypatch):
+def test_slow_encoding_reports_progress(monkeypatch):
     shown, out = display()
     with shown.counting("tokenizing", 3000) as show:
         show(1000)
@@ -233,7 +233,7 @@ def test_progress_is_told_where_it_takes_long(monkeypatch):
     assert "3000/3000" in terminal.getvalue()
 
 
-# What a run says of them
+# Output of a run
 
 
 def read(config: RunConfig) -> tuple[Text, str]:
@@ -248,26 +248,29 @@ def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):
     lines = [{"messages": turns * 2, "id": i} for i in range(12)]
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = RunConfig(data=(data,), model=CONFIGS["micro"].model)
-    text, said = read(config)
+    text, output = read(config)
     assert isinstance(text.train, list)
     assert isinstance(text.held_out, list)
     assert len(text.train) + len(text.held_out) == 12
     assert load_corpus([data]).train == text.corpus.train
-    assert f"corpus     {data}: {len(text.train)} dialogues and {len(text.held_out)} held out, " in said
-    assert ", fields not read: id, 11 repeat another, sha256 " in said
-    assert "\nformat     plain text (### Instruction, ### Response), as there is no chat template\n" in said
-    assert f" in {len(text.train)} examples (" in said
-    assert "% of them learned) held out, encoded now at " in said
-    assert read(config)[1].rstrip().endswith("% of them learned) held out, cached")
+    assert f"corpus     {data}: {len(text.train)} dialogues and {len(text.held_out)} held out, " in output
+    assert ", unused fields: id, 11 duplicate records, sha256 " in output
+    assert "\nformat     plain text (### Instruction, ### Response), because there is no chat template\n" in output
+    assert f" in {len(text.train)} examples (" in output
+    assert "% count in the loss) held out, encoded at " in output
+    assert read(config)[1].rstrip().endswith("% count in the loss) held out, cached")
 
-    # A template that ends answers with a token that ends no text, and leaves earlier answers out.
+    # A template that omits earlier answers, and ends answers with a token that does not end generated text.
     hub = tmp_path / "hub"
     hub.mkdir()
     for path in base.iterdir():
         (hub / path.name).write_bytes(path.read_bytes())
     template = "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else '-' }} <pad> {% endfor %}"
     (hub / "chat_template.jinja").write_text(template)
-    _, said = read(RunConfig(data=(data,), tokenizer=hub, model=CONFIGS["micro"].model))
-    assert f"\nformat     the chat template of {hub / 'chat_template.jinja'}\n" in said
-    assert "\nwarning    12 of 24 answers are not learned: the chat template writes them in another way when" in said
-    assert "\nwarning    12 of 12 examples end with a token that does not end generated text: eos_token_id" in said
+    _, output = read(RunConfig(data=(data,), tokenizer=hub, model=CONFIGS["micro"].model))
+    assert f"\nformat     the chat template of {hub / 'chat_template.jinja'}\n" in output
+    assert (
+        "\nwarning    12 of 24 answers do not count in the loss: the chat template formats them differently when"
+        in output
+    )
+    assert "\nwarning    12 of 12 examples end with a token that does not end generated text: eos_token_id" in output

@@ -1,4 +1,4 @@
-"""Every family against the transformers library: hidden states, losses, and folders that each reads of the other."""
+"""Every family against the transformers library: hidden states, losses, and folders written by either."""
 
 import dataclasses
 import json
@@ -33,13 +33,13 @@ from flax_models.train.config import CONFIGS, TrainConfig, from_json, to_json
 from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
-# Two float32 computations of three layers that sum in different orders.
+# Two float32 computations of three layers with different orders of summation.
 TOLERANCE = 5e-6
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, tuple[Any, Path]]:
-    """Each case's model of the transformers library, and the folder it was saved to."""
+    """The model of each case in the transformers library, and the folder that it was saved to."""
     made = {}
     for name in CASES:
         model, folder = make(name), tmp_path_factory.mktemp("hub") / name
@@ -68,7 +68,7 @@ def distance(ours: Any, theirs: np.ndarray) -> float:
 def test_hidden_states_and_loss_are_those_of_transformers(folders, name):
     theirs, folder = folders[name]
     ours = load(folder)
-    for length in (12, 40) if name == "phi3-long" else (40,):  # within and beyond its original length of 16
+    for length in (12, 40) if name == "phi3-long" else (40,):  # shorter and longer than its original length of 16
         ids = tokens(length=length)
         error = distance(hidden_states(ours, jnp.asarray(ids)), their_hidden_states(theirs, ids))
         assert error <= TOLERANCE, f"{length} tokens: relative error {error:.1e}, {error / TOLERANCE:.0%} of the budget"
@@ -76,7 +76,7 @@ def test_hidden_states_and_loss_are_those_of_transformers(folders, name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_what_is_saved_here_is_the_same_model_in_transformers(folders, name, tmp_path):
+def test_saved_model_is_the_same_in_transformers(folders, name, tmp_path):
     theirs, folder = folders[name]
     save(load(folder), tmp_path / "out", max_shard_bytes=30_000, like=folder)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -88,7 +88,7 @@ def test_what_is_saved_here_is_the_same_model_in_transformers(folders, name, tmp
     assert their_loss(again, ids) == their_loss(theirs, ids)
 
 
-PARAMETERS = {  # as the models' pages give them
+PARAMETERS = {  # from the models' pages
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
@@ -121,7 +121,7 @@ def test_published_shapes_can_be_trained_and_their_options_survive_json(name):
     assert from_json(json.loads(json.dumps(to_json(config)))) == config
 
 
-def test_an_unknown_name_is_answered_with_those_there_are():
+def test_unknown_name_raises_with_the_valid_names():
     with pytest.raises(ValueError, match=r"name must be one of llama2-7b, .* got 'llama9'"):
         published("llama9")
 
@@ -163,4 +163,4 @@ def test_an_exported_run_is_the_same_model_in_transformers(tmp_path, capsys):
     assert their_tokenizer(text)["input_ids"] == ids[0].tolist()
     assert their_tokenizer.eos_token_id == theirs.generation_config.eos_token_id == theirs.config.eos_token_id == 0
     assert export.main(["--run", str(run), "--out", str(out)]) == 1
-    assert "exists already and is not an empty folder" in capsys.readouterr().err
+    assert "already exists and is not an empty folder" in capsys.readouterr().err

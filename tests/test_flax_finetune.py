@@ -57,7 +57,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> tuple[Any, Path]:
-    """A model of the transformers library with every option of the loss, and the folder that it was saved to."""
+    """A model of the transformers library that uses every option of the loss, and the folder that it was saved to."""
     model, folder = make("gemma2"), tmp_path_factory.mktemp("hub") / "small-gemma2"
     write_folder(model, folder)
     write_tokenizer(folder, [*WORDS, *(f"word{i}" for i in range(SIZES["vocab_size"] - 4 - len(WORDS)))])
@@ -70,7 +70,7 @@ def start(place: Path, name: str, weights: Path, *options: str) -> int:
 
 @pytest.fixture(scope="module")
 def tuned(hub, tmp_path_factory) -> tuple[Path, str]:
-    """A place whose run `whole` started from the folder and is finished, and what the run printed."""
+    """A folder with the finished run `whole`, which started from the saved model, and the output of the run."""
     place = tmp_path_factory.mktemp("tuned")
     write_texts(place / "data")
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -87,8 +87,8 @@ def test_the_first_steps_loss_is_that_of_transformers_on_its_batch(hub, tuned):
     first = read_rows(place / "runs" / "whole")[0]
     assert first["step"] == 1
     assert first["loss"] == pytest.approx(their_loss(theirs, rows), rel=2e-6)
-    assert re.search(r"^model +[\d,]+ parameters, 100% of them to train", out, re.MULTILINE)
-    assert re.search(rf"^tokenizer +61 entries, of {folder}$", out, re.MULTILINE)
+    assert re.search(r"^model +[\d,]+ parameters, 100% trainable", out, re.MULTILINE)
+    assert re.search(rf"^tokenizer +61 entries, from {folder}$", out, re.MULTILINE)
     assert "sample:\nthe fox" in out
 
 
@@ -119,7 +119,7 @@ def test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transfor
     texts = []
     capsys.readouterr()
     for source in (["--run", str(run)], ["--weights", str(out)]):
-        # Longer than the run's own sequences: the model still takes as many tokens as the folder's did.
+        # Longer than the sequences of the run: max_seq_len is still that of the folder.
         assert generate.main([*source, "--prompt", "the fox", "--length", "30", "--min-tokens=20"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
@@ -136,12 +136,14 @@ def test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_
     shutil.rmtree(moved)
     capsys.readouterr()
     for option, message in [
-        (["--weights", str(hub[1])], "--weights is .*/hub in .*config.json, got .*small-gemma2"),
-        (["--config", "micro"], "--config is None in .*, got micro"),
-        (["--freeze", "head"], r"--freeze is \[\] in .*, got \['head'\]"),
+        (["--weights", str(hub[1])], "--weights must be .*/hub, as in .*config.json, got .*small-gemma2"),
+        (["--config", "micro"], "--config must be None, as in .*, got micro"),
+        (["--freeze", "head"], r"--freeze must be \[\], as in .*, got \['head'\]"),
     ]:
         assert train(place, "--name", "broken", "--resume", *option) == 1
-        assert re.match(f"error: --resume continues a run with its own options: {message}", capsys.readouterr().err)
+        assert re.match(
+            f"error: --resume continues a run with its original options: {message}", capsys.readouterr().err
+        )
     assert train(place, "--name", "broken", "--resume", "--weights", str(moved)) == 0
     assert "from step 4" in capsys.readouterr().out
     whole, broken = tuned[0] / "runs" / "whole", place / "runs" / "broken"
@@ -171,7 +173,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_fold
     assert learned(place / "runs" / "broken") == learned(tuned[0] / "runs" / "whole")
 
 
-def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(hub, place, capsys):
+def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, capsys):
     def without(name: str, **changes: Any) -> Path:
         folder = shutil.copytree(hub[1], place / f"without-{name}")
         if changes:
@@ -197,26 +199,34 @@ def test_a_folder_that_cannot_be_trained_is_one_line_and_leaves_nothing_behind(h
     cut.write_bytes(cut.read_bytes()[:-4])
     for folder, options, message in [
         (damaged[0], [], f"{re.escape(name)} holds NaN or inf"),
-        (damaged[1], [], f"cannot read .*{shard.name}: the file ends within "),
+        (damaged[1], [], f"cannot read .*{shard.name}: the file is truncated in "),
         (place / "absent", [], "--weights: cannot read .*absent/config.json"),
-        (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; transformers makes one"),
+        (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; create it from"),
         (broken, [], "cannot read the tokenizer .*broken/tokenizer.json"),
-        (no_end, [], "names no token that ends a text: eos_token_id is in none of its files"),
+        (no_end, [], "defines no end-of-text token: none of its files has eos_token_id"),
         (without("tokenizer_config.json", eos_token="<eos>"), [], "eos_token must be an entry of .*, got '<eos>'"),
-        (hub[1], ["--config", "gemma2-2b"], "another model than the options ask for: vocab_size 61 there and 256000"),
-        (hub[1], ["--hidden-size=48", "--num-layers=2"], "hidden_size 32 there and 48 here, num_layers 3 there"),
+        (
+            hub[1],
+            ["--config", "gemma2-2b"],
+            "the options do not match the model in .*: vocab_size 61 in the folder, got 256000",
+        ),
+        (hub[1], ["--hidden-size=48", "--num-layers=2"], "hidden_size 32 in the folder, got 48, num_layers 3 in"),
         (hub[1], ["--max-seq-len", "65"], "--max-seq-len must be at most 64 .*small-gemma2.*, got 65"),
-        (hub[1], ["--freeze", "head"], "--freeze: no parameter is named head; there are .*embedding, final_norm.scale"),
+        (
+            hub[1],
+            ["--freeze", "head"],
+            "--freeze: no parameter matches head; the parameters are .*embedding, final_norm.scale",
+        ),
     ]:
         assert start(place, "a", folder, *options) == 1, message
         out, err = capsys.readouterr()
         assert re.match(f"error: .*{message}", err), err
-        assert folder not in damaged or "\ntokens " not in out, "told before the data is encoded"
+        assert folder not in damaged or "\ntokens " not in out, "reported before the data is encoded"
         assert err.count("\n") == 1
         assert not (place / "runs").exists()
     with pytest.raises(SystemExit):
         start(place, "a", hub[1], "--tokenizer", str(hub[1]))
-    assert "--tokenizer goes with random weights" in capsys.readouterr().err
+    assert "--tokenizer cannot be used with --weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "gemma2-2b"])
@@ -232,14 +242,14 @@ def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
     assert parse(["--weights", str(tmp_path), "--learning-rate", "0.5"])[0].train.learning_rate == 0.5
 
 
-def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continued(hub, tmp_path):
+def test_run_is_named_after_its_folder_and_the_latest_is_resumed(hub, tmp_path):
     config = RunConfig(None, hub[1], runs=tmp_path)
     assert new_folder(config) == tmp_path / "small-gemma2"
     (tmp_path / "small-gemma2").mkdir()
     (tmp_path / "small-gemma2" / "config.json").write_text("{}")
     assert new_folder(config) == tmp_path / "small-gemma2-2"
     assert folder_to_resume(tmp_path, None, "small-gemma2") == tmp_path / "small-gemma2"
-    with pytest.raises(ValueError, match="--config must name a config where there are no --weights, got none"):
+    with pytest.raises(ValueError, match="--config is required without --weights"):
         RunConfig(None)
 
 
@@ -247,8 +257,8 @@ def test_a_run_is_called_after_its_folder_and_the_latest_of_that_name_is_continu
 
 
 @pytest.mark.slow
-def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
-    like = read_record(tuned[0] / "runs" / "whole").config  # of one shape, so that nothing is compiled again
+def test_random_weights_with_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
+    like = read_record(tuned[0] / "runs" / "whole").config  # the same shape, so that nothing is recompiled
     config = dataclasses.replace(like, config="tiny", weights=None, tokenizer=hub[1], name="a", runs=place / "runs")
     program.run(config, None, Display(Console()))
     run = read_run(place / "runs" / "a")
@@ -264,7 +274,7 @@ def test_random_weights_take_the_tokenizer_of_a_folder(hub, tuned, place, capsys
     assert read_hub_vocabulary(place / "out").ends == (2,)
 
 
-def test_a_model_has_rows_for_every_token_and_keeps_those_without_one(hub):
+def test_vocab_size_covers_every_token_and_keeps_unused_rows(hub):
     vocabulary = read_hub_vocabulary(hub[1])
     for rows in (61, 70):
         assert vocabulary.fit(ModelConfig(vocab_size=rows)).vocab_size == rows
@@ -272,13 +282,13 @@ def test_a_model_has_rows_for_every_token_and_keeps_those_without_one(hub):
         vocabulary.fit(ModelConfig(vocab_size=60))
 
 
-def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
+def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     vocabulary = read_hub_vocabulary(hub[1])
     documents = [Document("a", "the fox"), Document("b", "lazy</s>dog")]
     word = vocabulary.tokenizer.token_to_id
     stream = vocabulary.encode(documents).tolist()
     assert stream == [1, word("the"), word("fox"), 2, 1, word("<unk>"), 2]
-    with pytest.raises(RunError, match="--data: c spells </s>, which ends a text"):
+    with pytest.raises(RunError, match="--data: c contains </s>, which is the end token of texts"):
         vocabulary.encode([Document("c", "lazy </s> dog")])
     assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "in a prompt it is the token"
     for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
@@ -289,7 +299,7 @@ def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
     again = read_hub_vocabulary(hub[1].parent)
     assert len(again.tokenizer.encode("the fox the fox").ids) == 6, "no text is cut"
     assert (again.end, again.ends) == (None, ())
-    with pytest.raises(RunError, match="names no token that ends a text"):
+    with pytest.raises(RunError, match="defines no end-of-text token"):
         again.encode(documents)
 
 
@@ -303,7 +313,7 @@ def test_texts_have_the_templates_tokens_and_one_end_and_spell_none(hub):
         ({"tokenizer_config.json": {"eos_token": {"content": "the", "lstrip": False}}}, 4, (4,)),
     ],
 )
-def test_the_end_of_a_text_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, end, ends):
+def test_end_token_is_the_tokenizers_or_else_the_models(hub, tmp_path, files, end, ends):
     (tmp_path / "tokenizer.json").write_bytes((hub[1] / "tokenizer.json").read_bytes())
     for name, values in files.items():
         (tmp_path / name).write_text(json.dumps(values))

@@ -1,4 +1,4 @@
-"""`--freeze`: what does not train keeps its bits and costs nothing, and the run says so."""
+"""`--freeze`: frozen parameters keep their values and cost nothing, and the run reports them."""
 
 import dataclasses
 import re
@@ -88,7 +88,7 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
     ],
 )
 def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
-    """Traced attention meets every key, masked or not; all else must agree to the last product."""
+    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
     trainer = Trainer(decoder_shapes(config), TrainConfig(freeze=freeze))
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -102,13 +102,13 @@ def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
     masked = 16 - mean_keys(16)
     back = {name.split(".")[0] for name in trainer.trained} & {"blocks", "embedding"}
     attention = (12 if back else 4) * config.num_layers * config.num_heads * config.head_dim * masked
-    said = flops_per_token(config, 16, trainer.trained)
-    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + attention), rel=0)
+    reported = flops_per_token(config, 16, trainer.trained)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (reported + attention), rel=0)
 
 
-def test_names_that_are_not_there_and_freezing_everything_are_refused():
+def test_unknown_names_and_freezing_everything_raise():
     with pytest.raises(
-        RunError, match=r"--freeze: no parameter is named head; there are blocks\.attention\.key\.kernel, "
+        RunError, match=r"--freeze: no parameter matches head; the parameters are blocks\.attention\.key\.kernel, "
     ):
         trainer_of(TIED, "head")
     with pytest.raises(RunError, match="--freeze leaves nothing to train: got blocks embedding norms"):
@@ -125,7 +125,7 @@ def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         before_step(patch, 5, stop)
         assert start(place, "broken", *options) == 130
-    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
+    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% trainable", capsys.readouterr().out, re.MULTILINE)
     assert found
     frozen, count = 280 * 16 + 3 * 16, int(found[1].replace(",", ""))
     assert float(found[2]) == pytest.approx(100 * (1 - frozen / count), abs=0.1)
@@ -137,14 +137,14 @@ def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
     np.testing.assert_array_equal(model.head_weight(), Decoder(model.config, rngs=nnx.Rngs(0)).head_weight())
 
 
-def test_fewer_parameters_than_asked_still_end_the_run(place, monkeypatch, capsys):
+def test_run_ends_if_fewer_parameters_train_than_requested(place, monkeypatch, capsys):
     def stopped(hidden, weight, *arguments, **keywords):
         return linear_cross_entropy(jax.lax.stop_gradient(hidden), weight, *arguments, **keywords)
 
     monkeypatch.setattr(step_module, "linear_cross_entropy", stopped)
     assert start(place, "a", "--no-tie-embeddings", "--freeze", "embedding", "norms") == 1
     found = re.search(
-        r"error: no throughput to report: 4,480 parameters train where ([\d,]+) were to", capsys.readouterr().err
+        r"error: no throughput to report: only 4,480 of ([\d,]+) parameters train", capsys.readouterr().err
     )
     assert found
     assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices"

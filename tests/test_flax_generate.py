@@ -1,4 +1,4 @@
-"""Drawing text: the cache against the whole computation, batches against single prompts, the sampler, the command."""
+"""Text generation: the cache against recomputation, batches against single prompts, the sampler, the command."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ from flax_models.model.sampling import Sampling, continue_prompts, draw
 from flax_models.train.config import CONFIGS, RunConfig, TrainConfig, to_json
 from flax_models.train.step import Trainer
 
-CAPPED = {  # as Gemma 2: every option that the cache's products have to know
+CAPPED = {  # like Gemma 2: every option that affects attention with a cache
     "sliding_window": 4,
     "window_pattern": (True, False),
     "attention_softcap": 2.0,
@@ -46,7 +46,7 @@ KEY = jax.random.key(0)
 
 
 def make(**changes: Any) -> Decoder:
-    # Wider than training starts with, so that what the layers see decides the likeliest token.
+    # Larger weights than initial ones, so that the context determines the most likely token.
     return random_decoder(dataclasses.replace(SMALL, **changes), spread=1.5)
 
 
@@ -82,7 +82,7 @@ def test_extending_in_pieces_gives_the_hidden_states_of_the_whole():
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), nnx.jit(Decoder.__call__)(model, tokens), atol=2e-5)
 
 
-def test_extend_names_positions_and_caches_that_do_not_fit():
+def test_extend_raises_for_mismatched_positions_and_caches():
     model, tokens = make(), jnp.zeros((2, 3), jnp.int32)
     with pytest.raises(ValueError, match=r"positions must have shape \(2, 3\) \(tokens' shape\), got \(3,\)"):
         model.extend(tokens, jnp.arange(3), model.make_cache(2, 4))
@@ -90,7 +90,7 @@ def test_extend_names_positions_and_caches_that_do_not_fit():
         model.extend(tokens, jnp.zeros((2, 3), jnp.int32), model.make_cache(1, 4))
 
 
-def test_a_row_ends_at_an_end_and_not_before_its_least_number_of_tokens():
+def test_row_ends_at_an_end_token_after_min_tokens():
     model = make()
     free = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
     ends = (free[0][2], free[2][4])
@@ -123,7 +123,10 @@ def test_draws_have_the_probabilities_of_the_rule():
         (Sampling(temperature=1.0), probabilities),
         (Sampling(temperature=0.5), probabilities**2),
         (Sampling(temperature=1.0, top_k=2), [0.5, 0.3, 0, 0]),
-        (Sampling(temperature=1.0, top_p=0.7), [0.5, 0.3, 0, 0]),  # 0.5 alone is not yet 0.7
+        (
+            Sampling(temperature=1.0, top_p=0.7),
+            [0.5, 0.3, 0, 0],
+        ),  # 0.5 is less than 0.7, so the second token is included
         (Sampling(temperature=1.0, top_p=0.4), [1, 0, 0, 0]),
         (Sampling(temperature=0), [1, 0, 0, 0]),
     ]:
@@ -138,12 +141,12 @@ def test_draws_have_the_probabilities_of_the_rule():
     [
         ({"prompts": []}, "prompts must have at least one prompt, got none"),
         ({"prompts": [[1], []]}, r"prompts\[1\] must have at least one token, got none"),
-        ({"prompts": [[97]]}, r"prompts\[0\] must hold tokens in \[0, 97\), got 97"),
+        ({"prompts": [[97]]}, r"prompts\[0\] must have tokens in \[0, 97\), got 97"),
         ({"length": -1}, "length must not be negative, got -1"),
-        ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 less the longest prompt's 3 tokens\), got 30"),
+        ({"length": 30}, r"length must be at most 29 \(max_seq_len 32 minus the longest prompt's 3 tokens\), got 30"),
     ],
 )
-def test_a_bad_prompt_or_length_is_named(options, message):
+def test_invalid_prompt_or_length_raises(options, message):
     with pytest.raises(ValueError, match=message):
         continue_prompts(make(), **{"prompts": [[1, 2, 3]], "length": 1, "key": KEY, **options})
 
@@ -154,10 +157,10 @@ def test_a_bad_prompt_or_length_is_named(options, message):
         ({"temperature": -0.1}, "temperature must be finite and not negative, got -0.1"),
         ({"top_k": -1}, "top_k must not be negative, got -1"),
         ({"min_tokens": -1}, "min_tokens must not be negative, got -1"),
-        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\], got 0.0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
     ],
 )
-def test_a_bad_sampling_option_is_named(options, message):
+def test_invalid_sampling_option_raises(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
 
@@ -169,14 +172,14 @@ TEXTS = ["the quick brown fox jumps over the lazy dog\n" * 3, "seven wizards mix
 
 
 def write_run(folder: Path, config: RunConfig) -> None:
-    """Writes what a run's folder starts with."""
+    """Writes the initial files of a run's folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**to_json(config), "corpus_sha256": "0" * 64}))
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with weights/, as the hub lays them out, and run/, a run with a checkpoint; random weights in both."""
+    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint; both have random weights."""
     from flax_models.train.checkpoint import Checkpoints
 
     place = tmp_path_factory.mktemp("generate")
@@ -223,7 +226,7 @@ def test_a_chat_prints_the_answers_to_prompts_in_the_template(place, tmp_path, c
     first, second = capsys.readouterr().out.removesuffix("---\n").split("---\n")
     assert texts == f"ink? {first}---\nthe fox? {second}---\n"
     assert program.main([*options, "--chat", "--prompt", "ink<|end|>"]) == 1
-    assert capsys.readouterr().err.startswith("error: --prompt spells '<|end|>', which would be a token of the chat")
+    assert capsys.readouterr().err.startswith("error: --prompt contains '<|end|>', which is a token of the chat")
 
 
 def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
@@ -236,7 +239,7 @@ def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
         generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
 
 
-def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
+def test_user_errors_are_one_line(place, capsys, tmp_path):
     prompt = ["--prompt", "the"]
     weights, run = ["--weights", str(place / "weights")], ["--run", str(place / "run")]
     (tmp_path / "bare").mkdir()
@@ -245,17 +248,18 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
     for options, message in [
         ([*weights, *prompt, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
         ([*weights, *prompt, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
-        ([*weights, *prompt, "--top-p", "2"], "--top-p must lie in (0, 1], got 2.0"),
+        ([*weights, *prompt, "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
         ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
-        ([*weights, "--prompt", ""], "--prompt must have at least one token with this tokenizer, got an empty one"),
+        ([*weights, "--prompt", ""], "--prompt must have at least one token, got none"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),
         (["--weights", str(tmp_path / "bare"), *prompt], "cannot read"),
-        (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} holds no run: it has no config.json"),
-        (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} holds no run: it has no config.json"),
-        ([*weights, *prompt, "--step", "1"], "--step goes with --run, got --weights"),
+        (["--run", str(tmp_path / "bare"), *prompt], f"{tmp_path / 'bare'} is not a run: it has no config.json"),
+        (["--run", str(tmp_path / "absent"), *prompt], f"{tmp_path / 'absent'} is not a run: it has no config.json"),
+        ([*weights, *prompt, "--step", "1"], "--step requires --run, got --weights"),
+        ([*run, *prompt, "--dtype", "bfloat16"], "--dtype requires --weights, got --run"),
         (
             ["--run", "runs/none", *prompt, "--ignore-config-fields", "a"],
-            "--ignore-config-fields goes with --weights, got --run",
+            "--ignore-config-fields requires --weights, got --run",
         ),
         ([*run, *prompt, "--step", "5"], f"--step must be one of the checkpoints in {place / 'run'}"),
         (["--run", str(tmp_path / "new"), *prompt], f"{tmp_path / 'new'} has no checkpoint yet"),
@@ -277,7 +281,7 @@ def test_what_a_person_can_mend_is_one_line(place, capsys, tmp_path):
         (["--run", "a", "--prompt", "b", "--lenth", "3"], "unrecognized arguments: --lenth 3"),
     ],
 )
-def test_a_wrong_option_is_one_line(options, message, capsys):
+def test_invalid_option_is_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         program.main(options)
     assert stopped.value.code == 2
@@ -286,17 +290,17 @@ def test_a_wrong_option_is_one_line(options, message, capsys):
     assert err.count("\n") == 1
 
 
-def test_a_length_beyond_the_models_positions_is_refused_and_the_default_cut_with_a_note(place, capsys):
+def test_too_large_length_raises_and_the_default_is_reduced_with_a_note(place, capsys):
     options = ["--run", str(place / "run"), "--prompt", "the fox"]
     width = len(program.read_run(place / "run").vocabulary.prompt("the fox"))
-    why = f"the longest prompt has {width} tokens and the model takes 24 (max_seq_len)"
+    why = f"the longest prompt has {width} tokens and the model's max_seq_len is 24"
     assert program.main([*options, "--length", "25"]) == 1
-    assert capsys.readouterr().err == f"error: --length must be at most {24 - width} here, got 25: {why}\n"
+    assert capsys.readouterr().err == f"error: --length must be at most {24 - width}, got 25: {why}\n"
     assert program.main(options) == 0
-    assert capsys.readouterr().err == f"note: at most {24 - width} tokens are drawn instead of 128 (--length): {why}\n"
+    assert capsys.readouterr().err == f"note: --length is {24 - width} instead of 128: {why}\n"
 
 
-def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_path, capsys):
+def test_older_checkpoint_is_used_only_with_an_option(place, tmp_path, capsys):
     from flax_models.export import main as export_main
     from flax_models.train.checkpoint import Checkpoints
 
@@ -314,7 +318,8 @@ def test_an_older_checkpoint_is_taken_only_where_an_option_says_so(place, tmp_pa
         err = capsys.readouterr().err
         assert err.startswith(f"error: cannot read the checkpoint {run}/checkpoints/2: ")
         assert err.endswith(
-            "; --allow-older takes the newest checkpoint that can be read, --step N exactly that of step N (1, 2)\n"
+            "; use --allow-older for the latest checkpoint that can be read, "
+            "or --step N for the checkpoint of step N (1, 2)\n"
         )
         assert err.count("\n") == 1
     for step, message in [

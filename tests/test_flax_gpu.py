@@ -1,8 +1,8 @@
-"""flax_models on an NVIDIA GPU: runs that resume to the bit, cuDNN's attention, the trainer at a published shape and
-texts by its weights, and both frameworks' training beside each other.
+"""flax_models on an NVIDIA GPU: runs that resume bit for bit, cuDNN attention, training and generation with a published
+shape, and training in both frameworks.
 
-Runs with `pytest -m gpu`. As a program this file makes the runs, or the checks, that it is given; the tests have it do
-so side by side.
+Run with `pytest -m gpu`. This file is also a program that executes the given runs or checks; the tests start several
+such processes in parallel.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ pytestmark = pytest.mark.gpu
 
 FILE = Path(__file__).name
 ROOT = Path(__file__).parents[1]
-FUSED = expected_default("jax", "gpu", "bfloat16")  # what a loss in bfloat16 runs
+FUSED = expected_default("jax", "gpu", "bfloat16")  # the implementation of the loss in bfloat16
 
 
 @contextlib.contextmanager
 def texts() -> Iterator[Path]:
-    """Yields a folder with text in data/, a part of the standard library, and what is cached beside it."""
+    """Yields a folder with a part of the standard library in data/, and a cache."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         place = Path(folder)
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
@@ -68,13 +68,13 @@ def options(**values: Any) -> list[str]:
 
 
 def train(place: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the trainer; returns its exit status and what it printed."""
+    """Runs the trainer; returns its exit status and its output."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = program.main(["--runs", str(place / "runs"), "--name", "run", *arguments])
     return status, out.getvalue()
 
 
-# Resuming.
+# Resuming
 
 SMALL = options(
     vocab_size=1024,
@@ -105,7 +105,7 @@ def interrupt(_: Any) -> None:
 
 
 def run_and_print(attention: str, course: str) -> None:
-    """Trains and prints what was learned; a "broken" run is interrupted, and goes on from its last checkpoint."""
+    """Trains and prints the results; a "broken" run is interrupted and resumed from its last checkpoint."""
     with texts() as place:
         arguments = [*SMALL, *options(attention_implementation=attention, data=place / "data")]
         if course == "broken":
@@ -113,9 +113,9 @@ def run_and_print(attention: str, course: str) -> None:
                 before_step(patch, 9, interrupt)
                 assert train(place, *arguments)[0] == 130
             arguments = ["--resume"]
-        status, said = train(place, *arguments)
+        status, output = train(place, *arguments)
         assert status == 0
-        assert ("from step 5" in said) == (course == "broken"), said
+        assert ("from step 5" in output) == (course == "broken"), output
         folder = place / "runs" / "run"
         digest = hashlib.sha256()
         for leaf in jax.tree.leaves(nnx.state(read_run(folder).model)):
@@ -124,22 +124,22 @@ def run_and_print(attention: str, course: str) -> None:
 
 
 def both_courses(attention: str) -> tuple[Command, ...]:
-    """Returns two programs, for each must compile for itself."""
-    deterministic = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"  # no atomics, and no choice by measured time
+    """Returns two separately jitted functions, because each must be compiled separately."""
+    deterministic = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning
     return tuple(("env", deterministic, *python(FILE, attention, course)) for course in COURSES)
 
 
 @pytest.mark.parametrize(
     "attention", [pytest.param(name, marks=pytest.mark.programs(*both_courses(name))) for name in ATTENTIONS]
 )
-def test_resuming_gives_what_the_uninterrupted_run_gives_to_the_bit(attention: str, printed: Printed) -> None:
+def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(attention: str, printed: Printed) -> None:
     whole, broken = (printed[course] for course in COURSES)
     assert len({row["step"] for row in whole["rows"]}) == 12
     assert whole["rows"] == broken["rows"]
     assert whole["parameters"] == broken["parameters"]
 
 
-# Checks, each run in a process.
+# Checks, each in a separate process
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -172,7 +172,7 @@ def hidden_states_and_gradients(
 def errors_of(
     implementations: tuple[str, ...], length: int, lengths: np.ndarray | None = None, **changes: Any
 ) -> Iterator[tuple[float, ...]]:
-    """Yields, for hidden states and each gradient, the errors in bfloat16 against plain products in float32."""
+    """Yields, for hidden states and each gradient, the bfloat16 errors against XLA attention in float32."""
     config = ModelConfig(**{"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4, **changes})
     tokens = np.random.default_rng(0).integers(97, size=(3, length))
     with jax.default_matmul_precision("highest"):
@@ -183,7 +183,7 @@ def errors_of(
         yield tuple(float(np.linalg.norm(array - want) / np.linalg.norm(want)) for array in got)
 
 
-# Of 256 tokens each: four sequences, one as long as the row, and many with one of a single token.
+# Rows of 256 tokens: four sequences, one sequence, and many sequences of which one has a single token.
 PACKED = np.array([[100, 28, 65, 63, 0, 0], [256, 0, 0, 0, 0, 0], [1, 40, 3, 130, 80, 2]], np.int32)
 FAMILIES: dict[str, dict[str, Any]] = {
     "a key head for each query head": {"length": 128, "num_kv_heads": 4, "head_dim": 64},
@@ -199,7 +199,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def attends_as_plain_products_do(shape: dict[str, Any]) -> None:
     for plain, ours in errors_of(ATTENTIONS, **shape):
-        assert ours <= 1.25 * plain + 1e-3, f"error {ours:.2g} beside {plain:.2g}"
+        assert ours <= 1.25 * plain + 1e-3, f"error {ours:.2g} instead of {plain:.2g}"
 
 
 CHECKS |= {f"cudnn, {name}": partial(attends_as_plain_products_do, shape) for name, shape in FAMILIES.items()}
@@ -207,7 +207,7 @@ CHECKS |= {f"cudnn, {name}": partial(attends_as_plain_products_do, shape) for na
 
 @checked
 def packed_sequences_do_not_see_each_other() -> None:
-    """Another sequence in place of one moves no bit of the others' hidden states."""
+    """Replacing one sequence does not change any bit of the hidden states of the others."""
     shape: dict[str, Any] = {"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = random_decoder(ModelConfig(**shape, dtype="bfloat16", attention_implementation="cudnn"))
     tokens = np.random.default_rng(0).integers(97, size=(3, 256))
@@ -226,25 +226,25 @@ def packed_sequences_do_not_see_each_other() -> None:
 @checked
 def adapters_learn_dialogues_by_kernels() -> None:
     pytest.importorskip("grain")
-    shape = options(vocab_size=2048, num_layers=2, max_seq_len=256)  # else as it is
+    shape = options(vocab_size=2048, num_layers=2, max_seq_len=256)  # the other options are unchanged
     steps = options(steps=30, batch_size=4, warmup_steps=5, log_every=10, eval_every=0, learning_rate=2e-3)
     adapters = [*options(lora_rank=8, lora_plus_ratio=16), "--dora", "--unfreeze", "embedding"]
     with texts() as place:
-        data = place / "asked.jsonl"
+        data = place / "instructions.jsonl"
         with data.open("w") as file:
             for i in range(400):
                 word = "ab"[i % 2] * (1 + i % 7)
                 file.write(json.dumps({"instruction": f"Say {word} twice.", "output": f"{word} {word}"}) + "\n")
         with nothing_waits():
             given = options(data=data, sample_tokens=2)
-            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *adapters, *given)
+            status, output = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *adapters, *given)
         assert status == 0
         for pattern in (
-            r"^packing +best fit, at most \d+ examples a row: [\d.]+% padding$",
-            r"^attention +cudnn: its kernels serve compute capability ",
+            r"^packing +best fit, at most \d+ examples per row: [\d.]+% padding$",
+            r"^attention +cudnn: supported on compute capability ",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
         ):
-            assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
+            assert re.search(pattern, output, re.MULTILINE), f"{pattern} is not in\n{output}"
         losses = [row["loss"] for row in learned(place / "runs" / "run") if "loss" in row]
         assert losses[-1] < 0.5 * losses[0]
 
@@ -269,7 +269,7 @@ def what_cudnn_cannot_attend_is_refused_and_runs_by_plain_products() -> None:
 
 @contextlib.contextmanager
 def nothing_waits() -> Iterator[None]:
-    """Lets nothing cross between host and device while the trainer's loop runs, but what asks to: fetches and saves."""
+    """Forbids implicit transfers between host and device in the training loop."""
     loop, save = program.train, Checkpoints.save
 
     def guarded(*arguments: Any) -> Any:
@@ -288,27 +288,27 @@ def nothing_waits() -> Iterator[None]:
 
 @checked
 def a_published_shape_trains_and_its_weights_continue_texts() -> None:
-    shape = options(vocab_size=2048, num_layers=2, max_seq_len=1024)  # else as it is
+    shape = options(vocab_size=2048, num_layers=2, max_seq_len=1024)  # the other options are unchanged
     steps = options(steps=8, batch_size=4, warmup_steps=2, log_every=2, eval_every=0, held_out_windows=4)
     with texts() as place:
         data = options(data=place / "data", sample_tokens=2)
         with nothing_waits():
-            status, said = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data, "--profile")
+            status, output = train(place, "--config", "qwen2.5-0.5b", *shape, *steps, *data, "--profile")
         assert status == 0
         for pattern in (
-            r"^model +[\d,]+ parameters, 100% of them to train, on NVIDIA",
-            r"^attention +cudnn: its kernels serve compute capability ",
-            r"^repeats +to rounding, to the bit under XLA_FLAGS=--xla_gpu_deterministic_ops=true$",
-            r"^memory +[\d.]+ [MG]iB in a step: parameters .*, optimizer .*, batch .*, temporaries ",
+            r"^model +[\d,]+ parameters, 100% trainable, on NVIDIA",
+            r"^attention +cudnn: supported on compute capability ",
+            r"^repeats +up to rounding; for bit-for-bit repeats, set XLA_FLAGS=--xla_gpu_deterministic_ops=true$",
+            r"^memory +[\d.]+ [MG]iB per step: parameters .*, optimizer .*, batch .*, temporaries ",
             r"^ +of the [\d.]+ GiB that JAX may use of NVIDIA",
             rf"^loss +jax_pallas.linear_ce, ({'|'.join(FUSED)}): ",
             r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+(% MFU| .?FLOP/s)",
-            *(rf"^    {part} +[\d.]+% +[\d.]+ ms a step$" for part in PARTS),
+            *(rf"^    {part} +[\d.]+% +[\d.]+ ms/step$" for part in PARTS),
         ):
-            assert re.search(pattern, said, re.MULTILINE), f"{pattern} is not in\n{said}"
-        traced = re.search(r"time of 5 traced steps on the device, all threads and streams: ([\d.]+) ms", said)
-        assert traced is not None, said
-        assert float(traced[1]) > 5 * 0.8, "products alone take longer: operations without a name were left out"
+            assert re.search(pattern, output, re.MULTILINE), f"{pattern} is not in\n{output}"
+        traced = re.search(r"device time of 5 traced steps, over all threads and streams: ([\d.]+) ms", output)
+        assert traced is not None, output
+        assert float(traced[1]) > 5 * 0.8, "matmuls take longer: operations without a name were left out"
         run, weights = str(place / "runs" / "run"), str(place / "weights")
         assert export.main(["--run", run, "--out", weights]) == 0
         for source in (["--run", run], ["--weights", weights, "--dtype", "bfloat16"]):
@@ -345,12 +345,12 @@ def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
             losses.append(metrics.loss)
     losses = jax.device_get(losses)
     assert abs(losses[0] - math.log(config.vocab_size)) < 1.5
-    assert losses[-1] < losses[0] - 0.1  # of one batch, again and again
+    assert losses[-1] < losses[0] - 0.1  # on one repeated batch
     statistics = jax.devices()[0].memory_stats()
     assert statistics is not None
     took = statistics["peak_bytes_in_use"]
-    said = memory.total  # drawing the weights, and freed blocks that do not join, add a little
-    assert 0.7 < said / took < 1.05, f"{said / 2**30:.1f} GiB were said, {took / 2**30:.1f} GiB taken"
+    planned = memory.total  # initialization and fragmentation add a little
+    assert 0.7 < planned / took < 1.05, f"{planned / 2**30:.1f} GiB planned, {took / 2**30:.1f} GiB used"
 
 
 @checked
@@ -367,7 +367,7 @@ def both_frameworks_train_alike_by_their_kernels() -> None:
         assert f"{framework} by {implementation} on {curve['device']}" in done.stdout.splitlines()[-1]
 
 
-ATTENDING = [name for name in CHECKS if name.startswith("cudnn")]  # a few seconds each: three processes
+ATTENDING = [name for name in CHECKS if name.startswith("cudnn")]  # a few seconds each, in three processes
 COMMANDS = {name: python(FILE, name) for name in CHECKS}
 COMMANDS |= {name: python(FILE, *ATTENDING[i % 3 :: 3]) for i, name in enumerate(ATTENDING)}
 

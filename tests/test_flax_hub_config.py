@@ -1,4 +1,4 @@
-"""`config.json` read and written: published files, what is refused, what a family's files cannot say."""
+"""`config.json` read and written: published files, rejected fields, and configs that a family cannot express."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from flax_models.model.families import PUBLISHED, published
 from flax_models.model.rope import RopeScaling
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "use_cache": True}
-# The files of the models' pages: old ways of writing, fields that say nothing, fields left out.
+# Published files: old formats, irrelevant fields, absent fields.
 HUB: dict[str, dict[str, Any]] = {
     "llama2-7b": {
         **LLAMA,
@@ -230,7 +230,7 @@ def test_scalings_survive_being_written(rope):
     assert config_of(json.loads(json.dumps(values_of(config))), "x") == config
 
 
-def test_longrope_is_read_in_its_old_ways_of_writing():
+def test_longrope_is_read_in_old_formats():
     factors = {"short_factor": [1.0, 1.1], "long_factor": [1.5, 2.0]}
     values = {**values_of(dataclasses.replace(SMALL, family="phi3", head_dim=4)), "max_position_embeddings": 128}
     values |= {"rope_scaling": {"type": "su", **factors}, "original_max_position_embeddings": 32}
@@ -251,17 +251,20 @@ def test_yarns_two_scales_become_its_attention_factor():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logit_scale": 0.1}, r"fields that this decoder does not know for model_type llama: logit_scale \(0.1\)"),
+        ({"logit_scale": 0.1}, r"unknown fields for model_type llama: logit_scale \(0.1\)"),
         ({"logits_scaling": 8.0, "residual_multiplier": 0.2}, r"logits_scaling \(8.0\), residual_multiplier \(0.2\)"),
-        ({"attn_logit_softcapping": 50.0}, r"does not know .* attn_logit_softcapping \(50.0\)"),
-        ({"final_logit_softcapping": 30.0}, r"does not know .* final_logit_softcapping"),
-        ({"sliding_window": 128}, r"does not know .* sliding_window \(128\)"),
-        ({"attention_chunk_size": 128}, r"does not know .* attention_chunk_size"),
-        ({"quantization_config": {"bits": 4}}, r"does not know .* quantization_config"),
+        ({"attn_logit_softcapping": 50.0}, r"unknown fields .* attn_logit_softcapping \(50.0\)"),
+        ({"final_logit_softcapping": 30.0}, r"unknown fields .* final_logit_softcapping"),
+        ({"sliding_window": 128}, r"unknown fields .* sliding_window \(128\)"),
+        ({"attention_chunk_size": 128}, r"unknown fields .* attention_chunk_size"),
+        ({"quantization_config": {"bits": 4}}, r"unknown fields .* quantization_config"),
         ({"model_type": "cohere"}, "model_type must be one of llama, mistral, .* got 'cohere'"),
         ({"model_type": None}, "model_type must be one of llama, mistral, .* got None"),
         ({"hidden_act": "relu2"}, "hidden_act must be one of silu, .* got 'relu2'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, .* got 'gelu'"),  # the exact one, not tanh's
+        (
+            {"hidden_act": "gelu"},
+            "hidden_act must be one of silu, .* got 'gelu'",
+        ),  # exact GELU, not the tanh approximation
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"rope_interleaved": True}, "rope_interleaved must be False, got True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -276,10 +279,13 @@ def test_yarns_two_scales_become_its_attention_factor():
         ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}},
-            "rope_type must be another, for a model that was made longer, got 'dynamic'",
+            "rope_type must be other than dynamic if .*, got 'dynamic'",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling's factor is missing"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}}, "for rope_type linear, got 'alpha'"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "alpha": 1}},
+            "only fields of rope_type linear, got 'alpha'",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_scaling's .*_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
@@ -294,12 +300,12 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"model_type": ["llama"]}, r"model_type must be one of llama, .* got \['llama'\]"),
     ],
 )
-def test_a_config_that_asks_for_other_mathematics_is_refused(change, message):
+def test_unsupported_config_raises(change, message):
     with pytest.raises(RunError, match=message):
         config_of({**values_of(SMALL), **change}, "x")
 
 
-def test_fields_that_change_nothing_are_ignored_and_named():
+def test_irrelevant_fields_are_ignored_and_reported():
     values = {
         **values_of(SMALL),
         "is_llama_config": True,
@@ -328,19 +334,19 @@ def test_ignored_fields_are_noted_in_one_line(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(
-        RunError, match=r"does not know .* new_scale \(2\); .* --ignore-config-fields new_scale ignores"
+        RunError, match=r"unknown fields .* new_scale \(2\); .* ignore them with --ignore-config-fields new_scale"
     ):
         read_config(tmp_path)
     assert read_config(tmp_path, ["new_scale"]) == SMALL
     assert config_note(tmp_path, ["new_scale"]) == (
-        "config.json: ignored, as they change nothing: is_llama_config, unsloth_fixed; "
-        "training is without attention_dropout 0.1; ignored on request: new_scale"
+        "config.json: ignored because they do not affect the model: is_llama_config, unsloth_fixed; "
+        "not applied in training: attention_dropout 0.1; ignored on request: new_scale"
     )
-    with pytest.raises(RunError, match="--ignore-config-fields: the decoder of model_type llama reads rope_theta"):
+    with pytest.raises(RunError, match="--ignore-config-fields: model_type llama needs rope_theta"):
         read_config(tmp_path, ["rope_theta"])
 
 
-def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
+def test_unknown_windows_and_missing_fields_raise():
     qwen = values_of(dataclasses.replace(SMALL, family="qwen2", attention_bias=True))
     with pytest.raises(RunError, match="layer_types must be sliding_attention or full_attention for 2 layers"):
         config_of({**qwen, "layer_types": ["chunked_attention", "full_attention"]}, "x")
@@ -351,14 +357,14 @@ def test_windows_that_are_not_known_are_refused_and_missing_fields_named():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logit_scale": 2.0}, "the files of family llama cannot say logit_scale 2.0"),
-        ({"logit_softcap": 30.0, "norm_plus_one": True}, "cannot say norm_plus_one True, logit_softcap 30.0"),
-        ({"family": "qwen2"}, "the files of family qwen2 cannot say attention_bias False"),
-        ({"sliding_window": 4}, r"cannot say sliding_window \(4, 4\)"),
-        ({"family": "mistral", "sliding_window": 4, "window_pattern": (True, False)}, "cannot say sliding_window"),
+        ({"logit_scale": 2.0}, "a config.json of family llama cannot express logit_scale 2.0"),
+        ({"logit_softcap": 30.0, "norm_plus_one": True}, "cannot express norm_plus_one True, logit_softcap 30.0"),
+        ({"family": "qwen2"}, "a config.json of family qwen2 cannot express attention_bias False"),
+        ({"sliding_window": 4}, r"cannot express sliding_window \(4, 4\)"),
+        ({"family": "mistral", "sliding_window": 4, "window_pattern": (True, False)}, "cannot express sliding_window"),
     ],
 )
-def test_what_a_familys_files_cannot_say_is_not_written(changes, message, tmp_path):
+def test_config_that_a_family_cannot_express_raises(changes, message, tmp_path):
     model = random_decoder(dataclasses.replace(SMALL, **changes))
     with pytest.raises(RunError, match=message):
         save(model, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A run's folder has one writer: others are told which, and a dead one holds nothing."""
+"""A run's folder has one writer: other processes get an error that names it, and a dead process holds no lock."""
 
 import fcntl
 import os
@@ -21,20 +21,20 @@ def new_run(folder: Path) -> RunLock:
     return make_folder(folder, RunRecord(RunConfig(), "0" * 64), lambda part: None)
 
 
-def test_a_second_writer_is_told_who_the_first_is(tmp_path, capsys):
+def test_second_writer_gets_an_error_that_names_the_first(tmp_path, capsys):
     folder = tmp_path / "runs" / "a"
     with new_run(folder):
         assert train(tmp_path, "--name", "a", "--resume") == 1
         err = capsys.readouterr().err
-        assert re.match(rf"error: .*runs/a is being written by process {os.getpid()} on {socket.gethostname()}: ", err)
+        assert re.match(rf"error: .*runs/a is in use by process {os.getpid()} on {socket.gethostname()}; ", err)
         assert err.count("\n") == 1
-        with pytest.raises(RunError, match="is being written by process"):
+        with pytest.raises(RunError, match="is in use by process"):
             RunLock(folder)
     with RunLock(folder):
         pass
 
 
-def test_a_killed_writer_holds_nothing(tmp_path):
+def test_killed_process_releases_the_lock(tmp_path):
     folder = tmp_path / "a"
     new_run(folder).close()
     code = (
@@ -44,7 +44,7 @@ def test_a_killed_writer_holds_nothing(tmp_path):
     with subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match=f"is being written by process {process.pid} on "):
+        with pytest.raises(RunError, match=f"is in use by process {process.pid} on "):
             RunLock(folder)
         process.kill()
         assert process.wait() == -signal.SIGKILL
@@ -53,7 +53,7 @@ def test_a_killed_writer_holds_nothing(tmp_path):
         assert lock.fault is None
 
 
-def test_a_file_system_without_locks_is_told_and_not_passed_over(tmp_path, monkeypatch):
+def test_file_system_without_locks_prints_a_warning(tmp_path, monkeypatch):
     def unsupported(file, operation):
         raise OSError(95, "Operation not supported")
 
@@ -62,9 +62,9 @@ def test_a_file_system_without_locks_is_told_and_not_passed_over(tmp_path, monke
         assert lock.fault == "Operation not supported"
 
 
-def test_a_folder_that_cannot_be_made_leaves_no_lock_behind(tmp_path):
+def test_folder_that_cannot_be_created_leaves_no_lock(tmp_path):
     new_run(tmp_path / "a").close()
-    with pytest.raises(RunError, match="another run has just taken the name"):
+    with pytest.raises(RunError, match="another run has just been created with this name"):
         new_run(tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     with pytest.raises(RunError, match=r"cannot write .*absent/lock: No such file or directory"):

@@ -1,4 +1,4 @@
-"""Adapters: a run begins with its base model, trains what it says, costs what it says, and is merged without loss."""
+"""Adapters: the initial model is the base model; trained parameters and cost match the report; merging is exact."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up
 
 
 def adapted(config: ModelConfig, lora: LoraConfig, *, moved: bool = False) -> Decoder:
-    """Returns a random decoder with adapters, whose B and magnitudes have moved from where they begin if asked for."""
+    """Returns a random decoder with adapters; with `moved`, B and magnitudes differ from their initial values."""
     model = random_decoder(config)
     adapt(model, lora, nnx.Rngs(1))
     if moved:
@@ -70,7 +70,7 @@ def hidden_states(model: Decoder, tokens: jax.Array) -> jax.Array:
 TOKENS = jnp.asarray(random_batch(2).tokens)
 
 
-# What a run begins with
+# Initial state
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
@@ -86,7 +86,7 @@ def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
     np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_are_drawn_as_peft_draws_them_and_differ():
+def test_adapters_are_initialized_as_in_peft_and_differ():
     assert [name for name, _ in adapted_projections(adapted(UNTIED, LORA))] == list(LORA.lora_targets)
     model = adapted(dataclasses.replace(UNTIED, hidden_size=256), LoraConfig(8, lora_targets=("query", "key")))
     drawn = {name: np.asarray(linear.lora_a[...]) for name, linear in adapted_projections(model)}
@@ -100,7 +100,7 @@ def test_adapters_are_drawn_as_peft_draws_them_and_differ():
 
 @pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits(differentiated):
-    """Against the same model with float32 copies of all that is frozen: the loss, or its gradients."""
+    """Compares the loss or its gradients with the same model with float32 copies of all frozen parameters."""
     config = dataclasses.replace(BIASED, dtype="bfloat16")
     lora = dataclasses.replace(FEW, unfreeze=("attention.query.kernel",))
     trainer = trainer_of(adapted(config, lora, moved=True), lora)
@@ -124,29 +124,29 @@ def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(UNFROZEN, marks=pytest.mark.slow)])
-def test_adapters_and_what_is_unfrozen_move_and_all_else_keeps_its_bits(lora):
+def test_only_adapters_and_unfrozen_parameters_change(lora):
     trainer = trainer_of(adapted(UNTIED, lora, moved=True), lora)
     before = parameters(trainer.initial.params)
-    wanted = {name for name in before if "lora" in name}
+    expected = {name for name in before if "lora" in name}
     if lora.unfreeze:
-        wanted |= {name for name in before if name == "head" or name.endswith("scale")}
-    assert len(wanted) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
-    assert set(trainer.trained) == wanted
-    assert {part.due for part in trainer.parts if "lora_a" in part.name} == {2}
-    assert {part.due for part in trainer.parts if "lora_a" not in part.name} == {1}
+        expected |= {name for name in before if name == "head" or name.endswith("scale")}
+    assert len(expected) == (2 + 1 + 3 if lora.unfreeze else 2 * 3)
+    assert set(trainer.trained) == expected
+    assert {part.first_step for part in trainer.parts if "lora_a" in part.name} == {2}
+    assert {part.first_step for part in trainer.parts if "lora_a" not in part.name} == {1}
     program = trainer.compile(2, 16).as_text() or ""
     assert "f32[32,280]{1,0} dot(" in program, "logits"
     assert ("f32[280,16]{1,0} dot(" in program) == bool(lora.unfreeze), "d_weight of the head"
     averages = jax.tree.leaves(trainer.initial.optimizer)
-    assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in wanted) + 2
+    assert sum(leaf.size for leaf in averages) == 2 * sum(before[name].size for name in expected) + 2
     state, metrics = trainer.step(trainer.initial, random_batch(2))
     after = parameters(state.params)
-    assert {name for name in before if not np.array_equal(before[name], after[name])} == wanted
+    assert {name for name in before if not np.array_equal(before[name], after[name])} == expected
     assert bool(metrics.trained.all())
 
 
 def halves() -> tuple[Trainer, Trainer]:
-    """Returns trainers of a model in bfloat16, of every parameter and of adapters on two projections."""
+    """Returns trainers of a bfloat16 model: of all parameters, and of adapters on two projections."""
     half = dataclasses.replace(UNTIED, dtype="bfloat16", tie_embeddings=True)
     lora = LoraConfig(lora_rank=3, lora_targets=("query", "value"))
     return trainer_of(decoder_shapes(half), LoraConfig()), trainer_of(adapted_shapes(half, lora), lora)
@@ -156,7 +156,7 @@ def size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def test_the_state_has_two_bytes_for_what_is_frozen_and_twelve_for_what_is_not():
+def test_state_has_two_bytes_per_frozen_and_twelve_per_trained_parameter():
     full, low = halves()
     count, adapters = (sum(part.size for part in each.parts) for each in (full, low))
     norms = 5 * 16
@@ -166,7 +166,7 @@ def test_the_state_has_two_bytes_for_what_is_frozen_and_twelve_for_what_is_not()
 
 
 @pytest.mark.slow
-def test_a_step_keeps_no_gradient_of_what_is_frozen():
+def test_step_stores_no_gradient_of_frozen_parameters():
     whole, part = (step_memory(each, each.compile(2, 16)) for each in halves())
     assert whole is not None
     assert part is not None
@@ -182,7 +182,7 @@ def test_a_step_keeps_no_gradient_of_what_is_frozen():
     ],
 )
 def test_flops_are_the_products_of_the_differentiated_model(config, lora):
-    """Traced attention meets every key, masked or not; all else must agree to the last product."""
+    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
     trainer = trainer_of(adapted_shapes(config, lora), lora)
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -194,52 +194,58 @@ def test_flops_are_the_products_of_the_differentiated_model(config, lora):
     traced = jax.make_jaxpr(jax.grad(loss))(*trainer.split(params), tokens).jaxpr
     needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars))
     masked = 12 * config.num_layers * config.num_heads * config.head_dim * (16 - mean_keys(16))
-    said = flops_per_token(config, 16, trainer.trained)
-    assert matmul_flops(needed) == pytest.approx(2 * 16 * (said + masked), rel=0)
+    reported = flops_per_token(config, 16, trainer.trained)
+    assert matmul_flops(needed) == pytest.approx(2 * 16 * (reported + masked), rel=0)
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_invalid_adapters_raise():
     for options, message in [
-        ({"lora_alpha": 3.0}, "--lora-alpha goes with --lora-rank, which is 0: got 3.0"),
-        ({"dora": True}, "--dora goes with --lora-rank"),
-        ({"unfreeze": ("head",)}, "--unfreeze goes with --lora-rank"),
+        ({"lora_alpha": 3.0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 3.0"),
+        ({"dora": True}, "--dora requires --lora-rank"),
+        ({"unfreeze": ("head",)}, "--unfreeze requires --lora-rank"),
         ({"lora_rank": -1}, "--lora-rank must not be negative, got -1"),
         ({"lora_rank": 2, "lora_alpha": 0.0}, "--lora-alpha must be positive and finite, got 0.0"),
         ({"lora_rank": 2, "lora_plus_ratio": -1.0}, "--lora-plus-ratio must be positive and finite, got -1.0"),
-        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name projections, each once, got ''"),
+        ({"lora_rank": 2, "lora_targets": ()}, "--lora-targets must name at least one projection, each once, got ''"),
         ({"lora_rank": 2, "lora_targets": ("up", "up")}, "--lora-targets must name .* got 'up up'"),
     ]:
         with pytest.raises(ValueError, match=message):
             LoraConfig(**options)
     unknown = dataclasses.replace(LORA, unfreeze=("heads",))
-    with pytest.raises(RunError, match=r"--unfreeze: no parameter is named heads; there are blocks\.attention\."):
+    with pytest.raises(
+        RunError, match=r"--unfreeze: no parameter matches heads; the parameters are blocks\.attention\."
+    ):
         trainer_of(adapted_shapes(UNTIED, unknown), unknown)
-    with pytest.raises(RunError, match="--freeze is for a run without adapters, which freeze all else: got head"):
+    with pytest.raises(
+        RunError, match="--freeze cannot be used with adapters, which freeze all other parameters: got head"
+    ):
         trainer_of(adapted_shapes(UNTIED, LORA), LORA, freeze=("head",))
-    with pytest.raises(RunError, match="--lora-rank adapts the projections of blocks, and --num-layers is 0"):
+    with pytest.raises(RunError, match="--lora-rank needs --num-layers of at least 1, got 0"):
         adapted_shapes(dataclasses.replace(UNTIED, num_layers=0), LORA)
     model = adapted(UNTIED, LORA)
-    with pytest.raises(ValueError, match="lora must be what the model was adapted with, got lora_rank 0"):
+    with pytest.raises(ValueError, match="lora must be the options with which the model was adapted, got lora_rank 0"):
         trainer_of(model, LoraConfig())
-    with pytest.raises(ValueError, match="model must have no adapters yet"):
+    with pytest.raises(ValueError, match="model must not have adapters yet"):
         adapt(model, LORA, nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"model must have no adapters .*, got blocks\.attention\.key\.lora_a"):
+    with pytest.raises(ValueError, match=r"model must not have adapters .*, got blocks\.attention\.key\.lora_a"):
         save(model, Path("nowhere"))
 
 
-def test_options_are_read_and_written_down():
+def test_options_are_parsed_and_stored():
     config, _ = parse(["--lora-rank=4", "--lora-targets", "query", "value", "--dora", "--unfreeze", "norms", "head"])
     assert config.lora == LoraConfig(4, None, ("query", "value"), 1.0, True, ("norms", "head"))
     assert config.lora.scale == 2.0
     assert LoraConfig(lora_rank=8, lora_alpha=4).scale == 0.5
     assert from_json(to_json(config)) == config
-    with pytest.raises(RunError, match=r"config.json and this version differ in lora: it was written by another"):
+    with pytest.raises(
+        RunError, match=r"config.json was written by another version, which differs in these fields: lora"
+    ):
         from_json({name: value for name, value in to_json(config).items() if name != "lora"})
     with pytest.raises(SystemExit):
         parse(["--lora-rank=4", "--lora-targets", "queries"])
 
 
-# What it is in the end
+# Merged models
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(LORA, marks=pytest.mark.slow)])
@@ -309,10 +315,10 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
         raise KeyboardInterrupt
 
     options = ["--lora-rank=2", "--lora-targets", "query", "up", "--unfreeze=norms", "--lora-plus-ratio=4"]
-    # The first numbers that are fetched, after two steps, are those of step 1 alone, in which A has no gradient yet.
+    # The first fetch, after two steps, has only the metrics of step 1, in which the gradient of A is zero.
     options += ["--optimizer=schedule_free_adamw", "--log-every=2", "--sample-tokens=0"]
     assert start(place, "whole", *options) == 0
-    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% of them to train", capsys.readouterr().out, re.MULTILINE)
+    found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% trainable", capsys.readouterr().out, re.MULTILINE)
     assert found
     run = read_run(place / "runs" / "whole")
     adapters = sum(
@@ -334,13 +340,13 @@ def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(
 
     capsys.readouterr()
     assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out"), "--adapter"]) == 1
-    assert re.match(r"error: --adapter: .*whole trained norms beside its adapters", capsys.readouterr().err)
+    assert re.match(r"error: --adapter: .*whole also trained norms \(--unfreeze\)", capsys.readouterr().err)
     assert export.main(["--run", str(place / "runs" / "whole"), "--out", str(place / "out")]) == 0
     assert (place / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_an_adapter_whose_b_never_moves_ends_the_run(place, capsys):
+def test_adapter_whose_b_stays_zero_ends_the_run(place, capsys):
     assert start(place, "a", "--lora-rank=2", "--learning-rate=1e-60") == 1
-    message = r"error: no throughput to report: \d+ parameters train where [\d,]+ were to; without any gradient: "
-    assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 parts more", capsys.readouterr().err)
+    message = r"error: no throughput to report: only \d+ of [\d,]+ parameters train; the gradient is always zero for "
+    assert re.match(rf"{message}blocks.attention.key.lora_a of layer 0 and 6 more", capsys.readouterr().err)

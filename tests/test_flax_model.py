@@ -70,7 +70,7 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     model = make()
     assert model.head_weight() is model.embedding[...]
     graph, params = nnx.split(model)
-    tokens = jnp.zeros((1, 4), jnp.int32)  # token 0 alone is looked up
+    tokens = jnp.zeros((1, 4), jnp.int32)  # only the embedding of token 0 is used
     targets = jnp.full((1, 4), 5)
 
     def loss(params):
@@ -80,7 +80,7 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "as a head, every row has a gradient"
 
 
-def test_untied_head_is_a_parameter_of_its_own():
+def test_untied_head_is_a_separate_parameter():
     model = make(dataclasses.replace(SMALL, tie_embeddings=False))
     assert not np.array_equal(model.head_weight(), model.embedding[...])
 
@@ -100,7 +100,7 @@ def test_later_tokens_do_not_change_earlier_hidden_states():
     assert (np.abs(before[:, 7:] - after[:, 7:]).max(axis=-1) > 1e-6).all()
 
 
-def test_sequences_of_a_batch_do_not_see_each_other():
+def test_attention_does_not_cross_sequences_of_a_batch():
     model, tokens = make(), tokens_of()
     alone = hidden_states(model, tokens[:1])
     np.testing.assert_allclose(hidden_states(model, tokens)[:1], alone, rtol=2e-5, atol=2e-6)
@@ -121,7 +121,7 @@ def test_rotary_embedding_matches_complex_rotation():
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
 
 
-def test_rotated_products_depend_on_distance_alone():
+def test_rotated_dot_products_depend_only_on_the_distance():
     query, key = np.random.default_rng(2).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
 
     def product(query_position: int, key_position: int) -> float:
@@ -163,7 +163,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ({"attention_softcap": -1.0}, "attention_softcap must be positive and finite, got -1.0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be finite and not negative, got inf"),
         ({"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
-        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must lie in \(0, 1\] and turn an even .* got 0.4"),
+        ({"partial_rotary_factor": 0.4}, r"partial_rotary_factor must be in \(0, 1\] and rotate an even .* got 0.4"),
         ({"window_pattern": ()}, "window_pattern must have at least one entry, got none"),
         (
             {"rope": RopeScaling("longrope", 2.0, 8, rope_short_factor=(1.0,) * 4, rope_long_factor=(1.0,))},
@@ -171,7 +171,7 @@ def test_grouped_queries_equal_full_attention_with_repeated_key_and_value_heads(
         ),
     ],
 )
-def test_a_shape_that_cannot_be_is_refused(changes, message):
+def test_invalid_shape_raises(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
 
@@ -181,16 +181,19 @@ def test_a_shape_that_cannot_be_is_refused(changes, message):
     [
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_original_seq_len": 0}, "rope_original_seq_len must be at least 2 for rope_type llama3, got 0"),
-        ({"rope_high_freq_factor": 1.0}, "rope_high_freq_factor must be above rope_low_freq_factor 1.0, got 1.0"),
+        (
+            {"rope_high_freq_factor": 1.0},
+            "rope_high_freq_factor must be greater than rope_low_freq_factor 1.0, got 1.0",
+        ),
         ({"rope_type": "yarn", "rope_beta_fast": 0.5}, "rope_beta_fast must be at least rope_beta_slow 1.0, got 0.5"),
     ],
 )
-def test_a_scaling_that_cannot_be_is_refused(fields, message):
+def test_invalid_rope_scaling_raises(fields, message):
     with pytest.raises(ValueError, match=message):
         RopeScaling(**{"rope_type": "llama3", "rope_factor": 2.0, "rope_original_seq_len": 16, **fields})
 
 
-def test_a_window_hides_what_lies_before_it():
+def test_window_hides_earlier_positions():
     model, tokens = random_decoder(dataclasses.replace(SMALL, num_layers=1, sliding_window=3)), tokens_of()
     changed = tokens.at[:, 4].set((tokens[:, 4] + 1) % SMALL.vocab_size)
     difference = np.abs(np.asarray(hidden_states(model, tokens)) - np.asarray(hidden_states(model, changed))).max(-1)
@@ -199,7 +202,7 @@ def test_a_window_hides_what_lies_before_it():
 
 
 def test_no_block_is_left_out_of_the_stack():
-    """Zero output projections make a block the identity: silencing either layer of the stack changes the result."""
+    """Zero output projections make a block the identity: zeroing either layer of the stack changes the result."""
     model, tokens = make(), tokens_of()
     whole = np.asarray(hidden_states(model, tokens))
     state = nnx.state(model)
@@ -244,7 +247,7 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
 
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_what_is_kept_for_the_backward_pass(lora_rank: int):
-    """Of a block "elementwise" keeps the products with weights, "full" its input alone, which computes them again."""
+    """ "elementwise" saves the outputs of matmuls with weights; "full" saves only the input of a block."""
     kept, products = {}, {}
     for remat in ("none", "elementwise", "full"):
         lora = LoraConfig(lora_rank=lora_rank)
@@ -267,7 +270,7 @@ def test_logits_are_scaled_and_capped_as_the_config_says():
     np.testing.assert_allclose(model.logits(jnp.asarray(hidden)), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_weight_decay_takes_matrices_of_the_stack_and_leaves_its_norms_and_biases_alone():
+def test_weight_decay_applies_to_stacked_matrices_but_not_to_norms_and_biases():
     model = nnx.eval_shape(lambda: make(dataclasses.replace(SMALL, attention_bias=True)))
     params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), nnx.state(model, nnx.Param))
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.1, weight_decay=0.5))
@@ -290,7 +293,7 @@ def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
 
 def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
     model = random_decoder(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
-    drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 passes max_seq_len 4
+    drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 exceeds max_seq_len 4
     assert drawn == greedy(model, [3, 8], 6)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows: each example once, whole and by itself, whatever else is in its row; and where one goes on."""
+"""Packed rows: each example once, complete and independent of the others in its row; and resuming."""
 
 import dataclasses
 import json
@@ -39,13 +39,13 @@ def examples(count: int, longest: int = 16, seed: int = 0) -> list[Example]:
 
 
 def rows_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """Each sequence of a batch: its tokens and its targets, padding among them."""
+    """Yields tokens and targets of each sequence of a batch, including padding."""
     assert batch.lengths is not None
     found = []
     for tokens, targets, lengths in zip(batch.tokens, batch.targets, batch.lengths, strict=True):
         ends = np.cumsum(lengths)
         assert ends[-1] == len(tokens)
-        assert not lengths[np.argmin(lengths > 0) :].any() or lengths.all()  # zeros at the end alone
+        assert not lengths[np.argmin(lengths > 0) :].any() or lengths.all()  # zeros only at the end
         for end, length in zip(ends, lengths, strict=True):
             if length:
                 found.append((tokens[end - length : end].tolist(), targets[end - length : end].tolist()))
@@ -53,7 +53,7 @@ def rows_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def as_row(example: Example) -> tuple[list[int], list[int]]:
-    """What a batch must have of an example: each token's target is the next one if that is to be learned."""
+    """Returns the expected row of an example: the target of each token is the next one if that counts, else IGNORED."""
     following = [
         int(token) if counted else IGNORED
         for token, counted in zip(example.tokens[1:], example.counted[1:], strict=True)
@@ -75,7 +75,7 @@ def sampler_of():
 
 
 @pytest.mark.parametrize("room", [1, 3, packing.ROOM])
-def test_a_pass_has_every_example_once_and_whole(sampler_of, room, monkeypatch):
+def test_pass_has_every_complete_example_once(sampler_of, room, monkeypatch):
     monkeypatch.setattr(packing, "BINS", 6)
     given = examples(60)
     sampler = sampler_of(given, 1, 16, 0, room=room)
@@ -91,7 +91,7 @@ def test_a_pass_has_every_example_once_and_whole(sampler_of, room, monkeypatch):
             assert batch.tokens.shape == (1, 16)
             assert batch.lengths is not None
             assert batch.lengths.shape == (1, sampler.columns)
-            several = [row for row in rows_of(batch) if any(row[0])]  # padding is of zeros
+            several = [row for row in rows_of(batch) if any(row[0])]  # padding tokens are 0
             assert len(several) == len(sampler.starts) <= room
             assert sampler.tokens == sum(len(tokens) for tokens, _ in several)
             found += several
@@ -113,8 +113,8 @@ def test_orders_differ_between_passes_and_seeds(sampler_of):
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 5, 17])
-def test_it_goes_on_from_its_state_through_json(sampler_of, drawn, monkeypatch):
-    monkeypatch.setattr(packing, "BINS", 5)  # batches of two lie across them
+def test_packed_sampler_resumes_from_its_json_state(sampler_of, drawn, monkeypatch):
+    monkeypatch.setattr(packing, "BINS", 5)  # not a multiple of the batch size 2
     given = examples(40)
     sampler, other = sampler_of(given, 2, 16, 5), sampler_of(given, 2, 16, 5)
     for _ in range(drawn):
@@ -131,7 +131,7 @@ def test_it_goes_on_from_its_state_through_json(sampler_of, drawn, monkeypatch):
 
 
 def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
-    """Log-normal lengths, their mean a quarter of the longest."""
+    """Returns log-normal lengths with a mean of a quarter of the longest."""
     generator, longest = np.random.default_rng(0), 1024
     lengths = np.clip(np.exp(generator.normal(np.log(longest / 4) - 0.32, 0.8, 3000)), 8, longest).astype(int)
     assert 0.22 < lengths.mean() / longest < 0.28
@@ -152,7 +152,7 @@ def test_a_row_has_room_for_twice_what_fills_it_on_average(mean, room):
 
 def test_a_row_has_more_room_where_most_examples_are_short():
     lengths = np.where(np.arange(1000) % 10 == 0, 2048, 10)
-    assert 2048 / lengths.mean() < 10  # twice that leaves twice as many rows of short ones
+    assert 2048 / lengths.mean() < 10  # a room of twice that would need twice as many rows for short examples
     most = 100 + -(-900 // packing.ROOM)
     assert len(packing.best_fit(lengths, 2048, packing.ROOM)) == most
     assert len(packing.best_fit(lengths, 2048, packing.room_for(lengths, 2048))) <= 1.01 * most + 1
@@ -169,7 +169,7 @@ def test_held_out_examples_are_packed_in_their_order_once():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_rows_that_fill_a_batch_up_are_one_sequence_without_targets():
+def test_padding_rows_are_one_sequence_without_targets():
     batch = pack_rows(examples(10), 16, most=3)
     first, second = padded(batch, 2)
     assert second.lengths is not None
@@ -177,10 +177,10 @@ def test_rows_that_fill_a_batch_up_are_one_sequence_without_targets():
     assert first.counted + second.counted == batch.counted
 
 
-def test_what_cannot_be_packed_is_named():
+def test_examples_that_cannot_be_packed_raise():
     with pytest.raises(RunError, match="no example to train on"):
         PackedSampler([], 1, 16, 0)
-    with pytest.raises(RunError, match="no example to be judged by: too few were held out"):
+    with pytest.raises(RunError, match="no held-out example for evaluation"):
         pack_rows([], 16, 5)
     long = Example("a.jsonl:3", np.ones(18, np.int32), np.ones(18, bool))
     for make in (lambda given: PackedSampler(given, 1, 16, 0), lambda given: pack_rows(given, 16, 5)):
@@ -188,7 +188,7 @@ def test_what_cannot_be_packed_is_named():
             ValueError, match=re.escape("examples must have 2 to 17 tokens (length + 1), got 18 in a.jsonl:3")
         ):
             make([long])
-        with pytest.raises(ValueError, match=r"counted must have 17 entries \(tokens'\), got 18 in a"):
+        with pytest.raises(ValueError, match=r"counted must have 17 entries, as tokens, got 18 in a"):
             make([long._replace(tokens=np.ones(17, np.int32))])
 
 
@@ -224,7 +224,7 @@ EVERYDAY = ("llama", "gemma2")
     ids=FAMILIES,
 )
 def test_examples_do_not_see_each_other(changes):
-    """Another example in place of one moves no bit of the others' losses; each has the loss that it has alone."""
+    """Replacing an example does not change any bit of the other losses, which are those of separate rows."""
     model = Decoder(dataclasses.replace(SHAPE, **changes), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, 97)
     before = np.asarray(losses_of(model, tokens, jnp.asarray(LENGTHS)))
@@ -236,31 +236,31 @@ def test_examples_do_not_see_each_other(changes):
         moved = before != after
         inside = np.zeros_like(moved)
         inside[row, own] = True
-        inside[row, own.start - 1] = True  # whose target is the first of them; targets go round
+        inside[row, own.start - 1] = True  # the target of this position is the first of them; targets are rotated
         assert moved[row, own].any()
         assert not (moved & ~inside).any()
     for row, lengths in enumerate(LENGTHS):
         for end, length in zip(ends[row], lengths, strict=True):
-            if length > 1:  # what comes after it changes nothing: one length for all
+            if length > 1:  # padding after it changes nothing, so one length is used for all
                 alone = losses_of(model, jnp.roll(tokens[row : row + 1], length - end, axis=1), None)
                 together = before[row, end - length : end - 1]
                 np.testing.assert_allclose(alone[0, : length - 1], together, rtol=2e-6, atol=2e-6)
 
 
 def test_cudnn_is_told_where_sequences_lie(monkeypatch):
-    """Its kernels stand in here as its documentation has them: lengths and starts in a row, -1 where there are none."""
+    """A replacement of cuDNN's kernels, as documented: lengths and starts per row, -1 if unused."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    asked = []
+    calls = []
 
     def attend(query, key, value, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type):
         assert (q_seqlen is kv_seqlen, q_offsets is kv_offsets) == (True, True)
         assert (q_seqlen.dtype, q_offsets.dtype) == (jnp.int32, jnp.int32)
         assert mask_type is cudnn.MaskType.PADDING_CAUSAL
-        asked.append((q_seqlen.tolist(), q_offsets.tolist()))
+        calls.append((q_seqlen.tolist(), q_offsets.tolist()))
         query, key, value = (np.repeat(array, 2 // array.shape[2], axis=2) for array in (query, key, value))
         result = np.full(query.shape, np.nan, query.dtype)
-        for row, (lengths, starts) in enumerate(zip(*asked[-1], strict=True)):
+        for row, (lengths, starts) in enumerate(zip(*calls[-1], strict=True)):
             for length, start in zip(lengths, starts[:-1], strict=True):
                 if length >= 0:
                     own = slice(start, start + length)
@@ -275,15 +275,15 @@ def test_cudnn_is_told_where_sequences_lie(monkeypatch):
     query, key, value = (jax.random.normal(one, (3, 16, heads, 8)) for one, heads in zip(keys, (2, 1, 1), strict=True))
     sequences, nothing = make_sequences(jnp.asarray(LENGTHS), 16), jnp.zeros(0)
     found = attention._attend_packed(SHAPE, query, key, value, sequences)
-    assert asked[0][0][0] == [5, 7, 1, 3, -1]
-    assert asked[0][1][:2] == [[0, 5, 12, 13, -1, -1], [0, -1, -1, -1, -1, -1]]
+    assert calls[0][0][0] == [5, 7, 1, 3, -1]
+    assert calls[0][1][:2] == [[0, 5, 12, 13, -1, -1], [0, -1, -1, -1, -1, -1]]
     context = AttentionContext(jnp.arange(16), nothing, nothing, sequences)
     expected = attention._attend_seen(SHAPE, query, key, value, context, None)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("asked", [None, "cudnn", "xla"])
-def test_packed_rows_run_by_what_was_said(asked, monkeypatch):
+@pytest.mark.parametrize("requested", [None, "cudnn", "xla"])
+def test_packed_rows_use_the_reported_implementation(requested, monkeypatch):
     ran = []
 
     def attend(config, query, *rest):
@@ -292,11 +292,11 @@ def test_packed_rows_run_by_what_was_said(asked, monkeypatch):
 
     monkeypatch.setattr(attention_choice, "_default_device", gpu)
     monkeypatch.setattr(attention, "_attend_packed", attend)
-    config = dataclasses.replace(SHAPE, dtype="bfloat16", attention_implementation=asked)
+    config = dataclasses.replace(SHAPE, dtype="bfloat16", attention_implementation=requested)
     graph, params = nnx.split(decoder_shapes(config))
     places, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3, 16), (3, 5)))
     jax.eval_shape(lambda params, *given: nnx.merge(graph, params)(*given), params, places, lengths)
-    assert ran == ([] if asked == "xla" else ["cudnn"])
+    assert ran == ([] if requested == "xla" else ["cudnn"])
 
 
 def test_one_sequence_a_row_is_what_no_lengths_are():
@@ -313,7 +313,7 @@ def test_positions_of_sequences():
     assert sequences.starts[0].tolist() == [0, 5, 12, 13, 16]
 
 
-def test_cudnn_takes_packed_rows_on_hopper_alone_and_without_a_window():
+def test_cudnn_needs_hopper_and_no_window_for_packed_rows():
     half = dataclasses.replace(SHAPE, dtype="bfloat16")
     assert explain_attention(half, 16, gpu("9.0"), packed=True).name == "cudnn"
     older = explain_attention(half, 16, gpu("8.9"), packed=True)
@@ -323,7 +323,7 @@ def test_cudnn_takes_packed_rows_on_hopper_alone_and_without_a_window():
         explain_attention(window, 16, gpu(), packed=True)
 
 
-def test_a_query_sees_its_own_sequence_on_average():
+def test_mean_keys_of_sequences_of_different_lengths():
     assert mean_keys(np.array([5, 7, 1, 3])) == (15 + 28 + 1 + 6) / 16
     assert mean_keys(np.array([5, 2]), window=2) == (1 + 2 * 4 + 3) / 7
 
@@ -332,7 +332,7 @@ def test_a_query_sees_its_own_sequence_on_average():
 
 
 def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
-    """The same examples, packed and each in a row of its own: one mean over counted tokens, one gradient."""
+    """The same examples, packed and one per row, have the same mean loss over counted tokens and the same gradient."""
     given = [example._replace(tokens=example.tokens * 2) for example in examples(12)]
     packed, alone = (pack_rows(given, 16, most=100, room=room) for room in (packing.ROOM, 1))
     assert len(packed.tokens) < len(alone.tokens) == len(given)

@@ -1,4 +1,4 @@
-"""Adapters against the peft library: outputs, gradients, merged weights, and the files that it writes itself."""
+"""Adapters against the peft library: outputs, gradients, merged weights, and files that peft writes."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import read_rows
 from flax_models.train.step import Trainer
 
-# Case of hub_models -> projections with an adapter, and DoRA or not; phi3 keeps query, key and value in one module.
+# Case of hub_models -> projections with an adapter, and whether DoRA is used; phi3 fuses query, key and value.
 CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
     "lora": ("llama2", ("query", "key", "value", "out", "gate", "up", "down"), False),
     "dora": ("qwen2", ("query", "key", "value", "out", "gate", "up", "down"), True),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
 
 
 def import_peft() -> Any:
-    """Returns the library; its own warnings, and those of what it imports, are not ours to fail by."""
+    """Imports peft, and ignores warnings of the import."""
     import_transformers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -49,7 +49,7 @@ def import_peft() -> Any:
 
 
 def with_adapters(folder: Path, lora: LoraConfig) -> Decoder:
-    """Returns a folder's model with adapters that have moved from where they begin."""
+    """Returns a folder's model with adapters that differ from their initial values."""
     model = load(folder)
     adapt(model, lora, nnx.Rngs(0))
     generator = np.random.default_rng(0)
@@ -62,7 +62,7 @@ def with_adapters(folder: Path, lora: LoraConfig) -> Decoder:
 
 
 def with_peft(folder: Path, adapter: Path) -> Any:
-    """Returns the model of a folder with an adapter folder, as peft loads them, its adapters trainable."""
+    """Loads a model folder and an adapter folder with peft, with trainable adapters."""
     peft = import_peft()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,7 +95,7 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
     output = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids))
     close(logits_of(model, ids), output.logits.detach(), "logits")
 
-    # Gradients, ours laid out as the files lay out the adapters themselves.
+    # Gradients, ours in the layout of the adapter files.
     trainer = Trainer(model, TrainConfig(batch_size=2), lora)
     batch = Batch(ids[:, :-1].astype(np.int32), ids[:, 1:].astype(np.int32))
     loss, gradients = jax.jit(trainer._gradients)(trainer.initial.params, batch)
@@ -112,7 +112,9 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
             continue
         key = parameter_name.replace(".default", "")
         gradient, mine = parameter.grad.numpy(), ours[key.replace("magnitude_vector.weight", "magnitude_vector")]
-        if name == "phi3":  # peft trains the zeros beside the diagonal, and magnitudes of projections without adapter
+        if (
+            name == "phi3"
+        ):  # peft also trains the zeros outside the diagonal, and magnitudes of projections without adapter
             written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
             fused = "qkv_proj" in key or "gate_up_proj" in key
             if fused and "lora_B" in key:
@@ -218,7 +220,7 @@ def test_merged_weights_are_those_of_the_written_files_by_pefts_formula(dora, tm
         close(after[name], array, name)
 
 
-def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
+def test_invalid_adapter_folder_is_one_line(tmp_path):
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     write_folder(make("llama2"), base)
     lora = LoraConfig(lora_rank=2, lora_targets=("up", "query"))
@@ -230,7 +232,7 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
         ({"use_rslora": True}, "use_rslora must not be set, got True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must not be set, got {'q_proj': 4}"),
         ({"target_modules": ["qkv_proj"]}, "target_modules must be a list of q_proj, .*, got .'qkv_proj'."),
-        ({"r": 0}, "--lora-alpha goes with --lora-rank, which is 0: got 4.0"),
+        ({"r": 0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 4.0"),
     ]:
         file.write_text(json.dumps({**values, **changes}))
         with pytest.raises(RunError, match=message):
@@ -239,7 +241,7 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
     with pytest.raises(RunError, match=r"adapter_config\.json: r is missing"):
         read_adapter_config(adapter)
     file.write_text(json.dumps(values))
-    with pytest.raises(RunError, match="--lora-rank is 2 in the folder of --adapter, got 3"):
+    with pytest.raises(RunError, match="--lora-rank must be 2, as in the folder of --adapter, got 3"):
         parse(["--weights", str(base), "--adapter", str(adapter), "--lora-rank=3"])
     with pytest.raises(SystemExit):
         parse(["--adapter", str(adapter), "--lora-rank=2"])
@@ -251,7 +253,7 @@ def test_an_adapter_that_cannot_be_gone_on_from_is_one_line(tmp_path):
 
     for options, message in [
         ({"lora_rank": 3}, r"layers.0.self_attn.q_proj.lora_A.weight must have shape \(3, 32\), got \(2, 32\)"),
-        ({"lora_targets": ("up",)}, "no adapter has a place for .*layers.0.self_attn.q_proj.lora_A.weight"),
+        ({"lora_targets": ("up",)}, "unexpected tensor .*layers.0.self_attn.q_proj.lora_A.weight"),
         ({"lora_targets": ("up", "query", "key")}, "layers.0.self_attn.k_proj.lora_A.weight is missing"),
         ({"dora": True}, "layers.0.self_attn.q_proj.lora_magnitude_vector is missing"),
     ]:
@@ -291,13 +293,13 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
     save_adapter(model, tmp_path / "a", dtype="bfloat16")
     written = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert {str(tensor.dtype) for tensor in written.values()} == {"bfloat16"}
-    with pytest.raises(RunError, match="a exists already and is not an empty folder: name another"):
+    with pytest.raises(RunError, match="a already exists and is not an empty folder; choose another"):
         save_adapter(model, tmp_path / "a")
 
 
 @pytest.mark.slow
 def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, capsys):
-    """The whole way by the commands: a folder, a run with bfloat16 computation, both exports."""
+    """End to end with the commands: a folder, a run with bfloat16 computation, both exports."""
     import torch
 
     write_texts(tmp_path / "data")
@@ -316,7 +318,7 @@ def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, caps
     base = load_transformers(tmp_path / "base")
     with torch.no_grad():
         results = [model(ids).logits.numpy() for model in (adapted, merged, base)]
-    # The base of the run was rounded to bfloat16, in which it computes; that of the folder here is in float32.
+    # The run rounds the base weights to bfloat16, the dtype of its computation; here they are in float32.
     np.testing.assert_allclose(results[0], results[1], atol=0.02 * np.abs(results[0]).max())
     assert np.abs(results[0] - results[2]).max() > 0.05 * np.abs(results[0]).max()
 

@@ -1,4 +1,4 @@
-"""Files of records: what they are read into, what is refused and where, and how dialogues are held out."""
+"""Files of records: parsing, errors with their location, and the split of dialogues."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def dialogues(path: Path) -> list[Dialogue]:
         ({**CHAT, "prompt": "hi"}, [tuple(m.values()) for m in CHAT["messages"]]),
     ],
 )
-def test_a_record_is_what_its_fields_say(tmp_path, record, turns):
+def test_fields_determine_the_kind_of_a_record(tmp_path, record, turns):
     (found,) = dialogues(write(tmp_path / "a.jsonl", record))
     assert found == Dialogue("a.jsonl:1", tuple(Turn(*turn) for turn in turns))
 
@@ -98,7 +98,7 @@ def test_texts_in_lines_are_treated_as_text_files(tmp_path):
         d.text for d in (*files.train, *files.held_out)
     )
     assert "a.jsonl:3" in {document.name for document in (*lines.train, *lines.held_out)}
-    assert lines.notes == ("1 empty left out",)
+    assert lines.notes == ("1 empty records skipped",)
     few = load_corpus([write(tmp_path / "few.jsonl", *texts[:2])])
     assert [document.name for document in few.train] == [document.name for document in few.held_out]
     assert few.train[0].text + few.held_out[0].text == texts[0]["text"]
@@ -110,39 +110,39 @@ def test_texts_in_lines_are_treated_as_text_files(tmp_path):
         (['{"prompt": "a"'], r"a\.jsonl:1 is not JSON: "),
         (["[" * 100_000], r"a\.jsonl:1 is not JSON: "),
         ([PAIR, "", [1]], r"a\.jsonl:3 must be an object, got list"),
-        ([{}], r"a\.jsonl:1 has the fields \(none\); a record must have messages, or instruction and output, or "),
-        ([{"question": "a", "answer": "b"}], r"a\.jsonl:1 has the fields answer, question; a record must have "),
-        ([{"instruction": "a"}], r"a\.jsonl:1 has the fields instruction; "),
-        ([ALPACA, PAIR], r"a\.jsonl:2 has the fields completion, prompt, but .*a\.jsonl:1 is of another kind \(instr"),
+        ([{}], r"a\.jsonl:1: a record must have messages, or instruction and output, or .*, got the fields \(none\)"),
+        ([{"question": "a", "answer": "b"}], r"a\.jsonl:1: a record must have .*, got the fields answer, question"),
+        ([{"instruction": "a"}], r"a\.jsonl:1: a record must have .*, got the fields instruction$"),
+        ([ALPACA, PAIR], r"a\.jsonl:2 has the fields completion, prompt, but .*a\.jsonl:1 has instr"),
         (
             [PAIR, {"text": "a"}],
-            r"a\.jsonl:2 has the fields text, but .* \(prompt and completion\): one file holds one",
+            r"a\.jsonl:2 has the fields text, but .* has prompt and completion",
         ),
         ([{"text": 5}], r"a\.jsonl:1: text must be a string, got int"),
         ([{"text": None}], r"a\.jsonl:1: text must be a string, got null"),
-        ([{**ALPACA, "output": " \n"}], r"a\.jsonl:1: output is the answer and must not be empty"),
+        ([{**ALPACA, "output": " \n"}], r"a\.jsonl:1: output is an answer and must not be empty"),
         ([{**ALPACA, "input": ["snow"]}], r"a\.jsonl:1: input must be a string, got list"),
-        ([{**PAIR, "completion": ""}], r"a\.jsonl:1: completion is the answer and must not be empty"),
-        (['{"prompt": "\\ud83d", "completion": "a"}'], r"a\.jsonl:1: prompt holds half of a surrogate pair"),
+        ([{**PAIR, "completion": ""}], r"a\.jsonl:1: completion is an answer and must not be empty"),
+        (['{"prompt": "\\ud83d", "completion": "a"}'], r"a\.jsonl:1: prompt has an unpaired surrogate"),
         ([{"messages": "hi"}], r"a\.jsonl:1: messages must be a list, got str"),
-        ([{"messages": []}], r"a\.jsonl:1: messages must have an assistant's turn, got 0 turns without one"),
-        ([{"messages": CHAT["messages"][:2]}], r"messages must have an assistant's turn, got 2 turns without one"),
+        ([{"messages": []}], r"a\.jsonl:1: messages must have an assistant turn, got 0 other turns"),
+        ([{"messages": CHAT["messages"][:2]}], r"messages must have an assistant turn, got 2 other turns"),
         ([{"messages": ["hi"]}], r"a\.jsonl:1: messages\[0\] must be an object, got str"),
         ([{"messages": [{"from": "human"}]}], r"a\.jsonl:1: messages\[0\]\.role must be a string, got null"),
         ([{"messages": [{"role": "gpt", "content": ""}]}], r"messages\[0\]\.role must be one of system, .*, got 'gpt'"),
         ([{"messages": [{"role": "user", "content": [{}]}]}], r"messages\[0\]\.content must be a string, got list"),
-        ([{"messages": [{"role": "assistant", "content": ""}]}], r"messages\[0\]\.content is the answer and must not"),
+        ([{"messages": [{"role": "assistant", "content": ""}]}], r"messages\[0\]\.content is an answer and must not"),
         ([{"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}], r"messages\[0\] has tool_calls"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path, lines, message):
+def test_errors_name_the_line(tmp_path, lines, message):
     with pytest.raises(RunError, match=message) as caught:
         dialogues(write(tmp_path / "a.jsonl", *lines))
     assert str(caught.value).startswith(f"--data: {tmp_path}")
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_wrong_in_a_list_is_named_with_its_place(tmp_path):
+def test_errors_in_a_list_name_the_position(tmp_path):
     for text, message in [
         ("{}", r"a\.json must hold a list of objects, got dict"),
         ("[", r"a\.json is not JSON: "),
@@ -154,10 +154,10 @@ def test_what_is_wrong_in_a_list_is_named_with_its_place(tmp_path):
             load_corpus([tmp_path / "a.json"])
 
 
-def test_fields_that_are_not_read_and_repeats_are_told(tmp_path):
+def test_unused_fields_and_duplicate_records_are_reported(tmp_path):
     tagged = {"messages": [{**CHAT["messages"][1], "name": "Ann"}, CHAT["messages"][2]], "id": 7}
     path = write(tmp_path / "a.jsonl", tagged, {**tagged, "id": 8, "source": "x"}, CHAT)
-    assert load_corpus([path]).notes == ("fields not read: id, messages.name, source", "1 repeat another")
+    assert load_corpus([path]).notes == ("unused fields: id, messages.name, source", "1 duplicate records")
     many = {**PAIR, **dict.fromkeys("efghij", 0)}
     assert load_corpus([write(path, many, PAIR, *pairs(3))]).notes[0].endswith(" and 2 more")
     assert load_corpus([write(path, *pairs(3))]).notes == ()
@@ -166,7 +166,10 @@ def test_fields_that_are_not_read_and_repeats_are_told(tmp_path):
 def test_texts_and_dialogues_are_not_mixed(tmp_path):
     write(tmp_path / "data" / "a.jsonl", *pairs(3))
     (tmp_path / "data" / "notes.txt").write_text("some text\n")
-    with pytest.raises(RunError, match=r"--data: notes\.txt is a text and a\.jsonl:1 has an answer to learn"):
+    with pytest.raises(
+        RunError,
+        match=r"got both: notes\.txt is a text and a\.jsonl:1 is a dialogue",
+    ):
         load_corpus([tmp_path / "data"])
 
 
@@ -183,7 +186,7 @@ def test_a_folder_gives_its_files_of_lines_and_takes_lists_for_text(tmp_path):
     assert isinstance(load_corpus([tmp_path / "texts"]).train[0], Document)
 
 
-def test_dialogues_are_held_out_whole_and_by_name(tmp_path):
+def test_whole_dialogues_are_held_out_by_name(tmp_path):
     first = load_corpus([write(tmp_path / "a" / "x.jsonl", *pairs(200))])
     again = load_corpus([write(tmp_path / "b" / "x.jsonl", *pairs(200))])
     assert (first.train, first.held_out, first.sha256) == (again.train, again.held_out, again.sha256)
@@ -194,10 +197,10 @@ def test_dialogues_are_held_out_whole_and_by_name(tmp_path):
     assert "x.jsonl:200" in {dialogue.name for dialogue in longer.train}
 
 
-def test_of_few_dialogues_one_is_held_out_and_of_one_none_can_be(tmp_path):
+def test_one_of_few_dialogues_is_held_out_and_a_single_one_raises(tmp_path):
     corpus = load_corpus([write(tmp_path / "a.jsonl", *pairs(2))])
     assert (len(corpus.train), len(corpus.held_out)) == (1, 1)
-    with pytest.raises(RunError, match=r"a\.jsonl:1 is the only record, and one must be held out"):
+    with pytest.raises(RunError, match=r"--data must have at least two records, .* got only a\.jsonl:1"):
         load_corpus([write(tmp_path / "a.jsonl", PAIR)])
     with pytest.raises(RunError, match=r"no text found in .*a\.jsonl"):
         load_corpus([write(tmp_path / "a.jsonl", "")])

@@ -1,4 +1,4 @@
-"""`python -m flax_models.train`, run whole on a few small texts: files, options, errors, the step itself."""
+"""`python -m flax_models.train` on a few small texts: files, options, errors, and the training step."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from jax._src.array import ArrayImpl
 
 import flax_models.train.main as program
 import flax_models.train.step as step_module
-from flax_models.data.batches import IGNORED, Batch, Places, held_out_windows
+from flax_models.data.batches import IGNORED, Batch, DocumentIndex, held_out_windows
 from flax_models.display import duration
 from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """A place whose run `whole` is finished, made once, and what the run printed; tests read it or copy from it."""
+    """A folder with the finished run `whole`, and the output of the run; tests read it or copy from it."""
     place = tmp_path_factory.mktemp("finished")
     write_texts(place / "data")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
@@ -52,12 +52,12 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.fixture
 def copied(finished, tmp_path) -> Path:
-    """A copy of the finished run's place that a test may spoil; the run knows its texts by their old path."""
+    """A copy of that folder, which a test may change; the run still uses the original path of the texts."""
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
     return tmp_path
 
 
-def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
+def test_run_writes_all_files_and_reports_its_results(finished):
     place, out = finished
     folder = place / "runs" / "whole"
     assert {path.name for path in folder.iterdir() if not path.name.startswith("events.out")} == {
@@ -93,7 +93,7 @@ def test_a_run_leaves_all_its_files_and_says_how_it_did(finished):
     assert "\x1b" not in out, "no colours or bars where there is no terminal"
 
 
-def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, capsys):
+def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
     (place / "empty").mkdir()
     (place / "short.txt").write_text("a few words\n")
     data = str(place / "data")
@@ -102,9 +102,9 @@ def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, cap
         (["--data", str(place / "empty")], "--data: no text found in .*empty"),
         (["--data", str(place / "short.txt")], "too little text to train on"),
         (["--data", data, "--vocab-size", "100"], "--vocab-size must be at least 257"),
-        (["--resume"], "--resume: nothing to continue, .*runs holds no tiny run"),
-        (["--resume", "--name", "b"], "--resume: nothing to continue, .*b holds no run"),
-        (["--name", "a/b"], "--name must be the name of one folder, got 'a/b'"),
+        (["--resume"], "--resume: nothing to continue, .*runs has no run tiny"),
+        (["--resume", "--name", "b"], "--resume: nothing to continue, .*b is not a run"),
+        (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
     ]:
         assert train(place, *options) == 1, options
         captured = capsys.readouterr()
@@ -115,7 +115,7 @@ def test_what_a_person_can_mend_is_one_line_and_leaves_nothing_behind(place, cap
 
 def test_a_wrong_option_is_named(place, capsys):
     for options, message in [
-        (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; perhaps --learning-rate was meant"),
+        (["--learning-rte", "1"], "Unrecognized options: --learning-rte, 1; did you mean --learning-rate?"),
         (["--config", "huge"], "argument --config: invalid choice: 'huge'"),
         (["--steps", "many"], "--steps must be an integer, got 'many'"),
         (["--learning-rate", "1,5"], "--learning-rate must be a number, got '1,5'"),
@@ -130,8 +130,8 @@ def test_a_wrong_option_is_named(place, capsys):
         (["--lora-rank", "2", "--lora-alpha", "inf"], "--lora-alpha must be positive and finite, got inf"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--accumulate", "3", "--batch-size", "4"], "--accumulate must divide --batch-size 4, got 3"),
-        (["--label-smoothing", "2"], "--label-smoothing must lie in [0, 1], got 2"),
-        (["--beta2", "1"], r"--beta2 must lie in [0, 1), got 1"),
+        (["--label-smoothing", "2"], "--label-smoothing must be in [0, 1], got 2"),
+        (["--beta2", "1"], r"--beta2 must be in [0, 1), got 1"),
         (["--num-heads", "5", "--num-kv-heads", "2"], "--num-heads must be a multiple of num_kv_heads 2, got 5"),
     ]:
         with pytest.raises(SystemExit) as stopped:
@@ -165,12 +165,12 @@ def test_help_lists_every_option_with_its_meaning(capsys):
     assert "Texts or dialogues: text files, JSON lines" in out
 
 
-def test_a_taken_name_and_a_changed_option_or_text_are_refused(copied, capsys):
+def test_used_name_and_changed_option_or_text_are_errors(copied, capsys):
     assert start(copied, "whole") == 1
-    assert re.match(r"error: .*whole exists already: --resume continues it", capsys.readouterr().err)
+    assert re.match(r"error: .*whole already exists; use --resume to continue it", capsys.readouterr().err)
     resume = ["--name", "whole", "--resume"]
     assert train(copied, *resume, "--learning-rate", "0.5") == 1
-    assert re.search(r"--learning-rate is 0.01 in .*config.json, got 0.5", capsys.readouterr().err)
+    assert re.search(r"--learning-rate must be 0.01, as in .*config.json, got 0.5", capsys.readouterr().err)
 
     record = copied / "runs" / "whole" / "config.json"
     values = json.loads(record.read_text())
@@ -189,7 +189,7 @@ def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
     (runs / "whole").rename(runs / "tiny")
     assert new_folder(RunConfig(runs=runs)) == runs / "tiny-2"
     shutil.copytree(runs / "tiny", runs / "tiny-2")
-    shutil.copytree(runs / "tiny", runs / "tiny-other")  # a name of someone's own
+    shutil.copytree(runs / "tiny", runs / "tiny-other")  # a name that the user chose
     for age, name in enumerate(("tiny-2", "tiny", "tiny-other")):
         os.utime(runs / name / "config.json", (1000 + age, 1000 + age))
     config, folder = program.parse(["--runs", str(runs), "--resume"])
@@ -204,24 +204,24 @@ def test_named_configs_are_chosen_and_options_override_them(name):
     assert config == dataclasses.replace(CONFIGS[name], train=dataclasses.replace(CONFIGS[name].train, steps=7))
 
 
-def test_options_survive_json_and_other_versions_are_refused():
+def test_options_survive_json_and_other_versions_raise():
     config = dataclasses.replace(CONFIGS["micro"], data=(Path("a"), Path("b")), name="x", prompt="é")
     values = json.loads(json.dumps(to_json(config)))
     assert from_json(values) == config
-    with pytest.raises(RunError, match="differ in flavour"):
+    with pytest.raises(RunError, match="differs in these fields: flavour"):
         from_json({**values, "flavour": 1})
 
 
-def test_start_says_what_is_trained_and_each_line_how_it_goes(finished):
+def test_start_reports_what_trains_and_each_line_reports_progress(finished):
     out = finished[1]
     for pattern in (
-        r"^model +[\d,]+ parameters, 100% of them to train, on cpu$",
+        r"^model +[\d,]+ parameters, 100% trainable, on cpu$",
         r"^attention +xla: cudnn needs an NVIDIA GPU with cuDNN, got a cpu device$",
-        r"^compiled +the step, in \d+:\d\d$",
-        r"^memory +\d+ KiB in a step: parameters \d+ KiB, optimizer \d+ KiB, batch \d+ bytes, temporaries \d+ KiB$",
-        r"^ +of the .* GiB of this computer's memory$",
+        r"^compiled +the step in \d+:\d\d$",
+        r"^memory +\d+ KiB per step: parameters \d+ KiB, optimizer \d+ KiB, batch \d+ bytes, temporaries \d+ KiB$",
+        r"^ +of the .* GiB of host memory$",
         r"^loss +jax_pallas.linear_ce, chunked: no kernel for cpu devices$",
-        r"^throughput +in FLOP/s: the peak of cpu, to be a share of, is not known$",
+        r"^throughput +in FLOP/s, not MFU: the peak of cpu is unknown$",
         r"^training +8 steps of 2 x 16 = 32 tokens",
         r"^step +8/8  loss [\d.]+  grad [\d.]+  [\d,]+ tokens/s  [\d.]+ .?FLOP/s",
     ):
@@ -243,7 +243,7 @@ def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
         (
             ["--no-tie-embeddings"],
             ("weight",),
-            r"([\d,]+) parameters train where ([\d,]+) were to; without any gradient: head$",
+            r"only ([\d,]+) of ([\d,]+) parameters train; the gradient is always zero for head$",
         ),
     ],
 )
@@ -260,12 +260,12 @@ def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys
     assert found, captured.err
     assert "tokens/s" not in captured.out
     if found.groups():
-        trained, asked = (int(text.replace(",", "")) for text in found.groups())
-        assert asked - trained == 280 * 16
+        trained, total = (int(text.replace(",", "")) for text in found.groups())
+        assert total - trained == 280 * 16
 
 
 def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
-    """Between fetches no array is read, and no array crosses to or from the device unasked."""
+    """Between fetches, no array is read, and there is no implicit transfer to or from the device."""
     reads: list[int] = []
     current = 0
     value = ArrayImpl._value
@@ -305,17 +305,17 @@ def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
     assert (
         start(place, "a", "--eval-every", "0", "--checkpoint-every", "7", "--log-every", "5", "--accumulate", "2") == 0
     )
-    # 0: the step to begin with; 5: the log, of steps 1 to 4; 7: the checkpoint; 8: the end.
+    # 0: the initial step number; 5: the log of steps 1 to 4; 7: the checkpoint; 8: the end.
     assert set(reads) == {0, 5, 7, 8}
 
 
-def test_places_name_the_documents_of_windows():
+def test_document_index_names_the_documents_of_windows():
     stream = np.array([5, 6, 0, 7, 8, 9, 0, 4, 4, 0])
-    places = Places(stream, end=0, names=["a", "b", "c"])
+    places = DocumentIndex(stream, end=0, names=["a", "b", "c"])
     assert places.describe(np.array([0, 2, 3]), 2) == (
         "tokens 0 to 1 (a, from its token 0), tokens 2 to 3 (a, from its token 2), tokens 3 to 4 (b, from its token 0)"
     )
-    assert places.describe(np.arange(7), 1).endswith("(b, from its token 0), and 3 windows more")
+    assert places.describe(np.arange(7), 1).endswith("(b, from its token 0), and 3 more windows")
 
 
 # The step
@@ -325,7 +325,7 @@ HALF = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16, tie_embeddings=False, dtype="bfl
 
 
 def test_training_computes_no_logits_of_the_whole_vocabulary_outside_the_loss():
-    """The head and the loss meet only inside linear_cross_entropy: no array of the step has B, T and V at once."""
+    """Logits are computed only inside linear_cross_entropy: no array of the step has the axes B, T and V."""
     trainer = small_trainer()
     text = str(jax.make_jaxpr(trainer.step)(trainer.initial, random_batch(2)))
     assert "2,16,16]" in text
@@ -369,12 +369,12 @@ def test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient(monkeypatch):
     (value, exact), (other, rounded) = found
     assert taken == [jnp.float32, jnp.bfloat16]
     assert rounded.dtype == exact.dtype == jnp.float32
-    assert value == other  # the head's products are of the same bfloat16 values
+    assert value == other  # the head's matmuls have the same bfloat16 operands
     assert 0 < jnp.linalg.norm(rounded - exact) < 2**-8 * jnp.linalg.norm(exact)
 
 
 def unevenly_ignored(rows: int) -> Batch:
-    """A batch whose first row counts one token, its second none, and the others all but a few."""
+    """Returns a batch with one counted token in the first row, none in the second, and most in the others."""
     batch = random_batch(rows)
     targets = np.where(np.random.default_rng(5).random(batch.targets.shape) < 0.1, IGNORED, batch.targets)
     targets[0, 1:] = IGNORED
@@ -409,7 +409,7 @@ def test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens(accum
     assert float(trainer.step(trainer.initial, batch)[1].loss) == pytest.approx(expected, rel=1e-5)
 
 
-def test_one_gradient_of_the_head_is_alive_however_many_micro_batches():
+def test_one_gradient_of_the_head_is_in_memory_for_any_number_of_micro_batches():
     trainer = small_trainer(batch_size=4, accumulate=4)
     text = str(jax.make_jaxpr(trainer.step)(trainer.initial, random_batch(4)))
     assert "f32[280,16]" in text
@@ -426,9 +426,9 @@ def test_parts_are_all_parameters_once():
     assert report.trained.shape == (len(trainer.parts),)
 
 
-def test_held_out_loss_is_the_mean_over_tokens_whatever_the_batches():
+def test_held_out_loss_is_the_mean_over_tokens_for_any_batch_size():
     trainer = small_trainer()
-    windows = random_batch(5)  # batches of 2: the last one is half padding
+    windows = random_batch(5)  # with batches of 2, half of the last one is padding
     model = trainer.model(trainer.initial.params)
     logits = np.asarray(model(jnp.asarray(windows.tokens)) @ model.head_weight().T, np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -445,7 +445,7 @@ def test_schedule_rises_to_the_peak_and_ends_at_zero():
     assert float(without(0)) == 2.0
 
 
-def test_weight_decay_leaves_norms_alone():
+def test_weight_decay_skips_norms():
     optimizer = make_optimizer(TrainConfig(warmup_steps=0, learning_rate=0.1, weight_decay=0.5))
     params = {"norm": jnp.ones(4), "matrix": jnp.ones((4, 4))}
     gradients = jax.tree.map(jnp.zeros_like, params)

@@ -1,4 +1,4 @@
-"""Folders of weights without the transformers library: what is read, what is refused, what is written."""
+"""Folders of weights without the transformers library: reading, errors, writing."""
 
 import dataclasses
 import json
@@ -88,7 +88,7 @@ def test_parameters_are_loaded_in_the_dtype_asked_for_and_written_in_theirs(save
     }
 
 
-def test_a_tied_head_that_is_written_out_and_stored_frequencies_are_passed_over(saved, tmp_path):
+def test_stored_tied_head_and_rotary_frequencies_are_ignored(saved, tmp_path):
     model, _ = saved
 
     def add(tensors: dict[str, np.ndarray]) -> None:
@@ -99,7 +99,7 @@ def test_a_tied_head_that_is_written_out_and_stored_frequencies_are_passed_over(
 
 
 def changed(saved: tuple[Decoder, Path], place: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> Path:
-    """Returns a copy of the saved folder whose tensors were changed."""
+    """Returns a copy of the saved folder with changed tensors."""
     tensors = load_file(saved[1] / "model.safetensors")
     change(tensors)
     (place / "config.json").write_bytes((saved[1] / "config.json").read_bytes())
@@ -114,10 +114,10 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop(NORM), f"tensors are missing: {NORM}"),
+        (lambda tensors: tensors.pop(NORM), f"missing tensors: {NORM}"),
         (
             lambda tensors: tensors.update({"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)}),
-            r"tensors that the config has no place for: model.layers.1.self_attn.q_proj.bias",
+            r"unexpected tensors: model.layers.1.self_attn.q_proj.bias",
         ),
         (
             lambda tensors: tensors.update({NORM: np.ones(23, np.float32)}),
@@ -126,7 +126,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda tensors: tensors.update({NORM: np.ones(24, np.int8)}), f"{NORM} must be one of F32, F16, BF16, got I8"),
         (
             lambda tensors: tensors.update({"lm_head.weight": np.ones((97, 24), np.float32)}),
-            "lm_head.weight is not the embedding, but tie_word_embeddings is true",
+            "tie_word_embeddings is true, but lm_head.weight differs from the embedding",
         ),
         (lambda tensors: put(tensors, np.nan), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
         (lambda tensors: put(tensors, -np.inf), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
@@ -134,7 +134,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
         (lambda tensors: put(tensors, np.nan, jnp.bfloat16), DOWN + r" holds NaN or inf, first at \[7, 39\]"),
     ],
 )
-def test_tensors_that_do_not_fit_the_config_are_named(saved, tmp_path, change, message):
+def test_tensors_that_do_not_match_the_config_raise(saved, tmp_path, change, message):
     folder = changed(saved, tmp_path, change)
     with pytest.raises(RunError, match=message):
         check_weights(folder, read_config(folder))
@@ -155,13 +155,13 @@ def test_whole_and_finite_weights_pass_the_check(saved):
     ("field", "value", "message"),
     [
         ("num_hidden_layers", 10**9, "num_hidden_layers must be at most 10,000, got 1000000000"),
-        ("num_hidden_layers", 10_000, "num_hidden_layers is 10000, and there are tensors of 2"),
-        ("num_hidden_layers", 1, "tensors that the config has no place for: model.layers.1.input_layernorm.weight"),
+        ("num_hidden_layers", 10_000, "num_hidden_layers is 10000, but there are tensors of 2 layers"),
+        ("num_hidden_layers", 1, "unexpected tensors: model.layers.1.input_layernorm.weight"),
         ("vocab_size", 10**9, r"model.embed_tokens.weight must have shape \(1000000000, 24\), got \(97, 24\)"),
         ("intermediate_size", 10**12, r"must have shape \(1000000000000, 24\), got \(40, 24\)"),
     ],
 )
-def test_a_config_that_asks_for_a_huge_model_is_refused_before_anything_is_made(saved, tmp_path, field, value, message):
+def test_config_of_a_huge_model_raises_before_allocation(saved, tmp_path, field, value, message):
     values = json.loads((saved[1] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**values, field: value}))
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes())
@@ -174,25 +174,27 @@ def test_a_config_that_asks_for_a_huge_model_is_refused_before_anything_is_made(
         tracemalloc.stop()
 
 
-def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
+def test_unreadable_folders_raise(saved, tmp_path):
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         load(tmp_path / "absent")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(RunError, match=r"config.json: it must hold an object, got list"):
+    with pytest.raises(RunError, match=r"config.json: it must hold a JSON object, got list"):
         load(tmp_path)
     (tmp_path / "config.json").write_bytes((saved[1] / "config.json").read_bytes())
-    with pytest.raises(RunError, match=r"holds neither model.safetensors nor model.safetensors.index.json"):
+    with pytest.raises(RunError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:-10])
-    with pytest.raises(RunError, match=r"cannot read .*: the file ends within model\.norm\.weight: it has .* bytes of"):
+    with pytest.raises(
+        RunError, match=r"cannot read .*: the file is truncated in model\.norm\.weight: it has .* of .* bytes"
+    ):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((saved[1] / "model.safetensors").read_bytes()[:100])
-    with pytest.raises(RunError, match="safetensors: the file ends within its header, after 100 bytes"):
+    with pytest.raises(RunError, match="safetensors: the file is truncated in its header, after 100 bytes"):
         load(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     for text, message in [
         ("{}", "cannot read .*index.json: KeyError"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file of the same folder"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "a shard must be a file in the same folder"),
         ('{"weight_map": {"a": "absent.safetensors"}}', "cannot read .*absent.safetensors"),
     ]:
         index.write_text(text)
@@ -204,23 +206,23 @@ def test_folders_that_cannot_be_read_are_named(saved, tmp_path):
         load(tmp_path)
 
 
-def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
+def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
     model, folder = saved
-    with pytest.raises(ValueError, match=r"changes may name dtype, .* and max_seq_len, got hidden_size"):
+    with pytest.raises(ValueError, match=r"changes must be among dtype, .* and max_seq_len, got hidden_size"):
         load(folder, hidden_size=3)
     with pytest.raises(ValueError, match=r"dtype must be one of float32, .* or None, got 'int8'"):
         save(model, tmp_path / "out", dtype="int8")
     with pytest.raises(ValueError, match="max_shard_bytes must be at least 1, got 0"):
         save(model, tmp_path / "out", max_shard_bytes=0)
-    with pytest.raises(ValueError, match="fields must say nothing of the computation, got hidden_act"):
+    with pytest.raises(ValueError, match="fields must not change the computation, got hidden_act"):
         save(model, tmp_path / "out", fields={"hidden_act": "relu"})
     with pytest.raises(RunError, match=r"cannot read .*absent/config.json"):
         save(model, tmp_path / "out", like=tmp_path / "absent")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(RunError, match="exists already and is not an empty folder"):
+    with pytest.raises(RunError, match="already exists and is not an empty folder"):
         save(model, folder)
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="exists already and is not an empty folder"):
+    with pytest.raises(RunError, match="already exists and is not an empty folder"):
         save(model, tmp_path / "file")
     with pytest.raises(RunError, match=r"cannot write .*file/out"):
         save(model, tmp_path / "file" / "out")
@@ -229,7 +231,7 @@ def test_bad_options_and_folders_that_are_taken_are_refused(saved, tmp_path):
 def test_loading_holds_one_stacked_parameter_beside_the_model_at_most(tmp_path):
     config = dataclasses.replace(SMALL, hidden_size=128, intermediate_size=512, num_layers=6, max_seq_len=8)
     save(random_decoder(config), tmp_path / "model")
-    load(tmp_path / "model")  # what is compiled and imported on the way is not the model's
+    load(tmp_path / "model")  # compile and import everything before memory is measured
     model, largest = 4 * config.parameter_count(), 4 * 6 * 128 * 512
     tracemalloc.start()
     load(tmp_path / "model")

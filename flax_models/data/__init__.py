@@ -1,1 +1,1 @@
-"""Corpora, tokens and chat templates, and the batches that are made of them."""
+"""Corpora, tokenizers, chat templates and batches."""

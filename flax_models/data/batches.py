@@ -1,4 +1,4 @@
-"""Windows of a token stream: drawn at random to train on, evenly spaced to be judged by."""
+"""Windows of a token stream: sampled at random for training, evenly spaced for evaluation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,14 +7,15 @@ import numpy as np
 
 from flax_models.errors import RunError
 
-IGNORED = -100  # target of positions that stand for nothing: linear_cross_entropy's own default
+IGNORED = -100  # target of positions that do not count in the loss: the default ignore_index of linear_cross_entropy
 
 
 class Batch(NamedTuple):
-    """Tokens and, at each position, the token that follows: both (B, T) int32.
+    """Tokens, and the next token at each position as target: both (B, T) int32.
 
-    `lengths` (B, M) int32 are those of the sequences that lie one after another in a row and do not see each other,
-    zeros after the last; a row's sum to T, for padding is a sequence too. None: each row is one sequence.
+    `lengths` (B, M) int32 has the lengths of the sequences packed into each row, zeros after the last one. Attention
+    does not cross sequences. The lengths of a row sum to T, because padding counts as a sequence. None: each row is
+    one sequence.
     """
 
     tokens: np.ndarray
@@ -23,14 +24,14 @@ class Batch(NamedTuple):
 
     @property
     def counted(self) -> int:
-        """Targets that are not IGNORED."""
+        """Number of targets that are not IGNORED."""
         return int(np.count_nonzero(self.targets != IGNORED))
 
 
 class Sampler(Protocol):
-    """What batches come from: `BatchSampler` below and `packing.PackedSampler`."""
+    """The interface of `BatchSampler` and `packing.PackedSampler`."""
 
-    starts: np.ndarray  # where the latest batch came from
+    starts: np.ndarray  # location of the latest batch in the data
     tokens: int  # positions of the latest batch that are not padding
 
     def next(self) -> Batch:
@@ -38,15 +39,15 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Returns the place in the order, as plain JSON."""
+        """Returns the position in the order, as a JSON object."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the place that `state()` gave."""
+        """Restores a position that `state()` returned."""
         ...
 
     def close(self) -> None:
-        """Ends what makes batches ahead."""
+        """Stops the thread that prepares batches, if there is one."""
         ...
 
 
@@ -56,21 +57,21 @@ def _windows(stream: np.ndarray, starts: np.ndarray, length: int) -> Batch:
 
 
 class BatchSampler:
-    """Draws windows without replacement until the stream is used up, then shuffles it anew.
+    """Samples windows of a token stream without replacement, and reshuffles after each pass.
 
-    Each pass cuts the stream at another random offset. `state()` after any batch, given to `restore`, makes the
-    following batches come out the same; it is plain JSON.
+    Each pass cuts the stream at another random offset. After `restore(state)` with the result of `state()`, the
+    sampler returns the same batches again.
 
     Args:
         stream: (n,) int32 tokens.
-        batch_size: windows a batch.
-        length: tokens a window (T); one more is read, since the last position has a target too.
-        seed: of the order.
+        batch_size: windows per batch (B).
+        length: tokens per window (T); one more token is read as the target of the last position.
+        seed: random seed of the order.
 
     Attributes:
-        starts: (B,) where in the stream the windows of the latest batch begin.
-        tokens: of a batch.
-        passes: through the whole stream, finished ones.
+        starts: (B,) start of each window of the latest batch in the stream.
+        tokens: tokens per batch.
+        passes: number of completed passes through the stream.
 
     Raises:
         RunError: the stream is too short for one batch.
@@ -82,14 +83,14 @@ class BatchSampler:
     """
 
     def __init__(self, stream: np.ndarray, batch_size: int, length: int, seed: int) -> None:
-        # An offset may cost one window, and targets reach one token further.
+        # The offset may cost one window, and the last target needs one more token.
         self._count = (len(stream) - 1) // length - 1
         if self._count < batch_size:
             needed = (batch_size + 1) * length + 1
             raise RunError(
-                f"too little text to train on: {len(stream):,} tokens, "
-                f"and a batch of {batch_size} x {length} needs {needed:,}; "
-                f"a smaller --max-seq-len or --batch-size needs less"
+                f"too little text to train on: got {len(stream):,} tokens, "
+                f"a batch of {batch_size} x {length} needs {needed:,}; "
+                f"reduce --max-seq-len or --batch-size"
             )
         self._stream, self._batch_size, self._length = stream, batch_size, length
         self._generator = np.random.Generator(np.random.PCG64(seed))
@@ -99,7 +100,7 @@ class BatchSampler:
         self._shuffle()
 
     def _shuffle(self) -> None:
-        self._before = self._generator.bit_generator.state  # enough to draw this pass again
+        self._before = self._generator.bit_generator.state  # to repeat this pass after `restore`
         offset = int(self._generator.integers(self._length))
         self._starts = offset + self._length * self._generator.permutation(self._count)
         self._cursor = 0
@@ -114,64 +115,69 @@ class BatchSampler:
         return _windows(self._stream, self.starts, self._length)
 
     def state(self) -> dict[str, Any]:
-        """Returns the place in the order, as plain JSON."""
+        """Returns the position in the order, as a JSON object."""
         return {"generator": self._before, "cursor": self._cursor, "passes": self.passes}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the place that `state()` gave."""
+        """Restores a position that `state()` returned."""
         self._generator.bit_generator.state = state["generator"]
         self.passes = state["passes"]
         self._shuffle()
         self._cursor = state["cursor"]
 
     def close(self) -> None:
-        """Does nothing: batches are made when they are asked for."""
+        """Does nothing: there is no prefetching thread."""
 
 
-class Places:
-    """Says in which document of a stream a position lies.
+class DocumentIndex:
+    """Finds the documents that windows of a stream come from.
 
     Args:
         stream: (n,) integer tokens.
         end: the token that ends each document.
-        names: of the documents, in the stream's order.
+        names: names of the documents, in the order of the stream.
 
     Example:
-        >>> places = Places(np.array([5, 6, 0, 7, 8, 9, 0]), end=0, names=["a.txt", "b.txt"])
-        >>> places.describe(np.array([4]), length=2)
+        >>> index = DocumentIndex(np.array([5, 6, 0, 7, 8, 9, 0]), end=0, names=["a.txt", "b.txt"])
+        >>> index.describe(np.array([4]), length=2)
         'tokens 4 to 5 (b.txt, from its token 1)'
     """
 
-    MOST = 4  # windows that are named one by one
+    MOST = 4  # windows that are listed
 
     def __init__(self, stream: np.ndarray, end: int, names: Sequence[str]) -> None:
         self._starts = np.concatenate(([0], np.flatnonzero(stream == end) + 1))
         self._names = names
 
     def describe(self, starts: np.ndarray, length: int) -> str:
-        """Returns the places of windows in words: (B,) where they begin, and the tokens of each."""
-        words = []
+        """Describes the locations of windows.
+
+        Args:
+            starts: (B,) start of each window in the stream.
+            length: tokens per window.
+        """
+        parts = []
         for start in starts[: self.MOST].tolist():
             document = int(np.searchsorted(self._starts, start, side="right")) - 1
             inside = start - int(self._starts[document])
-            words.append(
+            parts.append(
                 f"tokens {start:,} to {start + length - 1:,} ({self._names[document]}, from its token {inside:,})"
             )
         if len(starts) > self.MOST:
-            words.append(f"and {len(starts) - self.MOST} windows more")
-        return ", ".join(words)
+            parts.append(f"and {len(starts) - self.MOST} more windows")
+        return ", ".join(parts)
 
 
 def held_out_windows(stream: np.ndarray, length: int, most: int) -> Batch:
-    """Returns at most `most` windows (T = `length`) of a stream, evenly spaced and without overlap.
+    """Returns at most `most` windows of a stream, evenly spaced and without overlap.
 
     Args:
         stream: (n,) int32 tokens.
-        length: tokens a window.
-        most: most windows.
+        length: tokens per window (T).
+        most: maximum number of windows.
 
     Returns:
-        A batch of all of them.
+        One batch with all windows.
 
     Raises:
         RunError: the stream is shorter than one window.
@@ -179,24 +185,24 @@ def held_out_windows(stream: np.ndarray, length: int, most: int) -> Batch:
     count = (len(stream) - 1) // length
     if count < 1:
         raise RunError(
-            f"too little text to hold out: {len(stream):,} tokens, and one window needs {length + 1:,}; "
-            f"a smaller --max-seq-len needs less"
+            f"too little text to hold out: got {len(stream):,} tokens, one window needs {length + 1:,}; "
+            f"reduce --max-seq-len"
         )
     chosen = np.linspace(0, count - 1, min(most, count)).round().astype(np.int64)
     return _windows(stream, chosen * length, length)
 
 
 def padded(batch: Batch, batch_size: int) -> list[Batch]:
-    """Cuts a batch into batches of one size, the last filled up with rows whose targets are IGNORED."""
+    """Splits a batch into batches of one size; the last one is padded with rows whose targets are IGNORED."""
     missing = -len(batch.tokens) % batch_size
     width = batch.tokens.shape[1]
     tokens = np.concatenate((batch.tokens, np.zeros((missing, width), np.int32)))
     targets = np.concatenate((batch.targets, np.full((missing, width), IGNORED, np.int32)))
     lengths = batch.lengths
     if lengths is not None:
-        filling = np.zeros((missing, lengths.shape[1]), np.int32)
-        filling[:, 0] = width
-        lengths = np.concatenate((lengths, filling))
+        padding = np.zeros((missing, lengths.shape[1]), np.int32)
+        padding[:, 0] = width
+        lengths = np.concatenate((lengths, padding))
     batches = []
     for i in range(0, len(tokens), batch_size):
         rows = slice(i, i + batch_size)

@@ -1,10 +1,11 @@
-"""Dialogues written as transformers writes them, and where their answers stand.
+"""Formats dialogues with a chat template, as transformers does, and finds the answers in the text.
 
-Which part of the text is an answer a chat template says itself by {% generation %} blocks; one without them is run on
-the turns before each answer, with the prompt for an answer, and once more with it: what the second text has beyond the
-first is the answer and what ends it. Where those are not beginnings of the whole dialogue's text, an earlier answer is
-not learned, as with templates that take the reasoning out of earlier turns; the last one has to be, or the dialogue is
-refused. What a template writes at the end of all (Phi-3: eos_token) is part of an answer only if nothing else ends it.
+A template with {% generation %} blocks marks the answers. A template without them is rendered twice for each answer:
+the turns before the answer with add_generation_prompt, and the same turns with the answer. The text that the second
+rendering adds is the answer with its end token. Both renderings must be prefixes of the text of the whole dialogue. If
+they are not, for example because the template removes the reasoning from earlier turns, the answer is not trained on;
+for the last answer, this is an error. The text that a template writes at the very end (Phi-3: eos_token) belongs to an
+answer only if nothing else ends the answer.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 import jinja2
 import numpy as np
 
-from flax_models.data.chat_template import ChatTemplate, Written, without_marks
+from flax_models.data.chat_template import ChatTemplate, MarkedText, without_marks
 from flax_models.data.dialogue import ANSWERS, Dialogue, in_batches
 from flax_models.data.examples import Example, within
 from flax_models.data.template_process import CLOSE, OPEN
@@ -29,23 +30,23 @@ _PROBE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 
 
 def _any_of(words: Iterable[str]) -> str:
-    """Returns the regular expression of any of some words; of none, one that is nowhere."""
+    """Returns a regular expression that matches any of the words; without words, one that matches nothing."""
     return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
 
 
 class ChatFormat:
-    """Writes dialogues by a chat template; the tokens that it writes are recognised, those in contents refused.
+    """Formats dialogues with a chat template, and rejects contents that contain control tokens.
 
-    Refused in any turn: what spells a special token. Refused in turns that are not answers: any other entry that the
-    tokenizer takes for a word of its own and the template writes, as <think>.
+    The content of any turn must not contain a special token. The content of a turn that is not an answer must also not
+    contain another added token that the template writes, such as <think>.
 
     Args:
-        tokenizer: without a post-processor, which would move offsets.
-        template: of the same folder.
+        tokenizer: tokenizer without a post-processor, which would shift offsets.
+        template: chat template of the same folder.
 
     Attributes:
-        name: for people.
-        key: everything that its tokens depend on, beside the tokenizer.
+        name: human-readable name of the format.
+        key: everything besides the tokenizer that the tokens depend on, for the token cache.
     """
 
     def __init__(self, tokenizer: "Tokenizer", template: ChatTemplate) -> None:
@@ -70,10 +71,10 @@ class ChatFormat:
 
     @cached_property
     def _closing(self) -> str:
-        """What the template writes at the end of a text that asks for no answer; nothing, with most."""
+        """The text that the template writes at the very end without add_generation_prompt; empty for most templates."""
         try:
             closed, asking = (self._template.render(_PROBE, "a probe", prompts=prompts) for prompts in (False, True))
-        except RunError:  # one that wants other turns
+        except RunError:  # a template that rejects these turns
             return ""
         pairs = enumerate(zip(closed, asking, strict=False))
         size = next((i for i, (one, other) in pairs if one != other), min(len(closed), len(asking)))
@@ -82,26 +83,26 @@ class ChatFormat:
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """The token that the template ends an answer with; none if it does so by none."""
+        """The token with which the template ends an answer, if there is one."""
         try:
-            written = self._write(_PROBE, "a probe")
-        except RunError:  # one that wants other turns: then generated text ends by the folder's own tokens alone
+            marked = self._format(_PROBE, "a probe")
+        except RunError:  # a template that rejects these turns: only the folder's end tokens end generated text
             return ()
-        encoding = self._tokenizer.encode(written.text)
-        learned = np.asarray(encoding.ids)[self._counted(encoding, written)]
-        return (int(learned[-1]),) if learned.size and self._is_control[learned[-1]] else ()
+        encoding = self._tokenizer.encode(marked.text)
+        counted = np.asarray(encoding.ids)[self._counted(encoding, marked)]
+        return (int(counted[-1]),) if counted.size and self._is_control[counted[-1]] else ()
 
     def encode(self, dialogues: Sequence[Dialogue], progress: Callable[[int], None] | None = None) -> list[Example]:
         """Returns the dialogues' tokens; see `Vocabulary.encode_examples`."""
         examples: list[Example] = []
         for batch in in_batches(dialogues):
-            written = [self._write(dialogue.messages(), f"--data: {dialogue.name}") for dialogue in batch]
-            encoded = self._tokenizer.encode_batch([text for text, _, _ in written])
-            for dialogue, text, encoding in zip(batch, written, encoded, strict=True):
-                counted = self._counted(encoding, text)
+            texts = [self._format(dialogue.messages(), f"--data: {dialogue.name}") for dialogue in batch]
+            encoded = self._tokenizer.encode_batch([marked.text for marked in texts])
+            for dialogue, marked, encoding in zip(batch, texts, encoded, strict=True):
+                counted = self._counted(encoding, marked)
                 if not counted.any():
                     raise RunError(
-                        f"--data: {dialogue.name}: the chat template of {self._template.origin} marks no answer of it"
+                        f"--data: {dialogue.name}: the chat template of {self._template.origin} marks no answer in it"
                     )
                 examples.append(Example(dialogue.name, np.asarray(encoding.ids, np.int32), counted))
             if progress is not None:
@@ -109,13 +110,13 @@ class ChatFormat:
         return examples
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens that the answer to a user's turn is drawn after."""
+        """Returns the tokens of a user turn followed by the template's prompt for an answer."""
         self._check(text, "--prompt", answers=False)
-        written = self._template.render([{"role": "user", "content": text}], "--prompt", prompts=True)
-        return self._tokenizer.encode(without_marks(written).text).ids
+        rendered = self._template.render([{"role": "user", "content": text}], "--prompt", prompts=True)
+        return self._tokenizer.encode(without_marks(rendered).text).ids
 
-    def _write(self, messages: Sequence[Mapping[str, str]], where: str) -> Written:
-        """Returns the text of messages, the last an answer; `where` names them in errors."""
+    def _format(self, messages: Sequence[Mapping[str, str]], where: str) -> MarkedText:
+        """Returns the text of messages, of which the last is an answer; `where` names them in errors."""
         for message in messages:
             self._check(message["content"], where, answers=message["role"] in ANSWERS)
         template = self._template
@@ -135,27 +136,29 @@ class ChatFormat:
                 answers.append((len(before), len(after) if ended else len(text)))
             elif last:
                 raise RunError(
-                    f"{where}: the chat template of {template.origin} writes the turns before the last answer in "
-                    f"another way when the answer follows, so the answer's place cannot be told; "
-                    f"{{% generation %}} around answers would tell it"
+                    f"{where}: the chat template of {template.origin} formats the turns before the last answer "
+                    f"differently when the answer follows, so the answer cannot be located; mark answers in the "
+                    f"template with {{% generation %}} blocks"
                 )
-        return Written(text, answers, marked=False)
+        return MarkedText(text, answers, from_template=False)
 
     def _check(self, content: str, where: str, *, answers: bool) -> None:
-        """Raises RunError if a turn's content would become a token that steers the dialogue."""
+        """Raises RunError if a turn's content contains a control token of the dialogue."""
         if found := (self._not_in_answers if answers else self._not_in_turns).search(content):
-            raise RunError(f"{where} spells {found[0]!r}, which would be a token of the chat template and not text")
+            raise RunError(f"{where} contains {found[0]!r}, which is a token of the chat template")
 
-    def _counted(self, encoding: "Encoding", written: Written) -> np.ndarray:
-        """Returns (n,) bool: which tokens are learned."""
+    def _counted(self, encoding: "Encoding", marked: MarkedText) -> np.ndarray:
+        """Returns (n,) bool: which tokens count in the loss."""
         counted = np.zeros(len(encoding.ids), bool)
         control = self._is_control[encoding.ids]
         starts = np.asarray([first for first, _ in encoding.offsets], np.int64)
-        for first, last in written.answers:
-            # A token that ends an answer may have taken the white space after it, past the end of a generation block.
+        for first, last in marked.answers:
+            # The token that ends an answer may include white space after the end of the generation block.
             inside = within(encoding, first, last) | (control & (starts >= first) & (starts < last))
             ending = np.flatnonzero(inside & control)
-            if not written.marked and ending.size and not written.text[encoding.offsets[ending[-1]][1] : last].strip():
-                inside[ending[-1] + 1 :] = False  # generated text ends before the line break that the template adds
+            if not marked.from_template and ending.size:
+                after = marked.text[encoding.offsets[ending[-1]][1] : last]
+                if not after.strip():  # generated text ends before the line break that the template adds
+                    inside[ending[-1] + 1 :] = False
             counted |= inside
         return counted

@@ -1,8 +1,8 @@
-"""Chat templates of Hugging Face folders: Jinja programs that turn messages into one text.
+"""Chat templates of Hugging Face folders: Jinja programs that convert messages to one text.
 
-A program from elsewhere runs in a sandbox, in a process of its own whose time and memory are limited
-(template_process.py), with what transformers gives it. {% generation %} blocks in it, which say what is an answer, put
-marks around what they write.
+Templates are untrusted code. They run in a sandbox in a separate process with limited time and memory
+(template_process.py), with the variables and functions that transformers provides. A {% generation %} block, which
+contains an answer, writes marks around its text.
 
 Source: transformers, utils/chat_template_utils.py.
 """
@@ -19,26 +19,26 @@ from flax_models.data.template_worker import WORKER, TemplateFault
 from flax_models.errors import RunError
 from flax_models.hub.config import read_object
 
-DATE = "chat_date.txt"  # in a run's folder: what strftime_now tells, or the same text would be another tomorrow
+DATE = "chat_date.txt"  # in a run's folder: the date for strftime_now, so that a resumed run formats the same text
 
 
-class Written(NamedTuple):
-    """A dialogue's text, and where its answers with what ends them stand."""
+class MarkedText(NamedTuple):
+    """A dialogue's text, and the locations of its answers, including what ends them."""
 
     text: str
-    answers: list[tuple[int, int]]  # [first, last) of characters
-    marked: bool  # by the template itself
+    answers: list[tuple[int, int]]  # ranges of characters, [first, last)
+    from_template: bool  # marked by {% generation %} blocks
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A folder's template.
+    """The chat template of a folder.
 
     Args:
         source: the Jinja program.
-        origin: the file it was read from, for people.
-        tokens: bos_token, eos_token and so on, by name: variables of the program.
-        date: what strftime_now tells, at midnight.
+        origin: the file that it was read from, for messages.
+        tokens: bos_token, eos_token and so on by name; these are variables of the program.
+        date: the date that strftime_now formats, at midnight.
     """
 
     source: str
@@ -48,12 +48,12 @@ class ChatTemplate:
 
     @property
     def dated(self) -> bool:
-        """Whether it may write the date."""
+        """Whether the template may write the date."""
         return "strftime_now" in self.source
 
     @cached_property
     def literals(self) -> tuple[str, ...]:
-        """The pieces of text that stand in the program itself."""
+        """The string literals and literal text in the program."""
         try:
             return WORKER.literals(self.source, self.date.isoformat())
         except TemplateFault as fault:
@@ -62,32 +62,32 @@ class ChatTemplate:
 
     @cached_property
     def marks(self) -> bool:
-        """Whether it has {% generation %} blocks."""
+        """Whether the template has {% generation %} blocks."""
         return OPEN in self.literals
 
     def render(self, messages: Sequence[Mapping[str, str]], where: str, *, prompts: bool = False) -> str:
         """Returns the text of messages, with the marks of {% generation %} blocks in it.
 
         Args:
-            messages: with `role` and `content`.
-            where: of the record, for errors.
-            prompts: add what asks for an answer.
+            messages: objects with `role` and `content`.
+            where: the record, for errors.
+            prompts: set add_generation_prompt.
 
         Raises:
-            RunError: the template refuses them, fails, or takes more time or memory than it may.
+            RunError: the template rejects the messages, fails, or exceeds the time or memory limit.
         """
         variables = {**self.tokens, "tools": None, "documents": None}
         variables |= {"messages": list(messages), "add_generation_prompt": prompts}
-        self.literals  # noqa: B018  # what cannot be compiled is no fault of the messages
+        self.literals  # noqa: B018  # compiles the template, so that a syntax error does not blame the messages
         try:
             return WORKER.render(self.source, self.date.isoformat(), variables)
         except TemplateFault as fault:
-            verb = "" if fault.limit else "refuses it: "
+            verb = "" if fault.limit else "rejects it: "
             raise RunError(f"{where}: the chat template of {self.origin} {verb}{fault}") from None
 
 
-def without_marks(text: str) -> Written:
-    """Returns a text without the marks of {% generation %} blocks, and what stood between them."""
+def without_marks(text: str) -> MarkedText:
+    """Removes the marks of {% generation %} blocks and returns the ranges between them as answers."""
     answers, plain, size = [], [], 0
     for i, part in enumerate(text.split(OPEN)):
         answer, found, rest = part.partition(CLOSE)
@@ -95,20 +95,21 @@ def without_marks(text: str) -> Written:
             answers.append((size, size + len(answer)))
         plain += [answer, rest]
         size += len(answer) + len(rest)
-    return Written("".join(plain), answers, marked=True)
+    return MarkedText("".join(plain), answers, from_template=True)
 
 
 def read_chat_template(folder: Path) -> ChatTemplate | None:
-    """Returns a Hugging Face folder's chat template, None if it has none.
+    """Returns the chat template of a Hugging Face folder, None if it has none.
 
-    chat_template.jinja goes before `chat_template` of tokenizer_config.json, as in transformers, and
-    chat_template.json, which that reads for processors only, comes last. Of several named templates "default" is taken.
+    As in transformers, chat_template.jinja takes precedence over `chat_template` in tokenizer_config.json.
+    chat_template.json, which transformers reads only for processors, comes last. Of several named templates, the one
+    named "default" is used.
 
     Args:
-        folder: as `Vocabulary.folder`.
+        folder: the folder.
 
     Raises:
-        RunError: a file cannot be read, or holds no template where one should be.
+        RunError: a file cannot be read, or its chat_template is not a template.
     """
     config, special, listed = (
         read_object(path) if (path := folder / name).is_file() else {}
@@ -117,7 +118,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     tokens = {name: _content(value) for name, value in {**special, **config}.items() if name.endswith("_token")}
     date = _date(folder / DATE)
 
-    def made(source: Any, origin: Path) -> ChatTemplate:
+    def template(source: Any, origin: Path) -> ChatTemplate:
         if isinstance(source, list):
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
@@ -128,17 +129,17 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return made(path.read_text(encoding="utf-8"), path)
+            return template(path.read_text(encoding="utf-8"), path)
         except (OSError, UnicodeDecodeError) as error:
             raise RunError(f"cannot read {path}: {error}") from None
     for values, name in ((config, "tokenizer_config.json"), (listed, "chat_template.json")):
         if values.get("chat_template") is not None:
-            return made(values["chat_template"], folder / name)
+            return template(values["chat_template"], folder / name)
     return None
 
 
 def _content(token: Any) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token  # a dict has the token's flags beside its text
+    content = token.get("content") if isinstance(token, dict) else token  # a dict holds the text and the token's flags
     return content if isinstance(content, str) else None
 
 

@@ -1,10 +1,10 @@
-"""Texts or dialogues to train on: read them, name them by a hash, hold some of them out.
+"""Reads texts or dialogues to train on, hashes them, and holds out a part of them.
 
-Without paths the corpus is the Python standard library of the running interpreter: real text, several million tokens of
-it, there on every machine that can run this program, and nothing to download. It is split by file, since lines of one
-file repeat each other and a split inside files would flatter the held-out loss.
+Without paths, the corpus is the Python standard library of the running interpreter: several million tokens of real
+text that are available on every machine without a download. The corpus is split by file. Lines of one file repeat each
+other, so a split inside files would make the held-out loss too low.
 
-Files of records (`flax_models.data.records`) hold texts or dialogues; the same code holds some of either out.
+Files of records (`flax_models.data.records`) hold texts or dialogues. Both are split in the same way.
 """
 
 import hashlib
@@ -18,25 +18,24 @@ from flax_models.data.dialogue import Dialogue, Document
 from flax_models.data.records import read_records
 from flax_models.errors import RunError
 
-# Tests and generated tables, an application, and packages that are not the library's own.
+# Tests, generated tables, an application, and third-party packages.
 STDLIB_EXCLUDED = frozenset({"test", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"})
-HELD_OUT_SHARE = (
-    0.06  # of the characters: about 130,000 tokens of the standard library, a standard error near 0.01 nats
-)
-FEWEST_FILES = 10  # under this a split by file is too coarse, and the end of each file is held out instead
+# Fraction of the characters. About 130,000 tokens of the standard library: a standard error near 0.01 nats.
+HELD_OUT_SHARE = 0.06
+FEWEST_FILES = 10  # with fewer files, a split by file is too coarse, and the end of each file is held out
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents held out, or dialogues.
+    """Documents or dialogues to train on, and documents or dialogues held out.
 
     Args:
-        train: what the tokenizer, the baselines and the model see.
-        held_out: what none of them sees.
-        sha256: hash over every name and text.
-        source: what it is, for people.
-        skipped: files left out since they are not UTF-8 text.
-        notes: what else was found in records, for people.
+        train: used to train the tokenizer, the baselines and the model.
+        held_out: used only for evaluation.
+        sha256: hash of all names and texts.
+        source: human-readable description.
+        skipped: number of files skipped because they are not UTF-8 text.
+        notes: messages about the records.
     """
 
     train: tuple[Document, ...] | tuple[Dialogue, ...]
@@ -48,19 +47,19 @@ class Corpus:
 
 
 def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
-    """Reads and splits a corpus; what is held out depends on names and sizes alone.
+    """Reads and splits a corpus. The split depends only on names and sizes.
 
     Args:
-        paths: text files, files of records (.jsonl, or .json with a list), or folders searched for texts and .jsonl
-            (hidden files and folders, and files that are not UTF-8, are passed over); none means the Python standard
-            library.
+        paths: text files, files of records (.jsonl, or .json with a list), or folders. Folders are searched for text
+            files and .jsonl files; hidden files and folders, and files that are not UTF-8, are skipped. Without paths,
+            the corpus is the Python standard library.
 
     Returns:
         The corpus, of texts or of dialogues.
 
     Raises:
-        RunError: a path does not exist, cannot be read, is a file that is not UTF-8, a record is wrong, there are both
-            texts and dialogues, or no text is found, or one dialogue alone.
+        RunError: a path does not exist or cannot be read, a file named in `paths` is not UTF-8, a record is invalid,
+            there are both texts and dialogues, no text is found, or there is only one dialogue.
 
     Example:
         >>> corpus = load_corpus()
@@ -69,7 +68,7 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
     """
     documents: list[Document] = []
     dialogues: list[Dialogue] = []
-    unread: Counter[str] = Counter()
+    unused: Counter[str] = Counter()
     skipped = empty = 0
     for name, path, required in _files(paths):
         try:
@@ -86,20 +85,20 @@ def load_corpus(paths: Sequence[Path] = ()) -> Corpus:
             found = read_records(path, text, name)
             documents += found.texts
             dialogues += found.dialogues
-            unread += found.unread
+            unused += found.unused
             empty += found.empty
         elif text.strip() and "\0" not in text:
             documents.append(Document(name, text))
     source = ", ".join(map(str, paths)) if paths else "Python standard library"
     if documents and dialogues:
         raise RunError(
-            f"--data: {documents[0].name} is a text and {dialogues[0].name} has an answer to learn: "
-            f"one run learns from texts or from answers, not from both"
+            f"--data must have either texts or dialogues, got both: {documents[0].name} is a text and "
+            f"{dialogues[0].name} is a dialogue"
         )
     records = documents or dialogues
     if not records:
         raise RunError(f"--data: no text found in {source}")
-    notes = _notes(unread, empty, len(dialogues) - len({dialogue.turns for dialogue in dialogues}))
+    notes = _notes(unused, empty, len(dialogues) - len({dialogue.turns for dialogue in dialogues}))
     train, held_out = _split(documents) if documents else _split_whole(dialogues)
     return Corpus(train, held_out, _sha256(records), source, skipped, notes)
 
@@ -113,21 +112,21 @@ def _sha256(records: Sequence[Document | Dialogue]) -> str:
     return digest.hexdigest()
 
 
-def _notes(unread: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
+def _notes(unused: Counter[str], empty: int, repeated: int) -> tuple[str, ...]:
     notes = []
-    if unread:
-        names = sorted(unread, key=lambda name: (-unread[name], name))
+    if unused:
+        names = sorted(unused, key=lambda name: (-unused[name], name))
         rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        notes.append(f"fields not read: {', '.join(names[:4])}{rest}")
+        notes.append(f"unused fields: {', '.join(names[:4])}{rest}")
     if empty:
-        notes.append(f"{empty:,} empty left out")
+        notes.append(f"{empty:,} empty records skipped")
     if repeated:
-        notes.append(f"{repeated:,} repeat another")
+        notes.append(f"{repeated:,} duplicate records")
     return tuple(notes)
 
 
 def _files(paths: Sequence[Path]) -> Iterator[tuple[str, Path, bool]]:
-    """Yields (name, path, named by the user) of each file, in an order that does not depend on the file system."""
+    """Yields (name, path, whether the user named the file) of each file, in an order independent of the file system."""
     if not paths:
         root = Path(sysconfig.get_path("stdlib"))
         for path in sorted(root.rglob("*.py")):
@@ -148,7 +147,7 @@ def _files(paths: Sequence[Path]) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-    """Returns (train, held out): of few files the end of each is held out, of more whole files."""
+    """Returns (train, held out): whole files are held out, or, with few files, the end of each file."""
     if len(documents) >= FEWEST_FILES:
         return _split_whole(documents)
     cuts = [_cut(document.text) for document in documents]
@@ -158,28 +157,28 @@ def _split(documents: Sequence[Document]) -> tuple[tuple[Document, ...], tuple[D
 
 
 def _split_whole[T: (Document, Dialogue)](records: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
-    """Returns (train, held out): records in the order of their names' hashes, until the held-out share is reached."""
+    """Returns (train, held out): records in the order of their names' hashes, until HELD_OUT_SHARE is reached."""
     if len(records) < 2:
-        raise RunError(f"--data: {records[0].name} is the only record, and one must be held out: two are the fewest")
+        raise RunError(f"--data must have at least two records, because one is held out, got only {records[0].name}")
     sizes = [len(record.text) for record in records]
-    wanted = HELD_OUT_SHARE * sum(sizes)
+    target = HELD_OUT_SHARE * sum(sizes)
     order = sorted(range(len(records)), key=lambda i: hashlib.sha256(records[i].name.encode()).digest())
     chosen: set[int] = set()
     size = 0
     for i in order:
-        if size + sizes[i] <= 1.5 * wanted:  # one long record must not double the share
+        if size + sizes[i] <= 1.5 * target:  # a long record must not double the share
             chosen.add(i)
             size += sizes[i]
-        if size >= wanted:
+        if size >= target:
             break
-    if not chosen:  # every record is longer than the share: the shortest does least harm to training
+    if not chosen:  # every record is longer than the share: hold out the shortest
         chosen.add(min(range(len(records)), key=lambda i: sizes[i]))
     train = tuple(record for i, record in enumerate(records) if i not in chosen)
     return train, tuple(records[i] for i in sorted(chosen))
 
 
 def _cut(text: str) -> int:
-    """Returns where the last tenth of a text begins, at the start of a line if it has one there."""
+    """Returns the index at which the last tenth of a text begins, moved to the next line start if there is one."""
     position = len(text) - max(1, len(text) // 10)
     line = text.find("\n", position)
     return position if line in (-1, len(text) - 1) else line + 1

@@ -1,6 +1,6 @@
-"""What a corpus is made of: texts, and dialogues with answers to learn; and how a dialogue reads as plain text.
+"""Documents and dialogues, and the plain-text format of a dialogue.
 
-Where a model has no chat template, a dialogue is written like this, and an answer is followed by the end token:
+Without a chat template, a dialogue is formatted as follows, and each answer is followed by the end token:
 
     ### System:
     You are brief.
@@ -14,16 +14,16 @@ Where a model has no chat template, a dialogue is written like this, and an answ
     ### Response:
     White.
 
-System and input stand there if the record has them; a chat's user turns are instructions and its assistant turns
-responses. A prompt with its completion has no headings: the one follows the other as they stand.
+The system and input parts are present only if the record has them. The user turns of a chat are formatted as
+instructions, the assistant turns as responses. A prompt and its completion have no headings: they are concatenated.
 
-Source: Taori et al., "Stanford Alpaca", for the headings; the sentence that it puts before them is left out.
+Source: Taori et al., "Stanford Alpaca", for the headings; its introductory sentence is omitted.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-ANSWERS = frozenset({"assistant", "output", "completion"})  # roles whose turns are learned
+ANSWERS = frozenset({"assistant", "output", "completion"})  # roles whose turns count in the loss
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
 _IN_CHAT = {"instruction": "user", "prompt": "user", "output": "assistant", "completion": "assistant"}
 _HEADINGS = {
@@ -38,33 +38,33 @@ _HEADINGS = {
     "prompt": "",
     "completion": "",
 }
-_GAP = "\n\n"  # after a turn with a heading, if it is no answer
-_BATCH = 2**21  # characters: every thread has some of them, and progress is told a few times a second
+_GAP = "\n\n"  # after a turn with a heading that is not an answer
+_BATCH = 2**21  # characters: enough for all threads of the tokenizer, with a few progress updates per second
 
 
 class Document(NamedTuple):
-    """One text and the name it is split by."""
+    """A text, and the name that determines whether it is held out."""
 
     name: str
     text: str
 
 
 class Turn(NamedTuple):
-    """What one side says; the role is a chat's, or the name of the field that it stood in (instruction, output)."""
+    """One turn. The role is that of a chat message, or the name of the record's field (instruction, output)."""
 
     role: str
     content: str
 
 
 class Piece(NamedTuple):
-    """Plain text up to an answer, and the answer."""
+    """The plain text before an answer, and the answer."""
 
     prompt: str
     answer: str
 
 
 class Dialogue(NamedTuple):
-    """Turns, the last of them an answer, and the name that they are split by.
+    """Turns, of which the last is an answer, and the name that determines whether the dialogue is held out.
 
     Example:
         >>> dialogue = Dialogue("a.jsonl:1", (Turn("prompt", "2 + 2 ="), Turn("completion", " 4")))
@@ -79,16 +79,16 @@ class Dialogue(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """How many of the turns are answers."""
+        """Number of turns that are answers."""
         return sum(turn.role in ANSWERS for turn in self.turns)
 
     @property
     def text(self) -> str:
-        """The dialogue as plain text, without tokens that end answers."""
+        """The dialogue as plain text, without end tokens."""
         return _GAP.join(piece.prompt + piece.answer for piece in self.pieces())
 
     def pieces(self) -> list[Piece]:
-        """Returns the dialogue as plain text, in pieces that each end with an answer."""
+        """Returns the dialogue as plain text, split after each answer."""
         pieces, prompt = [], ""
         for role, content in self.turns:
             heading = _HEADINGS[role]
@@ -100,7 +100,7 @@ class Dialogue(NamedTuple):
         return pieces
 
     def messages(self) -> list[dict[str, str]]:
-        """Returns the dialogue as a chat template takes it; an input follows its instruction in one user turn."""
+        """Returns the messages for a chat template; an instruction and its input become one user message."""
         messages: list[dict[str, str]] = []
         for role, content in self.turns:
             if role == "input":
@@ -111,12 +111,12 @@ class Dialogue(NamedTuple):
 
 
 def plain_prompt(text: str) -> str:
-    """Returns the plain text that asks for the answer to one instruction."""
+    """Returns the plain text that prompts for the answer to an instruction."""
     return Dialogue("", (Turn("instruction", text), Turn("output", ""))).text
 
 
 def in_batches[T: (Document, Dialogue)](records: Sequence[T]) -> Iterator[list[T]]:
-    """Yields records in lists of about two million characters, to be encoded together."""
+    """Yields lists of records with about two million characters each, to be encoded together."""
     batch: list[T] = []
     size = 0
     for record in records:

@@ -1,8 +1,8 @@
-"""Dialogues as tokens, with a mark on those that are learned: the answers and the tokens that end them.
+"""Tokenized dialogues, with a mask of the tokens that count in the loss: the answers and their end tokens.
 
-Position t of an example predicts token t + 1 and counts if token t + 1 is marked. `chat.py` writes dialogues
-by a model's chat template, `PlainFormat` below as plain text; both tokenise what they write as a whole, so that tokens
-are those which the model would meet, and a token that reaches over the border of an answer is not marked.
+Position t of an example predicts token t + 1, and counts if the mask is True for token t + 1. `chat.py` formats
+dialogues with a chat template, `PlainFormat` formats them as plain text. Both tokenize the whole text at once, so that
+the tokens are the same as in generation. A token that crosses the boundary of an answer does not count.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 
 
 class Example(NamedTuple):
-    """One dialogue's tokens."""
+    """The tokens of one dialogue."""
 
     name: str
     tokens: np.ndarray  # (n,) int32
-    counted: np.ndarray  # (n,) bool: to be learned
+    counted: np.ndarray  # (n,) bool: tokens that count in the loss
 
 
 class Fitted(NamedTuple):
-    """Examples that fit a length, and what became of those that did not.
+    """Examples truncated to a length, with the number of truncated and dropped examples.
 
     Attributes:
-        examples: in their order, those that are dropped left out.
-        cut: how many of them have lost their end.
-        dropped: how many are left out, since nothing that counts would be left.
+        examples: the remaining examples, in their order.
+        cut: number of truncated examples.
+        dropped: number of examples dropped because no counted token would be left.
     """
 
     examples: list[Example]
@@ -40,24 +40,24 @@ class Fitted(NamedTuple):
     dropped: int
 
     def describe(self) -> str:
-        """Returns in words how many were cut and dropped, with percentages."""
+        """Describes how many examples were truncated and dropped, with percentages."""
         total = len(self.examples) + self.dropped
         cut, dropped = (f"{count:,} ({100 * count / total:.3g}%)" for count in (self.cut, self.dropped))
-        return f"of {total:,} examples {cut} cut at their end, {dropped} dropped: no answer would be left"
+        return f"of {total:,} examples, {cut} truncated, {dropped} dropped because no answer would be left"
 
 
 def fit_examples(examples: Sequence[Example], length: int) -> Fitted:
-    """Cuts examples at their end to sequences of a length, and drops those in which nothing is left to learn.
+    """Truncates examples at their end to a length, and drops examples with no counted token left.
 
     Args:
-        examples: at least one.
-        length: positions of a sequence (T): an example keeps T + 1 tokens, as the last position predicts one too.
+        examples: at least one example.
+        length: positions per sequence (T): an example keeps T + 1 tokens, including the target of the last position.
 
     Returns:
-        The examples that are left, and how many were cut and dropped.
+        The remaining examples, and how many were truncated and dropped.
 
     Raises:
-        RunError: none is left.
+        RunError: no example remains.
 
     Example:
         >>> counted = np.array([False, False, True, True])
@@ -81,7 +81,7 @@ def fit_examples(examples: Sequence[Example], length: int) -> Fitted:
 
 
 def to_arrays(examples: Sequence[Example]) -> dict[str, np.ndarray]:
-    """Returns examples as three arrays, for a file; `from_arrays` turns them back, given the names."""
+    """Converts examples to three arrays, which a file can store; `from_arrays` is the inverse."""
     none = np.zeros(0, np.int32)
     return {
         "lengths": np.asarray([len(example.tokens) for example in examples], np.int64),
@@ -91,10 +91,10 @@ def to_arrays(examples: Sequence[Example]) -> dict[str, np.ndarray]:
 
 
 def from_arrays(arrays: dict[str, np.ndarray], names: Sequence[str]) -> list[Example]:
-    """Returns the examples of `to_arrays`; raises ValueError or KeyError where the arrays do not belong together."""
+    """Converts the arrays of `to_arrays` to examples; raises ValueError or KeyError if the arrays are inconsistent."""
     bounds = pairwise(accumulate(arrays["lengths"].tolist(), initial=0))
     if not len(arrays["tokens"]) == len(arrays["counted"]) == arrays["lengths"].sum():
-        raise ValueError("its arrays have different lengths")
+        raise ValueError("its arrays have inconsistent lengths")
     return [
         Example(name, arrays["tokens"][first:last], arrays["counted"][first:last])
         for name, (first, last) in zip(names, bounds, strict=True)
@@ -102,20 +102,20 @@ def from_arrays(arrays: dict[str, np.ndarray], names: Sequence[str]) -> list[Exa
 
 
 class PlainFormat:
-    """Writes dialogues as plain text (`flax_models.data.dialogue`); what spells a special token is plain text too.
+    """Formats dialogues as plain text (`flax_models.data.dialogue`); the text of a special token stays plain text.
 
     Args:
-        tokenizer: without a post-processor, which would move offsets.
-        before: tokens that each example begins with, as every prompt does.
+        tokenizer: tokenizer without a post-processor, which would shift offsets.
+        before: tokens at the start of each example and of each prompt.
         end: token after each answer.
 
     Attributes:
-        name: for people.
+        name: human-readable name of the format.
         ends: tokens that end an answer.
-        key: everything that its tokens depend on, beside the tokenizer.
+        key: everything besides the tokenizer that the tokens depend on, for the token cache.
     """
 
-    name = "plain text (### Instruction, ### Response), as there is no chat template"
+    name = "plain text (### Instruction, ### Response), because there is no chat template"
 
     def __init__(self, tokenizer: "Tokenizer", before: Sequence[int], end: int) -> None:
         tokenizer.encode_special_tokens = True
@@ -133,9 +133,9 @@ class PlainFormat:
                 tokens, counted = [*self._before], [False] * len(self._before)
                 for prompt, answer in dialogue.pieces():
                     encoding = next(encoded)
-                    if self._end in encoding.ids:  # of tokenizers that know it as a word of its own too
+                    if self._end in encoding.ids:  # possible if the token is also a regular entry of the vocabulary
                         word = self._tokenizer.id_to_token(self._end)
-                        raise RunError(f"--data: {dialogue.name} spells {word}, which ends an answer")
+                        raise RunError(f"--data: {dialogue.name} contains {word}, which is the end token of answers")
                     tokens += [*encoding.ids, self._end]
                     counted += [*within(encoding, len(prompt), len(prompt + answer)), True]
                 examples.append(Example(dialogue.name, np.asarray(tokens, np.int32), np.asarray(counted, bool)))
@@ -144,11 +144,11 @@ class PlainFormat:
         return examples
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens that the answer to an instruction is drawn after."""
+        """Returns the tokens of the prompt for the answer to an instruction."""
         return [*self._before, *self._tokenizer.encode(plain_prompt(text)).ids]
 
 
 def within(encoding: "Encoding", first: int, last: int) -> np.ndarray:
-    """Returns (n,) bool: which tokens lie in the characters from `first` to before `last`, none over the border."""
+    """Returns (n,) bool: which tokens lie completely in the range of characters [first, last)."""
     offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)  # (n, 2)
     return (offsets[:, 0] >= first) & (offsets[:, 0] < last) & (offsets[:, 1] <= last)

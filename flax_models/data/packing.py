@@ -1,10 +1,10 @@
-"""Examples of different lengths, packed into rows of one length: best fit, without cutting or mixing any.
+"""Best-fit packing: packs examples of different lengths into rows of one length, without splitting an example.
 
-Each example goes into the row that it leaves the least room in, of BINS rows that are filled at the same time; what is
-left of a row is padding. A row's examples do not see each other: `Batch.lengths` says where each ends, attention and
-positions follow it. An example of n tokens takes n - 1 positions: its last token is a target alone.
+Each example goes into the row, of BINS rows that are filled at the same time, in which it leaves the least room. The
+rest of a row is padding. Attention and positions use `Batch.lengths`, so the examples of a row do not attend to each
+other. An example of n tokens takes n - 1 positions: its last token is only a target.
 
-Source: Ding et al., "Fewer truncations improve language modeling", 2024 (best-fit packing); the packing is grain's.
+Source: Ding et al., "Fewer truncations improve language modeling", 2024 (best-fit packing); implemented by grain.
 """
 
 import itertools
@@ -18,16 +18,16 @@ from flax_models.data.batches import IGNORED, Batch
 from flax_models.data.examples import Example
 from flax_models.errors import RunError
 
-BINS = 256  # rows filled at the same time: of lengths of mean T/4, 8 rows leave 5.6% padding, 64 2.0%, 256 1.3%
-ROOM = 32  # most examples in a row of packed ones: `room_for`
-PREFETCHED = 64  # rows made ahead, by a thread
-SAMPLED = 4096  # examples that are packed to find a room
-SLACK = 0.01  # of padding that a smaller room may cost
-NAMED = 4  # examples of a batch that are named one by one
+BINS = 256  # rows filled at the same time; for lengths of mean T/4, 8 rows leave 5.6% padding, 64 2.0%, 256 1.3%
+ROOM = 32  # maximum number of examples in a packed row; see `room_for`
+PREFETCHED = 64  # rows that a thread prepares in advance
+SAMPLED = 4096  # number of examples that `room_for` packs
+SLACK = 0.01  # additional padding that a smaller room may cost
+NAMED = 4  # number of examples of a batch that `describe_examples` lists
 
 
 class _Rows:
-    """The examples as grain reads them: tokens, targets and the example's number at each position."""
+    """The examples as a data source for grain: tokens, targets and the index of the example at each position."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self._examples = examples
@@ -42,7 +42,7 @@ class _Rows:
 
 
 def _packed(examples: Sequence[Example], length: int, *, bins: int, room: int, seed: int | None) -> Any:
-    """Returns grain's dataset of packed rows, each example once; the order is kept without a seed."""
+    """Returns grain's dataset of packed rows with each example once; without a seed, the examples are not shuffled."""
     import grain
 
     dataset = grain.MapDataset.source(_Rows(examples))
@@ -67,21 +67,22 @@ def _batch_of(rows: Sequence[dict[str, np.ndarray]], room: int) -> Batch:
 
 
 def _lengths(segments: np.ndarray, room: int) -> np.ndarray:
-    """Returns (B, room + 1) lengths of rows whose positions are numbered (B, T) from 1, padding 0."""
+    """Returns the lengths (B, room + 1) of the sequences in rows with segment ids (B, T), which are 0 for padding."""
     counts = np.stack([np.bincount(row, minlength=room + 1) for row in segments])
     lengths = np.zeros((len(segments), room + 1), np.int32)
     for row, (padding, *others) in zip(lengths, counts, strict=True):
-        there = [count for count in (*others, padding) if count]
-        row[: len(there)] = there
+        nonzero = [count for count in (*others, padding) if count]
+        row[: len(nonzero)] = nonzero
     return lengths
 
 
 def room_for(lengths: np.ndarray, length: int) -> int:
-    """Returns the most examples that a packed row of `length` positions should have, for examples of these lengths.
+    """Returns the maximum number of examples per packed row of `length` positions, for examples of these lengths.
 
-    What cuDNN's attention takes in its backward pass grows with it (18 GB for 32 in 8 rows of 4,096, 32 heads). Twice
-    as many as fill a row on average leave no more padding than ROOM does (1.2%, of a mean of 0.24 of the row), unless
-    most examples are much shorter than the mean: then it is more, until that costs less than SLACK.
+    The workspace of cuDNN attention in the backward pass grows with this number (18 GB for 32 examples in 8 rows of
+    4,096 positions, with 32 heads). Twice the number of examples that fill a row on average leaves no more padding than
+    ROOM (1.2%, for a mean of 0.24 of the row), unless most examples are much shorter than the mean. In that case, the
+    number is increased until the additional padding is below SLACK.
     """
     room = min(ROOM, 2 * math.ceil(length / float(np.mean(lengths))))
     if len(lengths) > SAMPLED:
@@ -93,21 +94,23 @@ def room_for(lengths: np.ndarray, length: int) -> int:
 
 
 def best_fit(lengths: np.ndarray, length: int, room: int) -> np.ndarray:
-    """Returns (rows, room) lengths of the examples in each packed row, zeros after the last, if all rows are open until
-    the end; `_packed` closes the fullest of more than BINS."""
+    """Returns the lengths (rows, room) of the examples in each packed row, zeros after the last one.
+
+    All rows stay open until the end, unlike in `_packed`, which closes the fullest row when BINS rows are open.
+    """
     packed, count, free = (np.zeros((len(lengths), *shape), np.int64) for shape in ((room,), (), ()))
     free[:] = length
     for one in lengths:
-        fits = (free >= one) & (count < room)  # an empty row always does
-        at = int(np.argmin(np.where(fits, free, length + 1)))
-        packed[at, count[at]] = one
-        count[at] += 1
-        free[at] -= one
+        fits = (free >= one) & (count < room)  # always true for an empty row
+        row = int(np.argmin(np.where(fits, free, length + 1)))
+        packed[row, count[row]] = one
+        count[row] += 1
+        free[row] -= one
     return packed[count > 0]
 
 
 def _room(room: int, length: int) -> int:
-    """Returns how many examples a row may have: no more than two positions each leave."""
+    """Returns the maximum number of examples in a row, limited so that each has at least two positions."""
     return min(room, max(length // 2, 1))
 
 
@@ -116,29 +119,29 @@ def _check(examples: Sequence[Example], length: int) -> None:
         if not 2 <= len(tokens) <= length + 1:
             raise ValueError(f"examples must have 2 to {length + 1} tokens (length + 1), got {len(tokens)} in {name}")
         if len(counted) != len(tokens):
-            raise ValueError(f"counted must have {len(tokens)} entries (tokens'), got {len(counted)} in {name}")
+            raise ValueError(f"counted must have {len(tokens)} entries, as tokens, got {len(counted)} in {name}")
 
 
 class PackedSampler:
-    """Draws batches of packed examples: every example once in each pass, packed anew and in another order each time.
+    """Samples batches of packed examples: each pass has every example once, shuffled and packed differently.
 
-    `state()` after any batch, given to `restore`, makes the following batches come out the same; it is plain JSON.
-    Rows are made ahead by a thread: `close` ends it.
+    After `restore(state)` with the result of `state()`, the sampler returns the same batches again. A thread prepares
+    rows in advance; `close` stops it.
 
     Args:
-        examples: of 2 to `length` + 1 tokens each.
-        batch_size: rows a batch (B).
-        length: tokens a row (T).
-        seed: of the order.
-        room: most examples in a row; 1 packs nothing, and pads each example by itself.
+        examples: examples of 2 to `length` + 1 tokens.
+        batch_size: rows per batch (B).
+        length: tokens per row (T).
+        seed: random seed of the order.
+        room: maximum number of examples in a row; 1: no packing, each example has one padded row.
 
     Attributes:
-        starts: numbers of the examples in the latest batch.
+        starts: indices of the examples in the latest batch.
         tokens: positions of the latest batch that are not padding.
-        passes: through all examples, finished ones.
+        passes: number of completed passes through all examples.
 
     Raises:
-        RunError: there is no example.
+        RunError: there are no examples.
         ValueError: an example is too short or too long.
 
     Example:
@@ -156,7 +159,7 @@ class PackedSampler:
         _check(examples, length)
         self._examples, self._batch_size, self._length, self._seed = examples, batch_size, length, seed
         self._room = _room(room, length)
-        # No more than one pass fills, or the last rows of a pass would be left half empty.
+        # At most the number of rows that one pass fills. With more, the last rows of a pass would be half empty.
         self._bins = (
             min(BINS, max(sum(len(example.tokens) - 1 for example in examples) // length, 1)) if room > 1 else 1
         )
@@ -166,7 +169,7 @@ class PackedSampler:
 
     @property
     def columns(self) -> int:
-        """M, the columns of each batch's `lengths`."""
+        """M, the number of columns of `lengths` in each batch."""
         return self._room + 1
 
     def _begin(self) -> Any:
@@ -187,49 +190,49 @@ class PackedSampler:
                 self.close()
                 self.passes += 1
                 self._rows = self._begin()
-        numbers = np.concatenate([row["example"] for row in rows])
-        there = numbers[numbers >= 0]
-        self.starts, self.tokens = np.unique(there), len(there)
+        indices = np.concatenate([row["example"] for row in rows])
+        indices = indices[indices >= 0]
+        self.starts, self.tokens = np.unique(indices), len(indices)
         return _batch_of(rows, self._room)
 
     def state(self) -> dict[str, Any]:
-        """Returns the place in the order, as plain JSON."""
+        """Returns the position in the order, as a JSON object."""
         return {"passes": self.passes, "rows": self._rows.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes to the place that `state()` gave."""
+        """Restores a position that `state()` returned."""
         self.close()
         self.passes = state["passes"]
         self._rows = self._begin()
         self._rows.set_state(state["rows"])
 
     def close(self) -> None:
-        """Ends the thread that makes rows ahead."""
+        """Stops the thread that prepares rows."""
         self._rows.close()
 
 
 def pack_rows(examples: Sequence[Example], length: int, most: int, *, room: int = ROOM) -> Batch:
-    """Returns packed rows of examples, each once, in an order that does not change.
+    """Packs each example once, in a deterministic order.
 
     Args:
-        examples: of 2 to `length` + 1 tokens each, at least one.
-        length: T.
-        most: rows; more are left out.
-        room: as `PackedSampler` has it.
+        examples: at least one example, each of 2 to `length` + 1 tokens.
+        length: tokens per row (T).
+        most: maximum number of rows; further rows are dropped.
+        room: as in `PackedSampler`.
 
     Raises:
-        RunError: there is no example.
+        RunError: there are no examples.
         ValueError: an example is too short or too long.
     """
     if not examples:
-        raise RunError("no example to be judged by: too few were held out")
+        raise RunError("no held-out example for evaluation")
     _check(examples, length)
     room = _room(room, length)
     return _batch_of(list(itertools.islice(_packed(examples, length, bins=most, room=room, seed=None), most)), room)
 
 
-def describe_examples(examples: Sequence[Example], numbers: np.ndarray) -> str:
-    """Returns which examples a batch has in words, of their `PackedSampler.starts`."""
-    named = [examples[number].name for number in numbers[:NAMED].tolist()]
-    more = [f"and {len(numbers) - NAMED} more"] if len(numbers) > NAMED else []
+def describe_examples(examples: Sequence[Example], indices: np.ndarray) -> str:
+    """Lists the names of a batch's examples; `indices` is `PackedSampler.starts`."""
+    named = [examples[index].name for index in indices[:NAMED].tolist()]
+    more = [f"and {len(indices) - NAMED} more"] if len(indices) > NAMED else []
     return ", ".join(named + more)

@@ -1,14 +1,14 @@
-"""Files of records: a JSON object in each line (.jsonl), or a list of objects (.json).
+"""Files of records: one JSON object per line (.jsonl), or a list of objects (.json).
 
-What a record is, its fields say; all records of a file must be of one kind, and the first kind below that has its
-fields wins, so that Alpaca's own "text", or a "prompt" beside "messages", is an extra field:
+The fields of a record determine its kind, and all records of a file must have the same kind. The first kind below
+whose fields are all present is used, so "text" in Alpaca's records, or "prompt" next to "messages", is an unused field:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
     {"instruction": ..., "input": ..., "output": ...}        input may be absent or empty
     {"prompt": ..., "completion": ...}
-    {"text": ...}                                            a text of its own, as a text file is
+    {"text": ...}                                            one document, like a text file
 
-Other fields are left unread, and counted.
+Unused fields are counted and reported.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from flax_models.data.dialogue import ANSWERS, CHAT_ROLES, Dialogue, Document, Turn
 from flax_models.errors import RunError
 
-_NEEDED = {  # kind -> the fields that make a record one of it
+_REQUIRED = {  # kind -> the fields that a record of this kind must have
     "messages": ("messages",),
     "instruction": ("instruction", "output"),
     "completion": ("prompt", "completion"),
@@ -35,25 +35,25 @@ _READ = {  # kind -> the fields that are read
 
 
 class Records(NamedTuple):
-    """What a file of records holds: `texts` or `dialogues`, the other is empty."""
+    """The records of a file: either `texts` or `dialogues` is empty."""
 
     texts: list[Document]
     dialogues: list[Dialogue]
-    unread: Counter[str]  # fields that say nothing here -> how many records have them
-    empty: int  # texts without a word, left out
+    unused: Counter[str]  # unused field -> number of records that have it
+    empty: int  # number of skipped empty texts
 
 
 def read_records(path: Path, text: str, name: str) -> Records:
     """Returns the records of a file.
 
     Args:
-        path: of the file, for errors; its suffix says whether lines (.jsonl) or a list (.json) hold the records.
-        text: what it holds.
-        name: of the file; record 12's is "NAME:12", by its line, or by its place in the list.
+        path: path of the file; the suffix determines whether records are lines (.jsonl) or entries of a list (.json).
+        text: content of the file.
+        name: name of the file; a record is named "NAME:12" after its line or its position in the list.
 
     Raises:
-        RunError: a line is no JSON, a record is of no kind, or of another kind than the first, or a field is not what
-            it must be; names the file, the line and the field.
+        RunError: a line is not JSON, a record has no known kind or a different kind than the first, or a field is
+            invalid. The message names the file, the line and the field.
 
     Example:
         >>> read_records(Path("a.jsonl"), '{"prompt": "2 + 2 =", "completion": " 4"}', "a.jsonl").dialogues[0].name
@@ -66,10 +66,10 @@ def read_records(path: Path, text: str, name: str) -> Records:
         kind, first = kind or found, first or where
         if found != kind:
             raise RunError(
-                f"--data: {where} has the fields {_some(values)}, but {first} is of another kind "
-                f"({' and '.join(_NEEDED[kind])}): one file holds one kind"
+                f"--data: {where} has the fields {_fields(values)}, but {first} has {' and '.join(_REQUIRED[kind])}; "
+                f"all records of a file must have the same kind"
             )
-        records.unread.update(set(values) - _READ[kind])
+        records.unused.update(set(values) - _READ[kind])
         if kind == "text":
             content = _string(values, "text", where)
             if content.strip():
@@ -77,19 +77,19 @@ def read_records(path: Path, text: str, name: str) -> Records:
             else:
                 empty += 1
             continue
-        turns = tuple(_TURNS[kind](values, where, records.unread))
+        turns = tuple(_TURNS[kind](values, where, records.unused))
         records.dialogues.append(Dialogue(f"{name}:{number}", turns))
     return records._replace(empty=empty)
 
 
 def _objects(path: Path, text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yields (number, place for errors, object) of each record."""
+    """Yields (number, location for errors, object) for each record."""
     if path.suffix.lower() == ".json":
         values = _parsed(text, str(path))
         if not isinstance(values, list):
             raise RunError(f"--data: {path} must hold a list of objects, got {_type(values)}")
         found = ((number, f"{path}, object {number}", value) for number, value in enumerate(values, start=1))
-    else:  # by "\n" alone: JSON's strings may hold what str.splitlines takes for the end of a line
+    else:  # split only at "\n": JSON strings may contain other characters at which str.splitlines splits
         lines = ((number, f"{path}:{number}", line) for number, line in enumerate(text.split("\n"), start=1))
         found = ((number, where, _parsed(line, where)) for number, where, line in lines if line.strip())
     for number, where, value in found:
@@ -106,14 +106,14 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _kind(values: dict[str, Any], where: str) -> str:
-    for kind, needed in _NEEDED.items():
-        if all(field in values for field in needed):
+    for kind, required in _REQUIRED.items():
+        if all(field in values for field in required):
             return kind
-    wanted = ", or ".join(" and ".join(needed) for needed in _NEEDED.values())
-    raise RunError(f"--data: {where} has the fields {_some(values)}; a record must have {wanted}")
+    kinds = ", or ".join(" and ".join(required) for required in _REQUIRED.values())
+    raise RunError(f"--data: {where}: a record must have {kinds}, got the fields {_fields(values)}")
 
 
-def _some(values: dict[str, Any]) -> str:
+def _fields(values: dict[str, Any]) -> str:
     return ", ".join(sorted(values)[:8]) + (" and more" if len(values) > 8 else "") if values else "(none)"
 
 
@@ -122,38 +122,38 @@ def _type(value: Any) -> str:
 
 
 def _string(values: dict[str, Any], field: str, where: str, label: str = "") -> str:
-    """Returns a field that must be a string of whole characters."""
+    """Returns a field that must be a string without unpaired surrogates."""
     value = values.get(field)
     if not isinstance(value, str):
         raise RunError(f"--data: {where}: {label}{field} must be a string, got {_type(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise RunError(f"--data: {where}: {label}{field} holds half of a surrogate pair, which is no text") from None
+        raise RunError(f"--data: {where}: {label}{field} has an unpaired surrogate, which is not valid text") from None
     return value
 
 
 def _answer(values: dict[str, Any], field: str, where: str, label: str = "") -> str:
     value = _string(values, field, where, label)
     if not value.strip():
-        raise RunError(f"--data: {where}: {label}{field} is the answer and must not be empty")
+        raise RunError(f"--data: {where}: {label}{field} is an answer and must not be empty")
     return value
 
 
-def _instruction(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
+def _instruction(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
     yield Turn("instruction", _string(values, "instruction", where))
     if values.get("input") is not None and (content := _string(values, "input", where)):
         yield Turn("input", content)
     yield Turn("output", _answer(values, "output", where))
 
 
-def _completion(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
+def _completion(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
     yield Turn("prompt", _string(values, "prompt", where))
     yield Turn("completion", _answer(values, "completion", where))
 
 
-def _messages(values: dict[str, Any], where: str, unread: Counter[str]) -> Iterator[Turn]:
-    """Yields the turns down to the last answer: nothing can be learned from those after it."""
+def _messages(values: dict[str, Any], where: str, unused: Counter[str]) -> Iterator[Turn]:
+    """Yields the turns up to the last answer; the turns after it do not affect the loss."""
     messages = values["messages"]
     if not isinstance(messages, list):
         raise RunError(f"--data: {where}: messages must be a list, got {_type(messages)}")
@@ -166,15 +166,15 @@ def _messages(values: dict[str, Any], where: str, unread: Counter[str]) -> Itera
         role = _string(message, "role", where, f"{label}.")
         if role not in CHAT_ROLES:
             raise RunError(f"--data: {where}: {label}.role must be one of {', '.join(CHAT_ROLES)}, got {role!r}")
-        if message.get("tool_calls"):  # an answer without its calls would be learned as if it made none
-            raise RunError(f"--data: {where}: {label} has tool_calls, which are not learned: leave the record out")
+        if message.get("tool_calls"):  # ignoring them would train the model to answer without the calls
+            raise RunError(f"--data: {where}: {label} has tool_calls, which are not supported; remove the record")
         read = _answer if role in ANSWERS else _string
         turns.append(Turn(role, read(message, "content", where, f"{label}.")))
         fields |= {f"messages.{field}" for field in set(message) - {"role", "content", "tool_calls"}}
-    unread.update(fields)
+    unused.update(fields)
     last = max((i for i, turn in enumerate(turns) if turn.role in ANSWERS), default=None)
     if last is None:
-        raise RunError(f"--data: {where}: messages must have an assistant's turn, got {len(turns)} turns without one")
+        raise RunError(f"--data: {where}: messages must have an assistant turn, got {len(turns)} other turns")
     yield from turns[: last + 1]
 
 

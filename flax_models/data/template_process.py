@@ -1,10 +1,10 @@
-"""The process in which chat templates run: a program from elsewhere may loop for ever or fill the memory.
+"""The process that runs chat templates, with limits: untrusted code may loop forever or fill the memory.
 
-`template_worker` starts this file as a program of its own, which imports Jinja and none of this project. It reads one
-JSON object a line and answers each with one. The operating system ends it after CPU_SECONDS of work on one request and
-refuses it more than MEMORY_BYTES beyond what it has at its start.
+`template_worker` runs this file as a separate program, which imports Jinja and no module of this project. The program
+reads one JSON object per line and answers each with one JSON object. The operating system kills it after CPU_SECONDS of
+CPU time on one request, and lets it allocate at most MEMORY_BYTES more than at its start.
 
-Source: transformers, utils/chat_template_utils.py, for what a template is given.
+Source: transformers, utils/chat_template_utils.py, for the variables and functions of a template.
 """
 
 import datetime
@@ -22,14 +22,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_SECONDS = 2
 MEMORY_BYTES = 100 * 2**20
-# Around what a {% generation %} block writes, until the places are known. Unicode's noncharacters: no text has them.
+# Marks around the text of a {% generation %} block, removed later. Unicode noncharacters, which do not occur in text.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 class _Generation(Extension):
-    """Puts marks around what {% generation %} ... {% endgeneration %} writes."""
+    """Writes marks around the text of {% generation %} ... {% endgeneration %}."""
 
-    tags = {"generation"}  # noqa: RUF012  # the library's own way
+    tags = {"generation"}  # noqa: RUF012  # Jinja requires a class attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -39,7 +39,7 @@ class _Generation(Extension):
 
 
 def make_environment(date: str) -> ImmutableSandboxedEnvironment:
-    """Returns a sandbox with what transformers gives to templates; `date` is what strftime_now tells, at midnight."""
+    """Returns a sandbox with the functions that transformers provides; strftime_now formats midnight of `date`."""
 
     def refuse(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -57,20 +57,20 @@ def make_environment(date: str) -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = to_json  # the library's own writes < and & as HTML wants them
+    environment.filters["tojson"] = to_json  # Jinja's filter escapes < and & for HTML
     environment.globals |= {"raise_exception": refuse, "strftime_now": midnight.strftime}
     return environment
 
 
 def literals(source: str, environment: ImmutableSandboxedEnvironment) -> list[str]:
-    """Returns the pieces of text that stand in a program itself."""
+    """Returns the string literals and literal text of a program."""
     tree = environment.parse(source)
     data = [node.data for node in tree.find_all(nodes.TemplateData)]
     return data + [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
 def answer(request: dict[str, Any], programs: dict[str, jinja2.Template]) -> dict[str, Any]:
-    """Returns the answer to a request: a program to compile, or messages to render by one that was compiled."""
+    """Returns the answer to a request: to compile a program, or to render messages with a compiled program."""
     try:
         if "source" in request:
             environment = make_environment(request["date"])
@@ -79,17 +79,17 @@ def answer(request: dict[str, Any], programs: dict[str, jinja2.Template]) -> dic
         return {"text": programs[request["name"]].render(**request["variables"])}
     except jinja2.TemplateSyntaxError as error:
         return {"fault": error.message, "line": error.lineno}
-    except SyntaxError as error:  # of the Python that a program becomes: a break outside of a loop
+    except SyntaxError as error:  # in the Python code that Jinja generates, for example a break outside a loop
         return {"fault": str(error.msg)}
     except MemoryError:
-        return {"fault": f"takes more than {MEMORY_BYTES // 2**20} MiB of memory", "limit": True}
-    except Exception as error:  # a program from elsewhere may fail in any way
+        return {"fault": f"needs more than {MEMORY_BYTES // 2**20} MiB of memory", "limit": True}
+    except Exception as error:  # untrusted code may raise anything
         return {"fault": " ".join(str(error).split()) or type(error).__name__}
 
 
 def main() -> None:
-    """Answers the requests of stdin on stdout until stdin ends."""
-    if sys.platform == "linux":  # elsewhere the size of a process cannot be limited so
+    """Answers requests from stdin on stdout until stdin is closed."""
+    if sys.platform == "linux":  # other systems do not enforce RLIMIT_AS
         with open("/proc/self/statm", encoding="ascii") as file:
             size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, resource.RLIM_INFINITY))

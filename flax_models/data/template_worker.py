@@ -1,4 +1,4 @@
-"""Asks the process that runs chat templates (template_process.py), and starts it again where a template ended it."""
+"""Starts and calls the process that runs chat templates (template_process.py), and restarts it after a limit."""
 
 import atexit
 import contextlib
@@ -17,11 +17,11 @@ PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 class TemplateFault(Exception):
-    """What is wrong with a template, or with what it was given, in one line.
+    """A one-line description of an error in a template or in its input.
 
     Attributes:
-        line: of the program, None if the fault is at no line.
-        limit: the program was stopped, and the message says by which limit.
+        line: line of the program; None if unknown.
+        limit: the program exceeded a limit, which the message names.
     """
 
     def __init__(self, message: str, *, line: int | None = None, limit: bool = False) -> None:
@@ -30,29 +30,29 @@ class TemplateFault(Exception):
 
 
 class TemplateWorker:
-    """A process that compiles and runs chat templates, started at the first request."""
+    """A process that compiles and runs chat templates; it is started by the first request."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._compiled: dict[tuple[str, str], tuple[str, list[str]]] = {}  # what the process has: names and literals
+        self._compiled: dict[tuple[str, str], tuple[str, list[str]]] = {}  # (source, date) -> (name, literals)
         self._lock = threading.Lock()
         atexit.register(self.close)
 
     def literals(self, source: str, date: str) -> tuple[str, ...]:
-        """Compiles a program and returns the pieces of text that stand in it.
+        """Compiles a program and returns its string literals and literal text.
 
         Args:
             source: the Jinja program.
-            date: what strftime_now tells, as 2026-01-31.
+            date: the date for strftime_now, such as 2026-01-31.
 
         Raises:
-            TemplateFault: it cannot be compiled, or takes too long or too much memory.
+            TemplateFault: the program cannot be compiled, or exceeds the time or memory limit.
         """
         with self._lock:
             return tuple(self._compile(source, date)[1])
 
     def render(self, source: str, date: str, variables: dict[str, Any]) -> str:
-        """Returns the text that a program writes; raises TemplateFault as `literals`, and where the program fails."""
+        """Returns the output of a program; raises TemplateFault like `literals`, and if the program fails."""
         with self._lock:
             name, _ = self._compile(source, date)
             return self._ask({"name": name, "variables": variables})["text"]
@@ -73,7 +73,7 @@ class TemplateWorker:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"},
-                start_new_session=True,  # Ctrl-C is for the run, which ends this process after its own last step
+                start_new_session=True,  # so that Ctrl-C does not kill it: the run still finishes its current step
             )
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -87,15 +87,15 @@ class TemplateWorker:
         if not line:
             status = self.close()
             if status == -signal.SIGXCPU:
-                raise TemplateFault(f"runs for more than {CPU_SECONDS} s", limit=True)
-            raise TemplateFault(f"ended its process with status {status}", limit=True)
+                raise TemplateFault(f"needs more than {CPU_SECONDS} s of CPU time", limit=True)
+            raise TemplateFault(f"terminated its process with status {status}", limit=True)
         reply = json.loads(line)
         if "fault" in reply:
             raise TemplateFault(reply["fault"], line=reply.get("line"), limit=reply.get("limit", False))
         return reply
 
     def close(self) -> int | None:
-        """Ends the process, if there is one, and returns its exit status."""
+        """Stops the process, if it is running, and returns its exit status."""
         process, self._process = self._process, None
         self._compiled = {}
         if process is None:
@@ -107,4 +107,4 @@ class TemplateWorker:
         return process.wait()
 
 
-WORKER = TemplateWorker()  # one serves all templates of a program
+WORKER = TemplateWorker()  # shared by all templates

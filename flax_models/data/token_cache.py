@@ -1,7 +1,7 @@
-"""The tokens of a corpus, encoded once and kept in a file: the next run on the same text reads them.
+"""Cache of tokenized corpora: a corpus is encoded once, and later runs on the same text read the tokens from a file.
 
-The file's name is a hash of everything that tokens depend on: the texts, the tokenizer, the chat template, the
-libraries. Files may be deleted at any time.
+The file name is a hash of everything that the tokens depend on: the texts, the tokenizer, the chat template and the
+library versions. Cache files may be deleted at any time.
 """
 
 import hashlib
@@ -14,20 +14,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.data.corpus import Corpus
 from flax_models.data.dialogue import Dialogue
 from flax_models.data.examples import Example, from_arrays, to_arrays
 from flax_models.data.vocabulary import Vocabulary
 from flax_models.display import Display
 
-_RECIPE = "tokens 1"  # in the key: a new number whenever reading, splitting, writing or encoding changes
+_VERSION = "tokens 1"  # part of the key; increment whenever reading, splitting, formatting or encoding changes
 
 
 class Tokens(NamedTuple):
-    """A corpus as tokens: streams of texts (n,) int32, or examples of dialogues.
+    """A tokenized corpus: token streams (n,) int32 of texts, or examples of dialogues.
 
     Attributes:
-        origin: where they come from, for people.
+        origin: human-readable note on whether the tokens were cached or encoded.
     """
 
     train: np.ndarray | list[Example]
@@ -36,19 +37,19 @@ class Tokens(NamedTuple):
 
 
 def read_or_encode(corpus: Corpus, vocabulary: Vocabulary, folder: Path, display: Display) -> Tokens:
-    """Returns a corpus's tokens, from the cache or encoded now.
+    """Returns the tokens of a corpus, from the cache or newly encoded.
 
-    A cached file that is broken is encoded anew and written over; a folder that cannot be written to costs time at
-    every start, not the run. `Tokens.origin` tells of either.
+    A damaged cache file is replaced. If the cache cannot be written, the run continues without it. `Tokens.origin`
+    reports both.
 
     Args:
-        corpus: of texts or of dialogues.
-        vocabulary: encodes it.
-        folder: the cache.
+        corpus: texts or dialogues.
+        vocabulary: the vocabulary that encodes them.
+        folder: folder of the cache.
         display: shows progress.
 
     Raises:
-        RunError: a record cannot be encoded; names it.
+        RunError: a record cannot be encoded; the message names it.
     """
     path = folder / f"tokens-{_key(corpus, vocabulary)[:32]}.npz"
     fault = ""
@@ -56,50 +57,50 @@ def read_or_encode(corpus: Corpus, vocabulary: Vocabulary, folder: Path, display
         try:
             return _from_arrays(_read(path), corpus, "cached")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            fault = f", as {path} was broken ({' '.join(str(error).split())})"
+            fault = f", because {path} was damaged ({' '.join(str(error).split())})"
     began = time.monotonic()
     arrays = _encode(corpus, vocabulary, display)
     count = sum(array.size for name, array in arrays.items() if "tokens" in name)
-    origin = f"encoded now at {count / (time.monotonic() - began):,.0f} a second{fault}"
+    origin = f"encoded at {count / (time.monotonic() - began):,.0f} tokens per second{fault}"
     try:
         _write(path, arrays)
     except OSError as error:
-        origin += f", not cached: {error.strerror} at {folder}"
+        origin += f", not cached: cannot write {folder}: {error.strerror}"
     return _from_arrays(arrays, corpus, origin)
 
 
 def describe_tokens(tokens: np.ndarray | list[Example]) -> str:
-    """Returns in words how many tokens there are, and how many of examples are learned."""
+    """Describes the number of tokens and, for examples, the percentage that counts in the loss."""
     if isinstance(tokens, np.ndarray):
         return f"{len(tokens):,}"
-    learned, total = sum(int(e.counted.sum()) for e in tokens), sum(len(e.tokens) for e in tokens)
-    return f"{total:,} in {len(tokens):,} examples ({100 * learned / total:.3g}% of them learned)"
+    counted, total = sum(int(e.counted.sum()) for e in tokens), sum(len(e.tokens) for e in tokens)
+    return f"{total:,} in {len(tokens):,} examples ({100 * counted / total:.3g}% count in the loss)"
 
 
 def findings(tokens: Tokens, corpus: Corpus, ends: Sequence[int]) -> list[str]:
-    """Returns, a line each, what a person would not expect of the examples; nothing for texts.
+    """Returns one warning line for each problem with the examples; none for texts.
 
     Args:
-        tokens: of the corpus.
-        corpus: of dialogues.
+        tokens: tokens of the corpus.
+        corpus: the corpus.
         ends: tokens that end generated text.
     """
     if not (isinstance(tokens.train, list) and isinstance(tokens.held_out, list)):
         return []
     examples = [*tokens.train, *tokens.held_out]
     answers = sum(record.answers for record in (*corpus.train, *corpus.held_out) if isinstance(record, Dialogue))
-    stretches = sum(int(np.count_nonzero(np.diff(e.counted, prepend=False) & e.counted)) for e in examples)
+    counted = sum(int(np.count_nonzero(np.diff(e.counted, prepend=False) & e.counted)) for e in examples)
     unended = sum(int(e.tokens[np.flatnonzero(e.counted)[-1]]) not in ends for e in examples)
     lines = []
-    if missed := max(0, answers - stretches):
+    if missed := max(0, answers - counted):
         lines.append(
-            f"{missed:,} of {answers:,} answers are not learned: the chat template writes them in another way "
+            f"{missed:,} of {answers:,} answers do not count in the loss: the chat template formats them differently "
             f"when more turns follow"
         )
     if unended:
         lines.append(
             f"{unended:,} of {len(examples):,} examples end with a token that does not end generated text: "
-            f"eos_token_id of generation_config.json should have what the chat template ends an answer with"
+            f"eos_token_id of generation_config.json should list the token with which the chat template ends answers"
         )
     return lines
 
@@ -107,7 +108,7 @@ def findings(tokens: Tokens, corpus: Corpus, ends: Sequence[int]) -> list[str]:
 def _key(corpus: Corpus, vocabulary: Vocabulary) -> str:
     import tokenizers
 
-    parts = [_RECIPE, tokenizers.__version__, corpus.sha256, str(len(corpus.train)), vocabulary.tokenizer.to_str()]
+    parts = [_VERSION, tokenizers.__version__, corpus.sha256, str(len(corpus.train)), vocabulary.tokenizer.to_str()]
     if isinstance(corpus.train[0], Dialogue):
         parts += vocabulary.format.key
     else:
@@ -150,18 +151,13 @@ def _from_arrays(arrays: dict[str, np.ndarray], corpus: Corpus, origin: str) -> 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        return dict(arrays)  # the format checks every array's CRC-32 as it is read
+        return dict(arrays)  # reading verifies the CRC-32 of each array
 
 
 def _write(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes arrays so that a reader sees the whole file or none; raises OSError."""
+    """Writes a file atomically; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())  # or a power cut may leave the name with nothing behind it
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_file(path) as part, part.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+        file.flush()
+        os.fsync(file.fileno())  # otherwise a power failure may leave an empty file

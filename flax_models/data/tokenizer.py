@@ -1,6 +1,6 @@
-"""Byte-level BPE: trained on the corpus's train part, kept in a cache under the corpus's hash.
+"""Byte-level BPE, trained on the training part of the corpus and cached under a hash of the corpus.
 
-Every byte is in the alphabet, so any text can be encoded and no entry stands for "unknown".
+The alphabet has every byte, so any text can be encoded and there is no "unknown" token.
 """
 
 import hashlib
@@ -11,45 +11,46 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.data.dialogue import Dialogue, Document, in_batches
 from flax_models.errors import RunError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END = "<|end|>"  # stands after each document, and before the first token of generated text
+END = "<|end|>"  # after each document, and before the first token of generated text
 END_ID = 0
 SMALLEST_VOCABULARY = 257  # 256 bytes and END
-_RECIPE = "byte-level BPE 1"  # in the cache's key: a new number whenever training below changes
+_VERSION = "byte-level BPE 1"  # part of the cache key; increment whenever the training below changes
 
 
 def cache_folder() -> Path:
-    """Returns the folder of cached tokenizers: `linear-ce` under XDG_CACHE_HOME, or under ~/.cache."""
+    """Returns the cache folder: `linear-ce` in XDG_CACHE_HOME or in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "linear-ce"
 
 
 def load_or_train(documents: Sequence[Document | Dialogue], vocab_size: int, folder: Path) -> tuple["Tokenizer", str]:
-    """Returns the tokenizer of these documents, and a word on where it came from.
+    """Returns the tokenizer for these documents, from the cache or newly trained.
 
     Args:
-        documents: the train part of a corpus.
-        vocab_size: most entries; little text may give fewer.
-        folder: the cache.
+        documents: the training part of a corpus.
+        vocab_size: maximum number of entries; little text may give fewer.
+        folder: folder of the cache.
 
     Returns:
-        (tokenizer, "cached" or "trained now", with the reason if it could not be cached).
+        (tokenizer, "cached" or "trained", with the reason if it could not be cached).
 
     Raises:
-        RunError: `vocab_size` is under 257, or the cached file is broken.
+        RunError: `vocab_size` is less than 257, or the cached file is damaged.
     """
     import tokenizers
 
     if vocab_size < SMALLEST_VOCABULARY:
         raise RunError(
-            f"--vocab-size must be at least {SMALLEST_VOCABULARY} (the bytes and one more), got {vocab_size}"
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY} (256 bytes and the end token), got {vocab_size}"
         )
-    digest = hashlib.sha256(f"{_RECIPE} {tokenizers.__version__} {vocab_size}".encode())
+    digest = hashlib.sha256(f"{_VERSION} {tokenizers.__version__} {vocab_size}".encode())
     for document in documents:
         text = document.text.encode()
         digest.update(len(text).to_bytes(8, "little") + text)
@@ -59,9 +60,9 @@ def load_or_train(documents: Sequence[Document | Dialogue], vocab_size: int, fol
     tokenizer = _train(documents, vocab_size)
     try:
         write(tokenizer, path)
-    except OSError as error:  # a home that cannot be written to costs seconds at every start, not the run
-        return tokenizer, f"trained now, not cached: {error.strerror} at {folder}"
-    return tokenizer, "trained now"
+    except OSError as error:  # training takes seconds: continue without a cache
+        return tokenizer, f"trained, not cached: cannot write {folder}: {error.strerror}"
+    return tokenizer, "trained"
 
 
 def _train(documents: Sequence[Document | Dialogue], vocab_size: int) -> "Tokenizer":
@@ -81,26 +82,25 @@ def _train(documents: Sequence[Document | Dialogue], vocab_size: int) -> "Tokeni
 
 
 def _as_plain_text(tokenizer: "Tokenizer") -> "Tokenizer":
-    tokenizer.encode_special_tokens = True  # a text that spells END must not end itself
+    tokenizer.encode_special_tokens = True  # the string "<|end|>" in a text must not become the token END
     return tokenizer
 
 
 def read(path: Path) -> "Tokenizer":
-    """Returns the tokenizer kept in a file; raises RunError naming the file if it holds none."""
+    """Reads a tokenizer from a file; raises RunError, which names the file, if it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
         return _as_plain_text(Tokenizer.from_file(str(path)))
-    except Exception as error:  # the library raises bare Exception for a missing or broken file
-        raise RunError(f"cannot read the tokenizer {path} (delete it to have it made again): {error}") from None
+    except Exception as error:  # the library raises bare Exception for a missing or damaged file
+        raise RunError(f"cannot read the tokenizer {path} (delete it to recreate it): {error}") from None
 
 
 def write(tokenizer: "Tokenizer", path: Path) -> None:
-    """Writes a tokenizer so that a reader sees the whole file or none; raises OSError."""
+    """Writes a tokenizer atomically; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(tokenizer.to_str(), encoding="utf-8")
-    os.replace(part, path)
+    with atomic_file(path) as part:
+        part.write_text(tokenizer.to_str(), encoding="utf-8")
 
 
 def encode(
@@ -111,17 +111,17 @@ def encode(
     template: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> np.ndarray:
-    """Returns the documents' tokens (n,) int32, `end` after each.
+    """Returns the tokens (n,) int32 of the documents, with `end` after each document.
 
     Args:
-        tokenizer: any of the tokenizers library.
-        documents: in this order.
-        end: the token; there is one between two documents, though a template put it before or after each, too.
-        template: put around each document what the tokenizer's template says.
-        progress: called with the number of documents done, every now and then.
+        tokenizer: a tokenizer of the tokenizers library.
+        documents: the documents, in order.
+        end: the end token. It appears once between two documents, even if the tokenizer's template also adds it.
+        template: add the tokens of the tokenizer's template around each document.
+        progress: called repeatedly with the number of documents done so far.
 
     Raises:
-        RunError: a document has `end` within it, which would be two documents.
+        RunError: a document contains `end`.
     """
     parts = []
     for batch in in_batches(documents):
@@ -130,8 +130,10 @@ def encode(
             first = int(template and ids[:1] == [end])
             last = int(template and len(ids) > first and ids[-1] == end)
             inner = ids[first : len(ids) - last]
-            if end in inner:  # of tokenizers that know it as a word of its own, and not as a special token alone
-                raise RunError(f"--data: {document.name} spells {tokenizer.id_to_token(end)}, which ends a text")
+            if end in inner:  # possible if the token is also a regular entry of the vocabulary
+                raise RunError(
+                    f"--data: {document.name} contains {tokenizer.id_to_token(end)}, which is the end token of texts"
+                )
             parts.append(np.asarray([*inner, end], np.int32))
         if progress is not None:
             progress(len(parts))

@@ -1,8 +1,9 @@
-"""The tokens of a run: text into them and back, which one ends a document, and where they come from.
+"""The vocabulary of a run: its tokenizer and end tokens.
 
-Random weights are trained with a small tokenizer made from the text (`flax_models.data.tokenizer`), or with that of a
-Hugging Face folder; a folder's weights with the folder's own. A run keeps what it needs of such a folder in
-runs/NAME/hub/, so that it goes on, generates and exports when the folder has moved.
+A model with random weights uses a small tokenizer trained on the text (`flax_models.data.tokenizer`) or the tokenizer
+of a Hugging Face folder. A model with the weights of a folder uses the tokenizer of that folder. A run copies the
+folder's tokenizer files to runs/NAME/hub/, so that it can be resumed, exported and used for generation after the folder
+has been moved.
 """
 
 import dataclasses
@@ -28,41 +29,43 @@ from flax_models.model.config import ModelConfig
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-HUB = "hub"  # a run's copy of a Hugging Face folder's config.json and tokenizer files
-OWN = "tokenizer.json"  # of a run whose tokenizer was made from its text
+HUB = "hub"  # in a run's folder: copy of a Hugging Face folder's config.json and tokenizer files
+OWN = "tokenizer.json"  # in a run's folder: the tokenizer trained on its text
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and what its tokens mean to a run.
+    """A tokenizer, and the tokens that end texts.
 
-    With a tokenizer made from the text, texts are encoded as they stand, and every prompt follows `end`, as documents
-    do in training. With a Hugging Face folder's, texts and prompts have what its template puts around them (<bos>).
+    With a tokenizer trained on the text, no tokens are added to texts, and every prompt starts with `end`, because each
+    document follows `end` in training. With the tokenizer of a Hugging Face folder, texts and prompts get the tokens
+    that its template adds (<bos>).
     """
 
     tokenizer: "Tokenizer"
     end: int | None
-    """Token after each document; None where a folder names none, and nothing can be trained on it."""
+    """Token after each document; None if the folder defines none, in which case training on texts is not possible."""
     ends: tuple[int, ...]
     """Tokens that end a generated text."""
     folder: Path | None = None
-    """The Hugging Face folder that it was read from; None: made from the text."""
+    """The Hugging Face folder of the tokenizer; None: trained on the text."""
 
     def encode(
         self, documents: Sequence[Document | Dialogue], progress: Callable[[int], None] | None = None
     ) -> np.ndarray:
-        """Returns the documents' tokens (n,) int32, `end` after each; what spells a special token is plain text.
+        """Returns the tokens (n,) int32 of the documents, with `end` after each; special tokens in a text are encoded
+        as plain text.
 
         Args:
-            documents: texts.
-            progress: called with the number of documents done, every now and then.
+            documents: the texts.
+            progress: called repeatedly with the number of documents done so far.
 
         Raises:
-            RunError: one of them is a dialogue, or spells `end`, or there is no `end`.
+            RunError: a document is a dialogue or contains `end`, or there is no `end`.
         """
         texts = [record for record in documents if isinstance(record, Document)]
         if len(texts) < len(documents):
-            raise RunError("--data: dialogues with answers to learn were given where texts are wanted")
+            raise RunError("--data must have texts, got dialogues")
         if self.folder is None:
             return own.encode(self.tokenizer, texts, progress=progress)
         end = self.needed_end()
@@ -75,17 +78,18 @@ class Vocabulary:
     def encode_examples(
         self, dialogues: Sequence[Document | Dialogue], progress: Callable[[int], None] | None = None
     ) -> list[Example]:
-        """Returns the dialogues' tokens, those marked that are learned: the answers and what ends them.
+        """Returns the tokens of the dialogues, with a mask of the answers and their end tokens.
 
-        They are written by the folder's chat template; as plain text (`flax_models.data.dialogue`) where there is none.
+        Dialogues are formatted with the folder's chat template, or as plain text (`flax_models.data.dialogue`) if there
+        is none.
 
         Args:
-            dialogues: in this order.
-            progress: called with the number of dialogues done, every now and then.
+            dialogues: the dialogues, in order.
+            progress: called repeatedly with the number of dialogues done so far.
 
         Raises:
-            RunError: one of them is a text, or the template refuses a dialogue, or an answer cannot be told from the
-                rest, or a turn spells a token that steers dialogues; names the record.
+            RunError: a record is a text, the template rejects a dialogue, an answer cannot be located in the text, or a
+                turn contains a control token. The message names the record.
 
         Example:
             >>> vocabulary = read_hub_vocabulary(Path("Llama-3.2-1B-Instruct"))  # doctest: +SKIP
@@ -93,20 +97,20 @@ class Vocabulary:
         """
         found = [record for record in dialogues if isinstance(record, Dialogue)]
         if len(found) < len(dialogues):
-            raise RunError("--data: texts were given where dialogues with answers to learn are wanted")
+            raise RunError("--data must have dialogues, got texts")
         return self.format.encode(found, progress)
 
     @cached_property
     def chat_template(self) -> ChatTemplate | None:
-        """The folder's, None where it has none; raises RunError if it cannot be read."""
+        """The folder's chat template, None if it has none; raises RunError if it cannot be read."""
         return None if self.folder is None else read_chat_template(self.folder)
 
     @cached_property
     def format(self) -> ChatFormat | PlainFormat:
-        """How dialogues are written."""
+        """The format of dialogues."""
         from tokenizers import Tokenizer
 
-        # Post-processors move offsets, and with them the borders of answers; what else they do, formats do themselves.
+        # A post-processor would shift the offsets that locate answers. The formats add its tokens themselves.
         tokenizer = Tokenizer.from_str(json.dumps({**json.loads(self.tokenizer.to_str()), "post_processor": None}))
         if self.chat_template is not None:
             return ChatFormat(tokenizer, self.chat_template)
@@ -117,29 +121,29 @@ class Vocabulary:
         return PlainFormat(tokenizer, encoding.ids[: added.index(0) if 0 in added else None], self.needed_end())
 
     def chat_prompt(self, text: str) -> list[int]:
-        """Returns the tokens that the answer to one user's turn is drawn after, as `encode_examples` writes them."""
+        """Returns the prompt tokens for the answer to one user turn, in the format of `encode_examples`."""
         return self.format.prompt(text)
 
     def needed_end(self) -> int:
-        """Returns `end`; raises RunError where there is none."""
+        """Returns `end`; raises RunError if there is none."""
         if self.end is None:
-            raise RunError(f"{self.folder} names no token that ends a text: eos_token_id is in none of its files")
+            raise RunError(f"{self.folder} defines no end-of-text token: none of its files has eos_token_id")
         return self.end
 
     def prompt(self, text: str) -> list[int]:
-        """Returns the tokens that a text is continued from; none for an empty text that no template adds to."""
+        """Returns the prompt tokens of a text to continue; none for an empty text if the template adds no tokens."""
         if self.folder is None:
             return [own.END_ID, *self.tokenizer.encode(text, add_special_tokens=False).ids]
         return self.tokenizer.encode(text).ids
 
     def fit(self, config: ModelConfig) -> ModelConfig:
-        """Returns a model's config with as many rows as this vocabulary needs.
+        """Returns a model's config with the vocab_size that this vocabulary needs.
 
-        A tokenizer made from little text may not fill the vocabulary asked for; rows without a token would flatter
-        nobody and cost time. Published models have such rows, and keep them.
+        A tokenizer trained on little text may have fewer entries than requested; vocab_size is reduced, because rows
+        without a token only cost time. Published models keep such rows.
 
         Raises:
-            RunError: the tokenizer of a folder has more entries than the model has rows.
+            RunError: the tokenizer of a folder has more entries than vocab_size.
         """
         size = 1 + max(self.tokenizer.get_vocab().values())
         if self.folder is None:
@@ -151,11 +155,11 @@ class Vocabulary:
         return config
 
     def write(self, run: Path, *, weights: bool) -> None:
-        """Writes what `read_run_vocabulary` reads into the folder of a new run; raises OSError.
+        """Writes the files that `read_run_vocabulary` reads into the folder of a new run; raises OSError.
 
         Args:
-            run: the folder.
-            weights: the folder's weights are trained too, and its config.json is kept with its tokenizer.
+            run: folder of the run.
+            weights: the run starts from the weights of the Hugging Face folder: keep its whole config.json.
         """
         if self.folder is None:
             own.write(self.tokenizer, run / OWN)
@@ -170,36 +174,36 @@ class Vocabulary:
 
 
 def made_from_text(tokenizer: "Tokenizer") -> Vocabulary:
-    """Returns the vocabulary of a tokenizer that `flax_models.data.tokenizer` made."""
+    """Returns the vocabulary of a tokenizer that `flax_models.data.tokenizer` trained."""
     return Vocabulary(tokenizer, own.END_ID, (own.END_ID,))
 
 
 def read_hub_vocabulary(folder: Path) -> Vocabulary:
     """Returns the vocabulary of a Hugging Face folder.
 
-    The token after each document is the tokenizer's own end (eos_token of tokenizer_config.json), or else the first
-    eos_token_id of config.json or generation_config.json. It ends generated texts too, beside those that
-    generation_config.json (or else config.json) lists.
+    The token after each document is eos_token of tokenizer_config.json, or else the first eos_token_id of config.json
+    or generation_config.json. Generated text ends at this token, and at the tokens that generation_config.json, or else
+    config.json, lists.
 
     Args:
-        folder: holds tokenizer.json, and files that name the end.
+        folder: holds tokenizer.json and the files that define the end tokens.
 
     Raises:
-        RunError: tokenizer.json is missing or broken, or another file cannot be read; names it.
+        RunError: tokenizer.json is missing or damaged, or another file cannot be read. The message names the file.
     """
     from tokenizers import Tokenizer
 
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise RunError(
-            f"{folder} has no tokenizer.json; transformers makes one of other tokenizer files: "
+            f"{folder} has no tokenizer.json; create it from the other tokenizer files with transformers: "
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for a broken file
+    except Exception as error:  # the library raises bare Exception for a damaged file
         raise RunError(f"cannot read the tokenizer {path}: {error}") from None
-    tokenizer.no_truncation()  # a file may have been saved with either, and texts are neither cut nor filled up here
+    tokenizer.no_truncation()  # the file may have been saved with truncation or padding
     tokenizer.no_padding()
     named = _named_end(folder, tokenizer)
     config, generation = (_end_ids(folder / name) for name in ("config.json", "generation_config.json"))
@@ -210,7 +214,7 @@ def read_hub_vocabulary(folder: Path) -> Vocabulary:
 def _named_end(folder: Path, tokenizer: "Tokenizer") -> list[int]:
     path = folder / "tokenizer_config.json"
     token: Any = read_object(path).get("eos_token") if path.is_file() else None
-    if isinstance(token, dict):  # with the token's flags beside its text
+    if isinstance(token, dict):  # the text and the token's flags
         token = token.get("content")
     if token is None:
         return []
@@ -228,13 +232,13 @@ def _end_ids(path: Path) -> list[int]:
 
 
 def read_run_vocabulary(run: Path) -> Vocabulary:
-    """Returns the vocabulary that a run was started with; raises RunError if its files cannot be read."""
+    """Returns the vocabulary of a run; raises RunError if its files cannot be read."""
     if (run / HUB).is_dir():
         return read_hub_vocabulary(run / HUB)
     return made_from_text(own.read(run / OWN))
 
 
 def decoded_after(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
-    """Returns what new tokens add to a prompt's text, decoded with it: some tokenizers drop a text's first space."""
+    """Returns the text of new tokens, decoded together with the prompt: some tokenizers drop a leading space."""
     before, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new)

@@ -1,1 +1,1 @@
-"""Hugging Face folders: config.json, weights and adapters, read and written."""
+"""Reads and writes Hugging Face folders: config.json, weights and adapters."""

@@ -1,15 +1,16 @@
-"""Folders of adapters as the peft library lays them out: adapter_model.safetensors and adapter_config.json.
+"""Adapter folders in the format of the peft library: adapter_model.safetensors and adapter_config.json.
 
-A file's matrices are (rank, in) and (out, rank), one pair a module of the family's own. Where a family keeps several
-projections in one module (Phi-3's qkv_proj, gate_up_proj), their adapters become one of the sum of their ranks: the A
-stand one below the other, and the B on the diagonal of a matrix that is zero elsewhere,
+A file holds two matrices, (rank, in) and (out, rank), for each adapted module of the model family. If a family fuses
+several projections into one module (Phi-3's qkv_proj and gate_up_proj), their adapters are written as one adapter. Its
+rank is the sum of their ranks: the A matrices are concatenated, and the B matrices form a block-diagonal matrix:
 
     [y_q y_k y_v] = x [W_q W_k W_v] + s x [A_q A_k A_v] diag(B_q, B_k, B_v)
 
-so that each projection keeps what it learned. peft multiplies by alpha / rank, and alpha grows with the rank. The way
-back is for families that keep projections apart: a fused adapter that was trained as one has no such blocks.
+This leaves each projection's adapter unchanged. peft scales by alpha / rank, so alpha is multiplied by the same factor
+as the rank. Only families with separate projections can be read: an adapter that was trained on a fused module is not
+block-diagonal.
 
-Reading fails closed, as for config.json of a model: what changes the numbers and is not known here is an error.
+Reading fails closed, as for a model's config.json: an unknown field that may change the result is an error.
 """
 
 import json
@@ -25,7 +26,7 @@ from flax import nnx
 
 from flax_models.errors import RunError
 from flax_models.hub.config import read_object
-from flax_models.hub.weights import FLOATS, Part, cut_short, file_parts, write_tensors
+from flax_models.hub.weights import FLOATS, TensorPart, file_parts, truncation, write_tensors
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections, adapted_shapes
@@ -33,7 +34,7 @@ from flax_models.model.lora_config import LoraConfig, Projection
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-PREFIX = "base_model.model."  # what peft's own modules add to the names of the model's
+PREFIX = "base_model.model."  # peft prepends this to the model's module names
 PROJECTIONS: dict[str, Projection] = {
     "q_proj": "query",
     "k_proj": "key",
@@ -44,7 +45,7 @@ PROJECTIONS: dict[str, Projection] = {
     "down_proj": "down",
 }
 READ = frozenset({"peft_type", "r", "lora_alpha", "target_modules", "use_dora", "init_lora_weights", "bias"})
-# Fields that say nothing of what an adapter computes, or nothing unless another field is set.
+# Fields that do not change what an adapter computes, at least while the other fields are unset.
 NEUTRAL = frozenset(
     {
         "auto_mapping",
@@ -61,7 +62,7 @@ NEUTRAL = frozenset(
 
 
 class _Pair(NamedTuple):
-    """The adapter of one module of a file, all layers stacked."""
+    """The adapters of one module of the file, stacked over all layers."""
 
     a: np.ndarray  # (L, rank, in)
     b: np.ndarray  # (L, out, rank)
@@ -72,14 +73,14 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
     """Writes a model's adapters as a folder that `peft.PeftModel.from_pretrained` loads.
 
     Args:
-        model: with adapters; its config's `family` says whose modules they belong to.
-        folder: made; must not hold anything yet.
-        base: folder or name of the model that they were trained on, for whoever loads them; None: not told.
-        dtype: float32, bfloat16 or float16, of the tensors written; None: the adapters' own.
+        model: model with adapters; its config's `family` determines the names of the modules.
+        folder: folder to create; if it exists, it must be empty.
+        base: folder or name of the base model, recorded in adapter_config.json; None: not recorded.
+        dtype: float32, bfloat16 or float16, the dtype of the written tensors; None: the dtype of the adapters.
 
     Raises:
         RunError: the folder is not empty or cannot be written.
-        ValueError: the model has no adapters, or an option is outside its range.
+        ValueError: the model has no adapters, or an option is out of range.
 
     Example:
         >>> save_adapter(model, Path("my-adapter"), base=Path("Llama-3.2-1B"))  # doctest: +SKIP
@@ -88,12 +89,12 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
     """
     adapted = dict(adapted_projections(model))
     if not adapted:
-        raise ValueError("model must have adapters (flax_models.model.lora.adapt), got one without")
+        raise ValueError("model must have adapters (flax_models.model.lora.adapt), got a model without adapters")
     dtype = model.config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} exists already and is not an empty folder: name another")
+        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     for name, parts in _modules(model).items():
@@ -105,8 +106,8 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
             tensors[f"{place}.lora_B.weight"] = pair.b[layer]
             if pair.magnitude is not None:
                 tensors[f"{place}.lora_magnitude_vector"] = pair.magnitude[layer]
-    of_type = np.dtype(jnp.dtype(dtype))
-    tensors = {name: np.ascontiguousarray(tensor, dtype=of_type) for name, tensor in tensors.items()}
+    numpy_dtype = np.dtype(jnp.dtype(dtype))
+    tensors = {name: np.ascontiguousarray(tensor, dtype=numpy_dtype) for name, tensor in tensors.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_tensors(tensors, folder / TENSORS)
@@ -117,17 +118,17 @@ def save_adapter(model: Decoder, folder: Path, *, base: Path | None = None, dtyp
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
-    """Returns the options with which a run goes on from a folder of adapters.
+    """Returns the options of a run that starts from an adapter folder.
 
     Args:
         folder: holds adapter_config.json.
 
     Raises:
-        RunError: it cannot be read, or asks for something that these adapters do not compute; names the field.
+        RunError: the file cannot be read, or a field asks for something that is not supported.
     """
     where = folder / CONFIG
     values = read_object(where)
-    # Drawn in another way than these, the weights that an adapter goes with are others too.
+    # The other values of init_lora_weights also change the base weights.
     admitted = {"peft_type": ["LORA"], "init_lora_weights": [True, False, "gaussian"], "bias": ["none", None]}
     for name, possible in admitted.items():
         if (value := values.get(name, possible[0])) not in possible:
@@ -164,15 +165,15 @@ def check_adapter(folder: Path, config: ModelConfig, lora: LoraConfig) -> None:
 
 
 def load_adapter(model: Decoder, folder: Path) -> None:
-    """Gives a model's adapters the values of a folder, in place.
+    """Loads the adapters of a folder into a model, in place.
 
     Args:
-        model: adapted with what `read_adapter_config` returns for the folder.
+        model: model adapted with the options that `read_adapter_config` returns for the folder.
         folder: holds adapter_model.safetensors.
 
     Raises:
-        RunError: the folder cannot be read, its model keeps projections fused, or tensors are missing, unexpected, of
-            another shape, or hold NaN or inf. The message names the first one.
+        RunError: the folder cannot be read, the model family fuses projections, or a tensor is missing, unexpected, of
+            another shape, or holds NaN or inf. The message names the first such tensor.
     """
     for parameter, value in _values(model, folder):
         parameter.set_value(jnp.asarray(value, parameter.dtype))
@@ -187,10 +188,13 @@ def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array]
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise RunError(f"cannot read {path}: {cut_short(path) or error}") from None
+        raise RunError(f"cannot read {path}: {truncation(path) or error}") from None
     for name, parts in _modules(model).items():
         if len(parts) > 1:
-            raise RunError(f"--adapter: {model.config.family} keeps several projections in {name.rsplit('.', 1)[-1]}")
+            raise RunError(
+                f"--adapter: not supported for {model.config.family}, which fuses projections in "
+                f"{name.rsplit('.', 1)[-1]}"
+            )
         linear = getattr(getattr(model.blocks, parts[0].path[1]), parts[0].path[2])
         places = [PREFIX + name.format(layer) for layer in range(model.config.num_layers)]
         yield linear.lora_a, _stacked(tensors, places, "lora_A.weight", linear.lora_a, path)
@@ -199,13 +203,13 @@ def _values(model: Decoder, folder: Path) -> Iterator[tuple[nnx.Param[jax.Array]
             magnitude = linear.lora_magnitude
             yield magnitude, _stacked(tensors, places, "lora_magnitude_vector", magnitude, path)
     if tensors:
-        raise RunError(f"{path}: no adapter has a place for {min(tensors)}")
+        raise RunError(f"{path}: unexpected tensor {min(tensors)}")
 
 
 def _stacked(
     tensors: dict[str, np.ndarray], places: list[str], name: str, like: nnx.Param[jax.Array], path: Path
 ) -> np.ndarray:
-    """Takes every layer's tensor out of `tensors` and returns them as the value of our parameter."""
+    """Removes the tensors of every layer from `tensors` and returns them stacked."""
     layers = []
     for place in places:
         key, shape = f"{place}.{name}", like.shape[1:][::-1]
@@ -220,9 +224,9 @@ def _stacked(
     return np.stack(layers)
 
 
-def _modules(model: Decoder) -> dict[str, list[Part]]:
-    """Returns the names of a file's modules that have an adapter, and the kernels that each one holds, in order."""
-    modules: dict[str, list[Part]] = {}
+def _modules(model: Decoder) -> dict[str, list[TensorPart]]:
+    """Returns the names of the adapted modules of the file, each with its kernels in order."""
+    modules: dict[str, list[TensorPart]] = {}
     for part in file_parts(model.config):
         if part.path[-1] == "kernel":
             modules.setdefault(part.name.removesuffix(".weight"), []).append(part)
@@ -230,8 +234,8 @@ def _modules(model: Decoder) -> dict[str, list[Part]]:
     return {name: parts for name, parts in modules.items() if any(part.path in adapted for part in parts)}
 
 
-def _pair(model: Decoder, parts: list[Part]) -> _Pair:
-    """Returns the adapter of a module from those of the projections that it holds; some may have none."""
+def _pair(model: Decoder, parts: list[TensorPart]) -> _Pair:
+    """Returns the adapter of a module, built from the adapters of its projections; some of them may have none."""
     linears = [getattr(getattr(model.blocks, part.path[1]), part.path[2]) for part in parts]
     adapted = [linear for linear in linears if isinstance(linear, AdaptedLinear)]
     a = np.concatenate([_host(linear.lora_a[...]).mT for linear in adapted], axis=1)
@@ -257,12 +261,12 @@ def _host(array: Any) -> np.ndarray:
 
 
 def _lengths(kernel: jax.Array) -> np.ndarray:
-    """Returns the lengths (L, out) of the columns of kernels without an adapter: a magnitude that changes nothing."""
+    """Returns the column norms (L, out) of kernels without an adapter: DoRA magnitudes that change nothing."""
     return np.linalg.norm(_host(kernel), axis=1)
 
 
 def _config(linear: AdaptedLinear, ranks: dict[str, int], base: Path | None) -> dict[str, Any]:
-    """Returns what adapter_config.json says; `ranks` are those of the file's modules."""
+    """Returns the values of adapter_config.json; `ranks` has the rank of each module of the file."""
     rank = linear.lora_a.shape[-1]
     other = {name: size for name, size in ranks.items() if size != rank}
     return {
@@ -286,5 +290,5 @@ def _config(linear: AdaptedLinear, ranks: dict[str, int], base: Path | None) -> 
 
 
 def _number(value: float) -> float | int:
-    """Returns a whole number, or one that rounding keeps from being whole, as an integer: so peft writes it."""
+    """Returns a number that is whole up to rounding as an integer, as peft writes it."""
     return round(value) if math.isclose(value, round(value)) else value

@@ -1,8 +1,9 @@
-"""`config.json` of a Hugging Face folder: read into a `ModelConfig`, and written back.
+"""Converts `config.json` of a Hugging Face folder to a `ModelConfig`, and back.
 
-Reading fails closed. Each family has a table of its fields (fields.py). A field in no table, or a value that this
-decoder does not compute, is an error that names it: a model with one unknown scale gives text that looks almost right.
-Fields that are known to change nothing are ignored and noted, and a caller can name others to ignore.
+Reading fails closed. Each family has a table of its fields (fields.py). A field that is in no table, or a value that
+the decoder does not support, is an error that names the field: with one scale ignored, a model's text still looks
+almost right. Fields that are known to be irrelevant are ignored and listed in a note. The caller can name further
+fields to ignore.
 """
 
 import json
@@ -35,32 +36,32 @@ from flax_models.model.rope import RopeScaling
 
 
 def read_config(folder: Path, ignored: Collection[str] = ()) -> ModelConfig:
-    """Returns the config of a Hugging Face folder, computing in float32.
+    """Returns the config of a Hugging Face folder, with dtype float32.
 
     Args:
         folder: holds config.json.
-        ignored: names of fields to ignore, though this decoder does not know them.
+        ignored: names of unknown fields to ignore.
 
     Returns:
         The config; max_seq_len is max_position_embeddings.
 
     Raises:
-        RunError: config.json cannot be read, or it asks for something that this decoder does not compute. The message
+        RunError: config.json cannot be read, or it asks for something that the decoder does not support. The message
             names the field.
 
-    Source: transformers' configuration_llama.py and the configuration files of the other families, whose defaults stand
-    for absent fields.
+    Source: transformers' configuration_llama.py and the configuration files of the other families, from which the
+    defaults of absent fields are taken.
     """
     path = folder / "config.json"
     return config_of(read_object(path), str(path), ignored)
 
 
 def config_note(folder: Path, ignored: Collection[str] = ()) -> str | None:
-    """Returns one line that names the fields of config.json that are ignored; None if there are none.
+    """Returns one line that names the ignored fields of config.json, None if no field is ignored.
 
     Args:
         folder: holds config.json.
-        ignored: as for `read_config`.
+        ignored: as in `read_config`.
 
     Raises:
         RunError: config.json cannot be read.
@@ -68,27 +69,27 @@ def config_note(folder: Path, ignored: Collection[str] = ()) -> str | None:
     values = read_object(folder / "config.json")
     parts = []
     if names := sorted(set(values) & INERT - set(ignored)):
-        parts.append(f"ignored, as they change nothing: {', '.join(names)}")
+        parts.append(f"ignored because they do not affect the model: {', '.join(names)}")
     if names := sorted(name for name in set(values) & DROPOUT - set(ignored) if values[name]):
-        parts.append(f"training is without {', '.join(f'{name} {values[name]}' for name in names)}")
+        parts.append(f"not applied in training: {', '.join(f'{name} {values[name]}' for name in names)}")
     if names := sorted(set(values) & set(ignored)):
         parts.append(f"ignored on request: {', '.join(names)}")
     return f"config.json: {'; '.join(parts)}" if parts else None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Returns what a JSON file holds; raises RunError naming it if it cannot be read or holds no object."""
+    """Returns the object in a JSON file; raises RunError, which names the file, if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"cannot read {path}: {error}") from None
     if not isinstance(values, dict):
-        raise RunError(f"cannot read {path}: it must hold an object, got {type(values).__name__}")
+        raise RunError(f"cannot read {path}: it must hold a JSON object, got {type(values).__name__}")
     return values
 
 
 def config_of(values: dict[str, Any], where: str, ignored: Collection[str] = ()) -> ModelConfig:
-    """Returns the config that config.json's values stand for; see `read_config`."""
+    """Returns the config for the values of config.json; see `read_config`."""
     fields = _Fields(values, where, ignored)
     family = fields.family
     gemma = family in ("gemma", "gemma2")
@@ -137,7 +138,7 @@ def config_of(values: dict[str, Any], where: str, ignored: Collection[str] = ())
 
 
 class _Fields:
-    """The fields of one config.json, with the family's values for those that are not there."""
+    """The fields of one config.json, with the family's defaults for absent fields."""
 
     def __init__(self, values: dict[str, Any], where: str, ignored: Collection[str]) -> None:
         self.where = where
@@ -148,13 +149,13 @@ class _Fields:
         self.defaults = {**DEFAULTS[""], **DEFAULTS[family], **FAMILIES[family]}
         read = COMMON | set(FAMILIES[family])
         if odd := sorted(set(ignored) & read):
-            raise RunError(f"--ignore-config-fields: the decoder of model_type {family} reads {', '.join(odd)}")
+            raise RunError(f"--ignore-config-fields: model_type {family} needs {', '.join(odd)}")
         self.values = values = {name: value for name, value in values.items() if name not in ignored}
         if unknown := sorted(set(values) - read - NEUTRAL - INERT - DROPOUT - set(FIXED)):
             shown = ", ".join(f"{name} ({_short(values[name])})" for name in unknown)
             raise RunError(
-                f"{where}: fields that this decoder does not know for model_type {family}: {shown}; if they do not "
-                f"change what the model computes, --ignore-config-fields {' '.join(unknown)} ignores them"
+                f"{where}: unknown fields for model_type {family}: {shown}; if they do not change what the model "
+                f"computes, ignore them with --ignore-config-fields {' '.join(unknown)}"
             )
         for name, admitted in FIXED.items():
             if name in values and name not in FAMILIES[family] and values[name] not in admitted:
@@ -188,7 +189,7 @@ class _Fields:
         return self.values.get(name, self.defaults.get(name))
 
     def number(self, name: str) -> float:
-        """Returns a positive factor, 1 for families that do not have it."""
+        """Returns a positive factor, 1 for families without the field."""
         value = self.optional(name)
         if value is not None and not value > 0:
             raise self.refuse(name, "positive", value)
@@ -199,7 +200,7 @@ class _Fields:
 
 
 def _short(value: object) -> str:
-    """Returns a value as a message shows it: a file may hold anything in place of a number."""
+    """Returns the repr of a value, shortened for a message: a malformed file may hold a long value."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -209,7 +210,7 @@ def _activation(fields: _Fields) -> Any:
     if fields.family == "gemma2":
         name = fields["hidden_activation"]
     elif fields.family == "gemma":
-        # Gemma's first files say "gelu" and mean its tanh formula, as transformers reads them.
+        # The first files of Gemma say "gelu" and mean the tanh approximation; transformers reads them so, too.
         name = fields["hidden_activation"] or ("gelu_pytorch_tanh" if name == "gelu" else name)
     if name not in ACTIVATIONS:
         raise fields.refuse("hidden_act", f"one of {', '.join(ACTIVATIONS)}", name)
@@ -219,7 +220,7 @@ def _activation(fields: _Fields) -> Any:
 def _rotary_pattern(fields: _Fields, num_layers: int) -> tuple[bool, ...]:
     if fields.family != "smollm3":
         return (True,)
-    rotates, interval = fields["no_rope_layers"], fields["no_rope_layer_interval"]  # 1 stands for a layer that rotates
+    rotates, interval = fields["no_rope_layers"], fields["no_rope_layer_interval"]  # 1: the layer rotates
     if not rotates:
         if interval < 1:
             raise fields.refuse("no_rope_layer_interval", "at least 1", interval)
@@ -230,7 +231,7 @@ def _rotary_pattern(fields: _Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def _shortest(values: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Returns the shortest pattern that gives these values when it is repeated."""
+    """Returns the shortest pattern whose repetition gives these values."""
     for length in range(1, len(values)):
         if all(values[i] == values[i % length] for i in range(len(values))):
             return values[:length]
@@ -247,7 +248,7 @@ def _windows(fields: _Fields, num_layers: int, rotates: tuple[bool, ...]) -> tup
     if types is None:
         if fields.family == "gemma2":
             return window, (True, False)
-        if fields.family == "smollm3":  # the layers that do not rotate
+        if fields.family == "smollm3":  # the layers without rotation have the window
             return window, ((True,) if window is None else tuple(not value for value in rotates))
         types = ["full_attention"] * num_layers
         if window is not None:
@@ -265,7 +266,7 @@ def _windows(fields: _Fields, num_layers: int, rotates: tuple[bool, ...]) -> tup
 
 
 def _rope(fields: _Fields) -> dict[str, Any]:
-    """Returns the fields of `ModelConfig` that say how heads turn."""
+    """Returns the fields of `ModelConfig` that define the rotary embedding."""
     values = fields.optional("rope_scaling") or fields.optional("rope_parameters") or {}
     if not isinstance(values, dict):
         raise fields.refuse("rope_scaling", "an object", values)
@@ -282,19 +283,19 @@ def _rope(fields: _Fields) -> dict[str, Any]:
 
 
 def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:
-    """Takes the type out of rope_scaling's values and returns it; raises RunError unless the others are that type's."""
+    """Removes the type from rope_scaling's values and returns it; raises RunError if the type lacks another field."""
     kind, old_kind = values.pop("rope_type", None), values.pop("type", None)
     kind = kind or old_kind or "default"
-    if fields.family == "phi3" and kind in ("su", "yarn"):  # what longrope was called at first
+    if fields.family == "phi3" and kind in ("su", "yarn"):  # early names of longrope
         kind = "longrope"
     if not isinstance(kind, str) or kind not in ROPE_FIELDS:
         raise fields.refuse("rope_scaling's rope_type", f"one of {', '.join(ROPE_FIELDS)}", kind)
     if kind == "default":
-        values.pop("original_max_position_embeddings", None)  # says nothing without a scaling
+        values.pop("original_max_position_embeddings", None)  # has no meaning without scaling
     if unknown := sorted(set(values) - ROPE_FIELDS[kind]):
-        raise fields.refuse("rope_scaling", f"of known fields for rope_type {kind}", ", ".join(unknown))
+        raise fields.refuse("rope_scaling", f"an object with only fields of rope_type {kind}", ", ".join(unknown))
     needed = {"short_factor", "long_factor", "low_freq_factor", "high_freq_factor"}
-    if kind in ("linear", "llama3"):  # of the others, the factor follows from the lengths
+    if kind in ("linear", "llama3"):  # for the other types, the factor follows from the lengths
         needed.add("factor")
     if missing := sorted(name for name in ROPE_FIELDS[kind] & needed if values.get(name) is None):
         raise RunError(f"{fields.where}: rope_scaling's {missing[0]} is missing")
@@ -304,9 +305,13 @@ def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:
 def _rope_scaling_of(kind: Any, values: dict[str, Any], fields: _Fields) -> RopeScaling:
     longest = fields["max_position_embeddings"]
     if kind == "dynamic":
-        # Frequencies change only beyond the original length, and this decoder goes no further than longest.
+        # Dynamic scaling changes frequencies only beyond the original length, and max_seq_len is at most `longest`.
         if longest > (values.get("original_max_position_embeddings") or longest):
-            raise fields.refuse("rope_scaling's rope_type", "another, for a model that was made longer", kind)
+            raise fields.refuse(
+                "rope_scaling's rope_type",
+                "other than dynamic if max_position_embeddings exceeds original_max_position_embeddings",
+                kind,
+            )
         return RopeScaling()
     original = fields.optional("original_max_position_embeddings")
     original = original or values.get("original_max_position_embeddings") or longest
@@ -329,7 +334,7 @@ def _rope_scaling_of(kind: Any, values: dict[str, Any], fields: _Fields) -> Rope
 
 
 def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
-    """Returns the factor that the file says, itself or by the two mscale of yarn, None if it leaves it to the rule."""
+    """Returns the attention factor, given directly or by yarn's two mscale fields; None: use the paper's formula."""
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
     over, under = values.get("mscale"), values.get("mscale_all_dim")
@@ -338,20 +343,21 @@ def _attention_factor(values: dict[str, Any], factor: float) -> float | None:
     return (0.1 * over * math.log(factor) + 1.0) / (0.1 * under * math.log(factor) + 1.0)
 
 
-RUN_FIELDS = ("dtype", "param_dtype", "scan_layers", "remat", "attention_implementation")  # of no file: how, not what
+# Fields that no config.json has: they do not change the model, only how it is computed.
+RUN_FIELDS = ("dtype", "param_dtype", "scan_layers", "remat", "attention_implementation")
 
 
 def values_of(config: ModelConfig) -> dict[str, Any]:
-    """Returns config.json's values for a config, without a dtype.
+    """Returns the values of config.json for a config, without a dtype.
 
     Args:
-        config: its `family` says which fields there are.
+        config: its `family` determines the fields.
 
     Returns:
-        Plain JSON that `config_of` reads back as the same model.
+        A JSON object that `config_of` converts back to the same model.
 
     Raises:
-        RunError: the family's files cannot say what the config asks for; names the fields.
+        RunError: the family's config.json cannot express the config. The message names the fields.
 
     Example:
         >>> values_of(ModelConfig())["model_type"]
@@ -406,7 +412,7 @@ def values_of(config: ModelConfig) -> dict[str, Any]:
         values["original_max_position_embeddings"] = config.rope.rope_original_seq_len or config.max_seq_len
     if lost := differing(config, config_of(values, "config.json")):
         shown = ", ".join(f"{name} {asked!r}" for name, (asked, _) in lost.items())
-        raise RunError(f"the files of family {config.family} cannot say {shown}")
+        raise RunError(f"a config.json of family {config.family} cannot express {shown}")
     return values
 
 
@@ -428,7 +434,7 @@ def _rope_scaling(rope: RopeScaling) -> dict[str, Any] | None:
 
 
 def differing(first: ModelConfig, second: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the fields in which two configs ask for different models, with both values; how they run may differ.
+    """Returns the fields in which two configs define different models, with both values; RUN_FIELDS may differ.
 
     Example:
         >>> differing(ModelConfig(num_layers=3, remat="full"), ModelConfig(num_layers=4))
@@ -439,7 +445,7 @@ def differing(first: ModelConfig, second: ModelConfig) -> dict[str, tuple[Any, A
 
 
 def _meaning(config: ModelConfig) -> dict[str, Any]:
-    """Returns what a config computes: two that differ in writing alone give the same."""
+    """Returns a normal form of a config: configs that define the same model have the same normal form."""
     values = {name: value for name, value in vars(config).items() if name not in RUN_FIELDS}
     values |= vars(values.pop("rope"))
     values["sliding_window"] = config.windows() if any(config.windows()) else None

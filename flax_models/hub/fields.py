@@ -1,4 +1,4 @@
-"""The fields that the `config.json` of each family may have, and the values that stand for absent ones.
+"""The fields that the `config.json` of each family may have, and the defaults of absent fields.
 
 Source: transformers' configuration_llama.py and the configuration files of the other families.
 """
@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_models.model.config import Family
 
-# Copied when a model is written again. None of them changes what the model computes.
+# Copied when a model is saved. These fields do not change what the model computes.
 NEUTRAL = frozenset(
     {
         "architectures",
@@ -24,7 +24,7 @@ NEUTRAL = frozenset(
         "pad_token_id",
         "unk_token_id",
         "sep_token_id",
-        "pretraining_tp",  # how transformers once split matmuls, to round as pretraining did
+        "pretraining_tp",  # splits matmuls as in pretraining, in old versions of transformers: affects rounding only
         "output_attentions",
         "output_hidden_states",
         "return_dict",
@@ -39,11 +39,11 @@ NEUTRAL = frozenset(
         "max_sequence_length",
     }
 )
-# Ignored, with a note. Exporters and fine-tuning tools write them, and none changes what the model computes.
+# Ignored, with a note. Exporters and fine-tuning tools write these fields; they do not change what the model computes.
 INERT = frozenset(
     {
-        "is_llama_config",  # SmolLM 2, as the next
-        "transformers.js_config",
+        "is_llama_config",  # SmolLM 2
+        "transformers.js_config",  # SmolLM 2
         "_attn_implementation",
         "_attn_implementation_autoset",
         "attn_implementation",
@@ -62,7 +62,7 @@ INERT = frozenset(
         "decoder_start_token_id",
         "prefix",
         "tf_legacy_loss",
-        # Defaults of generation, which older files list.
+        # Generation defaults, which older files contain.
         *("bad_words_ids", "begin_suppress_tokens", "suppress_tokens", "diversity_penalty", "do_sample"),
         *("early_stopping", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty"),
         *("forced_bos_token_id", "forced_eos_token_id", "length_penalty", "min_length", "no_repeat_ngram_size"),
@@ -70,13 +70,13 @@ INERT = frozenset(
         *("repetition_penalty", "return_dict_in_generate", "temperature", "top_k", "top_p", "typical_p"),
     }
 )
-# Dropout of a training that this decoder does not repeat: it trains without. Other values than 0 are noted.
+# Dropout rates. The decoder has no dropout; a nonzero rate is reported in a note.
 DROPOUT = frozenset({"attention_dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"})
-# The decoder computes what these values ask for and nothing else.
+# Fields with the only values that the decoder supports.
 FIXED: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "rope_interleaved": (False,),
-    "attention_bias": (False,),  # of families whose table below does not have it
+    "attention_bias": (False,),  # for families whose table below does not have it
     "use_mrope": (False,),
     "use_bidirectional_attention": (None, False),
     "add_cross_attention": (False,),
@@ -102,7 +102,7 @@ COMMON = {
     "rope_parameters",
     "hidden_act",
 }
-# Beyond those of all: what each family's files may say, and transformers' value where they say nothing.
+# Fields that a family has in addition to COMMON, with transformers' defaults.
 FAMILIES: dict[Family, dict[str, Any]] = {
     "llama": {"attention_bias": False},
     "mistral": {"sliding_window": 4096},
@@ -131,7 +131,7 @@ FAMILIES: dict[Family, dict[str, Any]] = {
         "no_rope_layer_interval": 4,
         "use_sliding_window": False,
         "sliding_window": None,
-        "max_window_layers": None,  # Qwen's; published files have it, and transformers does not read it
+        "max_window_layers": None,  # in published files, but transformers does not read it
         "layer_types": None,
     },
     "internlm3": {"qkv_bias": False},
@@ -157,7 +157,7 @@ ARCHITECTURES: dict[Family, str] = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
 }
-DEFAULTS: dict[str, dict[str, Any]] = {  # of the common fields that files leave out; "": every family's
+DEFAULTS: dict[str, dict[str, Any]] = {  # defaults of COMMON fields; "": those of every family
     "": {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False},
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
@@ -187,7 +187,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of the common fields that files leave
     "olmo2": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     "granite": {"max_position_embeddings": 2048},
 }
-# The types of the fields that are read. A field of the second column may be null.
+# The types of the fields. A field in a set named *_OR_NULL may be null.
 COUNTS = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "no_rope_layer_interval"),
@@ -202,8 +202,8 @@ NUMBERS = {
 }
 NUMBERS_OR_NULL = {"attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"}
 SWITCHES = {"tie_word_embeddings", "use_sliding_window", "qkv_bias"}
-MOST_LAYERS = 10_000  # beyond any model: a larger number is refused before anything is made for each layer
-ROPE_FIELDS = {  # of rope_scaling, beside its type
+MOST_LAYERS = 10_000  # far more than any model has; checked before anything is allocated per layer
+ROPE_FIELDS = {  # fields of rope_scaling for each rope_type
     "default": set(),
     "linear": {"factor"},
     "dynamic": {"factor", "original_max_position_embeddings"},

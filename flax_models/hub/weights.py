@@ -1,12 +1,13 @@
-"""Hugging Face folders of weights: `load` reads one into a `Decoder`, `save` writes one.
+"""Weights in Hugging Face folders: `load` reads a folder into a `Decoder`, `save` writes a folder.
 
-A folder holds config.json, and model.safetensors or several shards named by model.safetensors.index.json. Its tensors
-are per layer and (out, in); ours are stacked along the layers and (in, out), and what a family's files keep fused
-(Phi-3's qkv_proj, gate_up_proj) is several parameters here. `file_parts` is the one table of both directions.
+A folder holds config.json, and either model.safetensors or several shards listed in model.safetensors.index.json. The
+files have one tensor (out, in) per layer. The decoder's parameters are stacked over the layers as (L, in, out), and
+projections that a family's files fuse (Phi-3's qkv_proj and gate_up_proj) are separate parameters. Loading and saving
+use the same mapping, `file_parts`.
 
-Reading goes parameter by parameter through memory-mapped files, writing shard by shard: beside the model, the host
-holds one stacked parameter, or one shard. Names, shapes and dtypes are compared with the config before anything is
-allocated, and no tensor with NaN or inf is taken.
+`load` reads one parameter at a time from memory-mapped files and `save` writes one shard at a time. In addition to the
+model, the host memory holds only one stacked parameter or one shard. Names, shapes and dtypes are compared with the
+config before anything is allocated, and a tensor with NaN or inf is an error.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from flax_models.model.decoder import Decoder, decoder_shapes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-COMPANIONS = (  # files of a folder that go with the weights
+COMPANIONS = (  # files of a folder that are copied along with the weights
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -44,20 +45,20 @@ COMPANIONS = (  # files of a folder that go with the weights
     "chat_template.json",
     "generation_config.json",
 )
-# Tensors that some published files hold and that follow from the config.
+# Tensors in some published files that follow from the config; they are ignored.
 DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EXPONENT = {"float32": (np.uint32, 0x7F800000), "float16": (np.uint16, 0x7C00), "bfloat16": (np.uint16, 0x7F80)}
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-Path_ = tuple[str, ...]
+ParameterPath = tuple[str, ...]
 
 
-class Part(NamedTuple):
-    """Rows of a file's tensor that are one of our parameters."""
+class TensorPart(NamedTuple):
+    """Rows of a tensor in the file that correspond to one parameter of the decoder."""
 
-    path: Path_  # of ours
-    name: str  # of the file's; {} stands for the layer
-    shape: tuple[int, ...]  # of these rows, as the file lays them out
+    path: ParameterPath  # of the parameter
+    name: str  # of the tensor in the file; {} stands for the layer
+    shape: tuple[int, ...]  # of these rows in the file
     first_row: int = 0
     transposed: bool = False
 
@@ -66,22 +67,22 @@ class Part(NamedTuple):
         return self.path[0] == "blocks"
 
 
-def file_parts(config: ModelConfig) -> list[Part]:
-    """Returns every parameter's place in the family's files, fused tensors' parts one after another."""
+def file_parts(config: ModelConfig) -> list[TensorPart]:
+    """Returns the location of every parameter in the family's files; parts of a fused tensor are consecutive."""
     width, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * head, config.num_kv_heads * head
-    parts = [Part(("embedding",), "model.embed_tokens.weight", (config.vocab_size, width))]
+    parts = [TensorPart(("embedding",), "model.embed_tokens.weight", (config.vocab_size, width))]
 
     def vector(name: str, size: int, *path: str) -> None:
-        parts.append(Part(("blocks", *path), f"model.layers.{{}}.{name}", (size,)))
+        parts.append(TensorPart(("blocks", *path), f"model.layers.{{}}.{name}", (size,)))
 
     def linear(name: str, columns: int, *outputs: tuple[int, str, str], bias: bool = False) -> None:
         row = 0
         for rows, module, projection in outputs:
             path, tensor = ("blocks", module, projection), f"model.layers.{{}}.{name}"
-            parts.append(Part((*path, "kernel"), f"{tensor}.weight", (rows, columns), row, transposed=True))
+            parts.append(TensorPart((*path, "kernel"), f"{tensor}.weight", (rows, columns), row, transposed=True))
             if bias:
-                parts.append(Part((*path, "bias"), f"{tensor}.bias", (rows,), row))
+                parts.append(TensorPart((*path, "bias"), f"{tensor}.bias", (rows,), row))
             row += rows
 
     queries = ((query, "attention", "query"), (key, "attention", "key"), (key, "attention", "value"))
@@ -107,39 +108,39 @@ def file_parts(config: ModelConfig) -> list[Part]:
     if config.post_norms:
         vector("post_attention_layernorm.weight", width, "attention_post_norm", "scale")
         vector("post_feedforward_layernorm.weight", width, "feed_forward_post_norm", "scale")
-    parts.append(Part(("final_norm", "scale"), "model.norm.weight", (width,)))
+    parts.append(TensorPart(("final_norm", "scale"), "model.norm.weight", (width,)))
     if not config.tie_embeddings:
-        parts.append(Part(("head",), "lm_head.weight", (config.vocab_size, width)))
+        parts.append(TensorPart(("head",), "lm_head.weight", (config.vocab_size, width)))
     return parts
 
 
-def _tensors(config: ModelConfig) -> dict[str, list[tuple[Part, int]]]:
-    """Returns the names of all tensors of the family's files, each with its parts and their layer."""
-    tensors: dict[str, list[tuple[Part, int]]] = {}
+def _tensors(config: ModelConfig) -> dict[str, list[tuple[TensorPart, int]]]:
+    """Returns the names of all tensors of the family's files, each with its parts and their layers."""
+    tensors: dict[str, list[tuple[TensorPart, int]]] = {}
     parts = file_parts(config)
-    for layer in range(config.num_layers + 1):  # the last round has what belongs to no layer
+    for layer in range(config.num_layers + 1):  # the last iteration adds the tensors outside the layers
         for part in parts:
             if part.stacked == (layer < config.num_layers):
                 tensors.setdefault(part.name.format(layer), []).append((part, layer))
     return tensors
 
 
-def _shape(parts: list[tuple[Part, int]]) -> tuple[int, ...]:
+def _shape(parts: list[tuple[TensorPart, int]]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part, _ in parts), *parts[0][0].shape[1:])
 
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raises RunError unless a folder's tensors are those of a config, whole and finite; the message names the tensor.
+    """Raises RunError unless a folder holds exactly the tensors of a config, complete and finite.
 
-    It reads every tensor, at about the speed of the disk, and keeps none.
+    It reads every tensor, at about the speed of the disk, and keeps none in memory.
 
     Args:
         folder: holds safetensors files.
-        config: what `read_config` gave for the folder.
+        config: the config that `read_config` returned for the folder.
 
     Raises:
-        RunError: a file cannot be read or ends early, or tensors are missing, unexpected, of another shape or dtype, or
-            hold NaN or inf.
+        RunError: a file cannot be read or is truncated, or tensors are missing, unexpected, of another shape or dtype,
+            or hold NaN or inf. The message names the file or the tensor.
     """
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -149,29 +150,29 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 
 
 def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **changes: Any) -> Decoder:
-    """Returns the model of a Hugging Face folder.
+    """Loads the model of a Hugging Face folder.
 
     Args:
         folder: holds config.json and safetensors files.
-        ignore_config_fields: names of fields of config.json to ignore, though this decoder does not know them.
-        changes: fields of `ModelConfig` that say how to compute, instead of its defaults: dtype, param_dtype (the
-            dtype in which parameters are kept, whatever the files': float32 unless given), scan_layers, remat,
-            attention_implementation; and max_seq_len.
+        ignore_config_fields: names of unknown fields of config.json to ignore.
+        changes: values for these fields of `ModelConfig`: dtype, param_dtype (the dtype of the parameters, whatever
+            the dtype of the files; float32 by default), scan_layers, remat, attention_implementation and max_seq_len.
 
     Returns:
         The model.
 
     Raises:
-        RunError: the folder cannot be read, config.json asks for what this decoder does not compute, or tensors are
-            missing, unexpected, of another shape, or hold NaN or inf. The message names the file and the tensor.
-        ValueError: `changes` has another field, or a value that cannot be.
+        RunError: the folder cannot be read, config.json asks for something that the decoder does not support, or
+            tensors are missing, unexpected, of another shape, or hold NaN or inf. The message names the file or the
+            tensor.
+        ValueError: `changes` has another field or an invalid value.
 
     Example:
         >>> model = load(Path("Llama-3.2-1B"), dtype="bfloat16")  # doctest: +SKIP
     """
     folder = Path(folder)
-    if odd := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
-        raise ValueError(f"changes may name {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(odd)}")
+    if unexpected := sorted(set(changes) - {*RUN_FIELDS, "max_seq_len"}):
+        raise ValueError(f"changes must be among {', '.join(RUN_FIELDS)} and max_seq_len, got {', '.join(unexpected)}")
     config = dataclasses.replace(read_config(folder, ignore_config_fields), **changes)
     with ExitStack() as stack:
         files = _Files(folder, stack)
@@ -179,7 +180,7 @@ def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **ch
         graph, shapes = nnx.split(decoder_shapes(config))
         arrays = dict(_read(config, files))
     params = nnx.map_state(lambda path, variable: variable.replace(arrays.pop(path)), shapes)
-    assert not arrays, f"parameters without a place: {list(arrays)}"
+    assert not arrays, f"arrays that are not parameters of the decoder: {list(arrays)}"
     return nnx.merge(graph, params)
 
 
@@ -199,70 +200,73 @@ class _Files:
         elif (folder / SINGLE).is_file():
             weight_map, names = None, [SINGLE]
         else:
-            raise RunError(f"{folder} holds neither {SINGLE} nor {INDEX}")
-        self._holders: dict[str, Any] = {}
+            raise RunError(f"{folder} has neither {SINGLE} nor {INDEX}")
+        self._handles: dict[str, Any] = {}  # the open file of each tensor
         for name in names:
             if Path(name).name != name:
-                raise RunError(f"{folder / INDEX}: a shard must be a file of the same folder, got {name!r}")
+                raise RunError(f"{folder / INDEX}: a shard must be a file in the same folder, got {name!r}")
             try:
                 handle = stack.enter_context(safe_open(folder / name, framework="numpy"))
             except (OSError, SafetensorError) as error:
-                raise RunError(f"cannot read {folder / name}: {cut_short(folder / name) or error}") from None
-            self._holders |= dict.fromkeys(handle.keys(), handle)
-        if weight_map is not None and (odd := sorted(set(weight_map) ^ set(self._holders))):
-            raise RunError(f"{folder / INDEX} and the shards differ in {_some(odd)}")
+                raise RunError(f"cannot read {folder / name}: {truncation(folder / name) or error}") from None
+            self._handles |= dict.fromkeys(handle.keys(), handle)
+        if weight_map is not None and (different := sorted(set(weight_map) ^ set(self._handles))):
+            raise RunError(f"{folder / INDEX} and the shards differ in these tensors: {_first_few(different)}")
 
     def check(self, config: ModelConfig) -> None:
-        """Raises RunError unless the tensors are those of the config, by name, shape and dtype."""
-        found = {name for name in self._holders if not DERIVED.fullmatch(name)}
+        """Raises RunError unless the names, shapes and dtypes of the tensors match the config."""
+        found = {name for name in self._handles if not DERIVED.fullmatch(name)}
         layers = len({match[1] for name in found if (match := LAYER.match(name))})
-        if layers < config.num_layers:  # before names are made for each layer of a config that may ask for very many
+        if layers < config.num_layers:  # checked before building names for each layer: num_layers may be very large
             raise RunError(
-                f"{self.folder}: num_hidden_layers is {config.num_layers}, and there are tensors of {layers}"
+                f"{self.folder}: num_hidden_layers is {config.num_layers}, but there are tensors of {layers} layers"
             )
         expected = _tensors(config)
         if missing := sorted(set(expected) - found):
-            raise RunError(f"{self.folder}: tensors are missing: {_some(missing)}")
+            raise RunError(f"{self.folder}: missing tensors: {_first_few(missing)}")
         extra = found - set(expected)
-        if config.tie_embeddings and "lm_head.weight" in extra:  # a tied head that was written all the same
+        if config.tie_embeddings and "lm_head.weight" in extra:  # some files store a tied head
             head, embedding = self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")
             if not np.array_equal(head, embedding):
-                raise RunError(f"{self.folder}: lm_head.weight is not the embedding, but tie_word_embeddings is true")
+                raise RunError(
+                    f"{self.folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding"
+                )
             extra.remove("lm_head.weight")
         if extra:
-            raise RunError(f"{self.folder}: tensors that the config has no place for: {_some(sorted(extra))}")
+            raise RunError(f"{self.folder}: unexpected tensors: {_first_few(sorted(extra))}")
         for name, parts in expected.items():
-            view = self._holders[name].get_slice(name)
+            view = self._handles[name].get_slice(name)
             if tuple(view.get_shape()) != _shape(parts):
                 raise RunError(f"{self.folder}: {name} must have shape {_shape(parts)}, got {tuple(view.get_shape())}")
             if view.get_dtype() not in FLOATS:
                 raise RunError(f"{self.folder}: {name} must be one of {', '.join(FLOATS)}, got {view.get_dtype()}")
 
     def tensor(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
-        return self._holders[name].get_slice(name)[first:last]
+        """Returns rows of a tensor, by default all."""
+        return self._handles[name].get_slice(name)[first:last]
 
     def check_finite(self, name: str) -> None:
         """Raises RunError if a tensor holds NaN or inf."""
-        view = self._holders[name].get_slice(name)
+        view = self._handles[name].get_slice(name)
         integer, exponent = EXPONENT[FLOATS[view.get_dtype()]]
         rows, *others = view.get_shape()
         step = max(1, 2**20 // max(1, math.prod(others)))  # a few MiB at a time
         for first in range(0, rows, step):
             bits = np.ascontiguousarray(view[first : min(first + step, rows)]).view(integer)
-            if (odd := (bits & exponent) == exponent).any():  # the exponent of NaN and inf alone
-                place = np.argwhere(odd)[0]
+            if (invalid := (bits & exponent) == exponent).any():  # only NaN and inf have an exponent of all ones
+                place = np.argwhere(invalid)[0]
                 where = ", ".join(str(int(i)) for i in (first + place[0], *place[1:]))
                 raise RunError(f"{self.folder}: {name} holds NaN or inf, first at [{where}]")
 
 
-def cut_short(path: Path) -> str | None:
-    """Returns what a safetensors file lacks at its end, None if that is not what is wrong with it."""
+def truncation(path: Path) -> str | None:
+    """Describes where a safetensors file is truncated; None if it is not truncated."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 + length:
-                return f"the file ends within its header, after {size:,} bytes"
+                return f"the file is truncated in its header, after {size:,} bytes"
             header = json.loads(file.read(length))
         ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryError, AttributeError):
@@ -270,25 +274,25 @@ def cut_short(path: Path) -> str | None:
     name = min((name for name in ends if 8 + length + ends[name] > size), key=lambda name: ends[name], default=None)
     if name is None:
         return None
-    return f"the file ends within {name}: it has {size:,} bytes of {8 + length + max(ends.values()):,}"
+    return f"the file is truncated in {name}: it has {size:,} of {8 + length + max(ends.values()):,} bytes"
 
 
-def _some(names: list[str]) -> str:
+def _first_few(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[Path_, jax.Array]]:
+def _read(config: ModelConfig, files: _Files) -> Iterator[tuple[ParameterPath, jax.Array]]:
     dtype = jnp.dtype(config.param_dtype)
     for part in file_parts(config):
         layers = range(config.num_layers) if part.stacked else [0]
         shape = part.shape[::-1] if part.transposed else part.shape
-        whole = np.empty((len(layers), *shape), dtype)
+        array = np.empty((len(layers), *shape), dtype)
         for i in layers:
-            if part.first_row == 0:  # of a fused tensor once
+            if part.first_row == 0:  # check a fused tensor once
                 files.check_finite(part.name.format(i))
             rows = files.tensor(part.name.format(i), part.first_row, part.first_row + part.shape[0])
-            whole[i] = rows.T if part.transposed else rows
-        yield part.path, jnp.asarray(whole if part.stacked else whole[0])
+            array[i] = rows.T if part.transposed else rows
+        yield part.path, jnp.asarray(array if part.stacked else array[0])
 
 
 def save(
@@ -300,40 +304,41 @@ def save(
     like: Path | None = None,
     fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a model as a Hugging Face folder that transformers loads.
+    """Saves a model as a Hugging Face folder that transformers loads.
 
     Args:
-        model: its config's `family` says whose files.
-        folder: made; must not hold anything yet.
-        dtype: float32, bfloat16 or float16, of the tensors written; None: the parameters' own.
-        max_shard_bytes: most bytes of tensors in a file; a single larger tensor has a file of its own.
-        like: folder whose tokenizer and generation config are copied, and whose config.json gives token ids and other
-            fields that say nothing of the computation.
-        fields: more such fields, as eos_token_id.
+        model: the model; its config's `family` determines the format.
+        folder: folder to create; if it exists, it must be empty.
+        dtype: float32, bfloat16 or float16, the dtype of the written tensors; None: the dtype of the parameters.
+        max_shard_bytes: maximum bytes of tensors in one file; a larger tensor gets a separate file.
+        like: folder whose tokenizer files and generation config are copied, together with the fields of its
+            config.json that do not change the computation, such as token ids.
+        fields: further such fields for config.json, for example eos_token_id.
 
     Raises:
-        RunError: the folder is not empty or cannot be written, or the family's files cannot say what the model does.
-        ValueError: an option outside its range, or a model with adapters.
+        RunError: the folder is not empty or cannot be written, or the family's config.json cannot express the model.
+        ValueError: an option is out of range, or the model has adapters.
 
     Example:
         >>> save(model, Path("out"), dtype="bfloat16", like=Path("Llama-3.2-1B"))  # doctest: +SKIP
     """
     config, folder = model.config, Path(folder)
     found = {path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
-    if odd := sorted(found - {part.path for part in file_parts(config)}):
+    if unexpected := sorted(found - {part.path for part in file_parts(config)}):
         raise ValueError(
-            f"model must have no adapters (flax_models.model.lora.merge gives one), got {'.'.join(map(str, odd[0]))}"
+            f"model must not have adapters (flax_models.model.lora.merge removes them), "
+            f"got {'.'.join(map(str, unexpected[0]))}"
         )
     dtype = config.param_dtype if dtype is None else dtype
     if dtype not in FLOATS.values():
         raise ValueError(f"dtype must be one of {', '.join(FLOATS.values())} or None, got {dtype!r}")
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    if odd := sorted(set(fields or ()) - NEUTRAL):
-        raise ValueError(f"fields must say nothing of the computation, got {', '.join(odd)}")
+    if unexpected := sorted(set(fields or ()) - NEUTRAL):
+        raise ValueError(f"fields must not change the computation, got {', '.join(unexpected)}")
     values = {**_neutral_values(like), **(fields or {}), **values_of(config), "torch_dtype": dtype}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise RunError(f"{folder} exists already and is not an empty folder: name another")
+        raise RunError(f"{folder} already exists and is not an empty folder; choose another")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_tensors(model, folder, np.dtype(jnp.dtype(dtype)), max_shard_bytes)
@@ -345,13 +350,13 @@ def save(
 
 
 def _neutral_values(like: Path | None) -> dict[str, Any]:
-    """Returns the fields of another folder's config.json that say nothing of the computation."""
+    """Returns the fields of another folder's config.json that do not change the computation."""
     values = {} if like is None else read_object(like / "config.json")
     return {name: value for name, value in values.items() if name in NEUTRAL - {"dtype", "torch_dtype"}}
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies a folder's tokenizer files and generation config, those that there are; raises OSError."""
+    """Copies a folder's tokenizer files and generation config, as far as they exist; raises OSError."""
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -381,21 +386,20 @@ def _write_tensors(model: Decoder, folder: Path, dtype: np.dtype, max_shard_byte
 
 
 def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a safetensors file, with the rights that any new file has; raises OSError."""
+    """Writes a safetensors file with the default permissions of a new file; raises OSError."""
     from safetensors.numpy import save_file
 
     path.touch()
-    mode = path.stat().st_mode  # that the person's umask gives; safetensors keeps its files to their owner
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers reads no other
+    mode = path.stat().st_mode  # from the user's umask; safetensors makes its files readable only by their owner
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers requires this format
     path.chmod(mode)
 
 
-def _tensor(parts: list[tuple[Part, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:
-    """Returns one tensor as the files lay it out, contiguous: safetensors writes memory as it lies."""
+def _tensor(parts: list[tuple[TensorPart, int]], arrays: dict[Any, Any], dtype: np.dtype) -> np.ndarray:
+    """Returns one tensor in the layout of the files; contiguous, because safetensors ignores strides."""
     pieces = []
     for part, layer in parts:
         array = arrays[part.path][...]
         piece = np.asarray(array[layer] if part.stacked else array)
         pieces.append(piece.T if part.transposed else piece)
-    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-    return np.ascontiguousarray(whole, dtype=dtype)
+    return np.ascontiguousarray(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), dtype=dtype)

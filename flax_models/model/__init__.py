@@ -1,1 +1,1 @@
-"""The decoder, its adapters, and text drawn from it. Needs jax and flax; the losses are of `jax_pallas`."""
+"""The decoder, its adapters and text generation. Requires jax and flax; the losses are in `jax_pallas`."""

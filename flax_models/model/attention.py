@@ -1,12 +1,12 @@
-"""Causal grouped-query attention: its projections, its cache, and its products.
+"""Causal grouped-query attention: projections, key-value cache, and scores.
 
-Of what families differ in stand here: biases, norms of queries and keys, the scale and the cap of scores, windows. A
-query at position p sees keys at positions s with p - window < s <= p, and where several sequences share a row, those
-of its own alone.
+This module implements these differences between model families: biases, norms of queries and keys, the scale and the
+softcap of scores, and sliding windows. A query at position p attends to keys at positions s with p - window < s <= p.
+If several sequences share a row, a query attends only to keys of its own sequence.
 
-The cache has one slot a position for every row, so a row needs no padding on its left: slots past a row's last token
-hold what was never written or what padding left behind, no query's position reaches them, and the next token of the
-row replaces the first of them.
+The cache has one slot per position for every row, so rows need no padding on the left. Slots after a row's last token
+are unwritten or hold keys and values of padding. No query attends to them, because their positions are later than the
+query's. The row's next token overwrites the first of them.
 """
 
 import math
@@ -20,54 +20,59 @@ from flax_models.model.attention_choice import explain_attention
 from flax_models.model.config import AttentionImplementation, ModelConfig
 from flax_models.model.rope import rotate
 
-EVERYTHING = 2**30  # a window that no position leaves
+EVERYTHING = 2**30  # a window larger than any position: attention to all earlier positions
 
 
 class Cache(NamedTuple):
-    """Keys, after their rotation, and values of all layers: each (L, B, S, num_kv_heads, head_dim)."""
+    """Rotated keys, and values, of all layers: each (L, B, S, num_kv_heads, head_dim)."""
 
     key: jax.Array
     value: jax.Array
 
 
 class CacheSlots(NamedTuple):
-    """One layer's place in the cache."""
+    """The cache, and the index of the layer that reads and writes it."""
 
     cache: Cache
     layer: jax.Array  # () int32
 
 
 class Sequences(NamedTuple):
-    """Sequences that lie one after another in a row, M of them at most; padding is one too, so that they fill it."""
+    """The sequences packed into each row, at most M; padding counts as a sequence, so that the sequences fill a row."""
 
-    lengths: jax.Array  # (B, M) int32, zeros after the last
-    starts: jax.Array  # (B, M) int32, T after the last
-    of: jax.Array  # (B, T) int32 in [0, M): each position's
+    lengths: jax.Array  # (B, M) int32, zeros after the last sequence
+    starts: jax.Array  # (B, M) int32, T after the last sequence
+    of: jax.Array  # (B, T) int32 in [0, M): the sequence of each position
 
 
 def make_sequences(lengths: jax.Array, length: int) -> Sequences:
-    """Returns the sequences of rows of `length` tokens, of their lengths (B, M), each row of which sums to it."""
+    """Returns the sequences of rows of `length` tokens.
+
+    Args:
+        lengths: (B, M) sequence lengths; each row sums to `length`.
+        length: T, tokens per row.
+    """
     ends = jnp.cumsum(lengths, axis=1)
     of = jnp.sum(jnp.arange(length)[:, None] >= ends[:, None, :], axis=2)
     return Sequences(lengths, ends - lengths, of)
 
 
 class AttentionContext(NamedTuple):
-    """Positions of a call and what they see."""
+    """What all attention layers of one forward pass share: positions, rotary tables and sequences."""
 
-    positions: jax.Array  # (B, T) or (T,) int32: in the row, or in the cache
+    positions: jax.Array  # (B, T) or (T,) int32: in the row or in the cache
     cos: jax.Array  # (B, T, 1, R/2) or (T, 1, R/2)
     sin: jax.Array
-    sequences: Sequences | None = None  # None: a row is one
+    sequences: Sequences | None = None  # None: each row is one sequence
 
 
 def make_linear(
     config: ModelConfig, features_in: int, features_out: int, rngs: nnx.Rngs, *, residual: bool = False, bias: bool
 ) -> nnx.Linear:
-    """Returns a projection; `residual` shrinks those whose outputs are summed into the residual stream."""
+    """Returns a projection; `residual` scales down the initial weights of one that adds to the residual stream."""
     std = 1.0 / math.sqrt(features_in)
     if residual:
-        std /= math.sqrt(2 * max(config.num_layers, 1))  # 2 * num_layers of them add up: keeps the sum of order 1
+        std /= math.sqrt(2 * max(config.num_layers, 1))  # keeps the sum of 2 * num_layers outputs of order 1
     return nnx.Linear(
         features_in,
         features_out,
@@ -80,7 +85,7 @@ def make_linear(
 
 
 class Norm(nnx.Module):
-    """RMSNorm of the last axis: x / sqrt(mean(x**2) + eps) * scale, or * (1 + scale), in float32, rounded once.
+    """RMSNorm over the last axis: x / sqrt(mean(x**2) + eps) * scale, or * (1 + scale), in float32, rounded once.
 
     Source: Zhang and Sennrich, "Root mean square layer normalization".
     """
@@ -116,13 +121,13 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array, context: AttentionContext, window: jax.Array | None, slots: CacheSlots | None
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns what the layer adds (B, T, D), and the cache with this call's keys and values in it.
+        """Returns the output (B, T, D), and the cache updated with the keys and values of this call.
 
         Args:
             x: (B, T, D).
-            context: positions and their angles.
-            window: () this layer's window where layers differ in it, None where the config says it all.
-            slots: the cache, or None: the call is then the whole sequence.
+            context: positions and rotary tables.
+            window: () this layer's window if layers have different windows; None: all layers use the config's.
+            slots: the cache; None: x is the whole sequence.
         """
 
         def heads(projected: jax.Array) -> jax.Array:
@@ -139,19 +144,19 @@ class Attention(nnx.Module):
         if slots is not None:
             cache, key, value = _write(slots, context.positions, key, value)
 
-        # Whole: no cache, and all layers see alike, without a cap.
-        whole = slots is None and window is None and self.config.attention_softcap is None
+        # jax.nn.dot_product_attention needs no mask without a cache or a softcap, if all layers have the same window.
+        unmasked = slots is None and window is None and self.config.attention_softcap is None
         packed = context.sequences is not None
-        by = explain_attention(self.config, x.shape[-2], packed=packed).name if whole else "xla"
+        implementation = explain_attention(self.config, x.shape[-2], packed=packed).name if unmasked else "xla"
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            if context.sequences is not None and by == "cudnn":
+            if context.sequences is not None and implementation == "cudnn":
                 return _attend_packed(self.config, query, key, value, context.sequences)
-            if whole and not packed:
-                return _attend_whole(self.config, query, key, value, by)
+            if unmasked and not packed:
+                return _attend_whole(self.config, query, key, value, implementation)
             return _attend_seen(self.config, query, key, value, context, window)
 
-        if self.config.remat == "attention" and by == "xla":  # cudnn keeps no scores: nothing to compute again
+        if self.config.remat == "attention" and implementation == "xla":  # cuDNN stores no scores to rematerialize
             attend = jax.checkpoint(attend, prevent_cse=not self.config.scan_layers)
         mixed = attend(query, key, value)
         return self.out(mixed.reshape(*x.shape[:-1], -1)), cache
@@ -160,8 +165,8 @@ class Attention(nnx.Module):
 def _write(
     slots: CacheSlots, positions: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Returns the cache with keys and values at their positions, and all of this layer's keys and values."""
-    rows = jnp.arange(key.shape[0])[:, None]  # (B, 1) beside positions (B, T)
+    """Returns the cache with keys and values written at their positions, and this layer's cached keys and values."""
+    rows = jnp.arange(key.shape[0])[:, None]  # (B, 1), broadcasts with positions (B, T)
 
     def put(all_layers: jax.Array, new: jax.Array) -> jax.Array:
         return all_layers.at[slots.layer, rows, positions].set(new.astype(all_layers.dtype), mode="drop")
@@ -196,15 +201,15 @@ def _attend_packed(
     value: jax.Array,
     sequences: Sequences,
 ) -> jax.Array:
-    """cuDNN's kernels over several sequences in a row, which jax.nn's function has no argument for.
+    """Calls cuDNN's kernels for packed rows, for which jax.nn.dot_product_attention has no argument.
 
-    They skip what lies outside a sequence, and keep (B * M, num_heads, T) float32 sums for the backward pass.
+    The kernels skip keys of other sequences, and save (B * M, num_heads, T) float32 softmax sums for the backward pass.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    there = sequences.lengths > 0
-    lengths = jnp.where(there, sequences.lengths, -1).astype(jnp.int32)
-    starts = jnp.where(there, sequences.starts, -1).astype(jnp.int32)
+    used = sequences.lengths > 0
+    lengths = jnp.where(used, sequences.lengths, -1).astype(jnp.int32)
+    starts = jnp.where(used, sequences.starts, -1).astype(jnp.int32)
     starts = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
     attend: Any = cudnn.dot_product_attention
     return attend(
@@ -231,25 +236,29 @@ def _attend_seen(
     if window is None:
         window = jnp.asarray(config.windows()[0] or EVERYTHING)
     distance = context.positions[..., :, None] - jnp.arange(key.shape[1])  # (B, T, S) or (T, S)
-    seen = (distance >= 0) & (distance < window)
+    mask = (distance >= 0) & (distance < window)
     if context.sequences is not None:
-        seen = seen & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
-    seen = jnp.broadcast_to(seen, (query.shape[0], *seen.shape[-2:]))[:, None]  # (B, 1, T, S)
+        mask = mask & (context.sequences.of[:, :, None] == context.sequences.of[:, None, :])
+    mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[-2:]))[:, None]  # (B, 1, T, S)
     if config.attention_softcap is None:
         return jax.nn.dot_product_attention(
-            query, key, value, mask=seen, scale=config.attention_scale(), implementation="xla"
+            query, key, value, mask=mask, scale=config.attention_scale(), implementation="xla"
         )
-    return _capped_attention(query, key, value, seen, config.attention_scale(), config.attention_softcap)
+    return _softcap_attention(query, key, value, mask, config.attention_scale(), config.attention_softcap)
 
 
-def _capped_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, scale: float, cap: float
+def _softcap_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, scale: float, cap: float
 ) -> jax.Array:
-    """softmax(cap * tanh(scale * q . k / cap)) @ v, scores in float32; jax.nn's function knows no cap."""
+    """Computes softmax(cap * tanh(scale * q . k / cap)) @ v with float32 scores.
+
+    jax.nn.dot_product_attention has no softcap.
+    """
     rows, length, num_heads, head_dim = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, head_dim)  # (B, T, num_kv_heads, group, H)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, preferred_element_type=jnp.float32)
     scores = cap * jnp.tanh(scores * (scale / cap))
-    scores = jnp.where(seen[:, :, None], scores, jnp.finfo(jnp.float32).min)  # every query sees itself
+    # A finite minimum is enough: every query attends at least to its own position.
+    scores = jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(rows, length, num_heads, head_dim)

@@ -1,4 +1,4 @@
-"""The shape of the decoder, and every way in which the published families differ from each other."""
+"""The shape of the decoder, and all options in which the published model families differ."""
 
 import math
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class ModelConfig:
     num_kv_heads: int = 1
     """Key and value heads, each shared by num_heads / num_kv_heads query heads."""
     head_dim: int = 64
-    """Width of one head; even, since rotary embedding turns pairs."""
+    """Width of one head; even, because the rotary embedding rotates pairs of features."""
     intermediate_size: int = 384
     """Width inside the feed-forward layer."""
     max_seq_len: int = 128
@@ -56,63 +56,65 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     """Added to the mean square before its root."""
     tie_embeddings: bool = True
-    """Use the embedding's rows as the head's."""
+    """Whether the embedding and the head share one weight."""
     dtype: Dtype = "float32"
     """Dtype of the computation."""
     param_dtype: Dtype = "float32"
-    """Dtype in which parameters are kept."""
+    """Dtype of the parameters."""
     family: Family = "llama"
-    """Hugging Face's model_type whose files the weights are written as; the fields below say what is computed."""
+    """The model_type of Hugging Face in whose format the weights are saved; the fields below define the computation."""
     rope: RopeScaling = field(default_factory=RopeScaling)
     partial_rotary_factor: float = 1.0
-    """Part of a head's features that turn with the position (Phi-3)."""
+    """Fraction of a head's features that are rotated (Phi-3)."""
     activation: Activation = "silu"
-    """Of the feed-forward layer's gate; gelu_tanh: GELU by its tanh formula (Gemma)."""
+    """Activation of the feed-forward layer's gate; gelu_tanh: GELU with the tanh approximation (Gemma)."""
     norm_plus_one: bool = False
-    """Norms multiply by 1 + scale, and scales start at 0 (Gemma)."""
+    """Norms multiply by 1 + scale, and scales are initialized to 0 (Gemma)."""
     pre_norms: bool = True
-    """Norm the input of the attention and of the feed-forward layer (all but OLMo 2)."""
+    """Whether to apply a norm to the input of the attention and of the feed-forward layer (all but OLMo 2)."""
     post_norms: bool = False
-    """Norm the output of the attention and of the feed-forward layer before it is added (Gemma 2, OLMo 2)."""
+    """Apply a norm to the output of the attention and of the feed-forward layer before the residual addition (Gemma 2,
+    OLMo 2)."""
     embedding_scale: bool = False
-    """Multiply embeddings by sqrt(hidden_size), rounded to the computation's dtype (Gemma)."""
+    """Multiply embeddings by sqrt(hidden_size), rounded to the dtype of the computation (Gemma)."""
     embedding_multiplier: float = 1.0
     """Factor on the embeddings (Granite)."""
     residual_multiplier: float = 1.0
-    """Factor on the outputs of the attention and of the feed-forward layer before they are added (Granite)."""
+    """Factor on the outputs of the attention and of the feed-forward layer before the residual addition (Granite)."""
     attention_bias: bool = False
     """Biases of the query, key and value projections (Qwen 2)."""
     attention_out_bias: bool = False
     """Bias of the attention's output projection."""
     query_key_norm: bool = False
-    """Norm queries and keys before they are rotated: each head by itself (Qwen 3)."""
+    """Apply a norm to the queries and keys of each head separately, before the rotation (Qwen 3)."""
     joint_query_key_norm: bool = False
-    """Norm all heads' queries together, and all heads' keys, before they are rotated (OLMo 2)."""
+    """Apply one norm to the queries of all heads, and one to the keys of all heads, before the rotation (OLMo 2)."""
     query_scalar: int | None = None
-    """Attention scores are divided by its root; none: by head_dim's (Gemma 2)."""
+    """Attention scores are divided by sqrt(query_scalar); none: by sqrt(head_dim) (Gemma 2)."""
     attention_multiplier: float | None = None
-    """Attention scores are multiplied by it, in place of query_scalar (Granite)."""
+    """Factor on the attention scores, used instead of query_scalar (Granite)."""
     rotary_pattern: tuple[bool, ...] = (True,)
-    """Which layers rotate queries and keys, repeated over the layers (SmolLM 3: True True True False)."""
+    """Which layers rotate queries and keys; the pattern repeats over the layers (SmolLM 3: True True True False)."""
     attention_softcap: float | None = None
     """Attention scores s become cap * tanh(s / cap) (Gemma 2)."""
     sliding_window: int | None = None
-    """Most positions that a windowed layer attends to, its own included; none: all earlier ones."""
+    """Maximum number of positions that a layer with a window attends to, including its own; none: all earlier ones."""
     window_pattern: tuple[bool, ...] = (True,)
-    """Which layers have the window, repeated over the layers (Gemma 2: True False)."""
+    """Which layers have the window; the pattern repeats over the layers (Gemma 2: True False)."""
     logit_softcap: float | None = None
     """Logits z become cap * tanh(z / cap), in the loss (Gemma 2)."""
     logit_scale: float = 1.0
     """Factor on the logits, in the loss."""
     scan_layers: bool = True
-    """Compile one block and loop over the layers; otherwise compile each layer by itself."""
+    """Whether to compile one block and loop over the layers, instead of compiling each layer separately."""
     remat: Remat = "none"
-    """What the backward pass computes again: nothing; the scores that xla's attention keeps; those and all that is
-    elementwise (norms, rotations, activations), so that products with weights and cudnn's attention alone are kept; or
-    all of each block."""
+    """What the backward pass recomputes. none: nothing. attention: the scores of XLA attention. elementwise: the scores
+    and all elementwise operations (norms, rotations, activations), so that only the outputs of matmuls with weights and
+    of cuDNN attention are stored. full: each whole block."""
     attention_implementation: AttentionImplementation | None = None
-    """Of the attention's products; none: cudnn where it serves, else xla. cudnn needs an NVIDIA GPU, a 16-bit dtype,
-    an even number of tokens, head_dim a multiple of 8 up to 256, no cap, and the same window in every layer."""
+    """Attention implementation; none: cudnn where it is supported, else xla. cudnn requires an NVIDIA GPU, a 16-bit
+    dtype, an even number of tokens, head_dim a multiple of 8 up to 256, no softcap, and the same window in every
+    layer."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "max_seq_len"):
@@ -136,25 +138,25 @@ class ModelConfig:
             raise ValueError(f"rms_norm_eps must be finite and not negative, got {self.rms_norm_eps}")
         if not 0 < self.partial_rotary_factor <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
             raise ValueError(
-                f"partial_rotary_factor must lie in (0, 1] and turn an even number of features, got "
+                f"partial_rotary_factor must be in (0, 1] and rotate an even number of features, got "
                 f"{self.partial_rotary_factor} of head_dim {self.head_dim}"
             )
         for name in ("window_pattern", "rotary_pattern"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must have at least one entry, got none")
         if self.query_key_norm and self.joint_query_key_norm:
-            raise ValueError("query_key_norm and joint_query_key_norm exclude each other, got both")
+            raise ValueError("query_key_norm and joint_query_key_norm are mutually exclusive, got both")
         self.rope.check(self.rotary_dim)
         if self.attention_implementation == "cudnn" and (obstacle := self.cudnn_obstacle()):
             raise ValueError(f"attention_implementation cudnn {obstacle}")
 
     @property
     def rotary_dim(self) -> int:
-        """Features of a head that turn."""
+        """Number of features of a head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def windows(self) -> tuple[int | None, ...]:
-        """Returns each layer's window, None where a layer attends to all earlier positions."""
+        """Returns each layer's window, None if the layer attends to all earlier positions."""
         pattern = self.window_pattern
         return tuple(self.sliding_window if pattern[i % len(pattern)] else None for i in range(self.num_layers))
 
@@ -170,7 +172,10 @@ class ModelConfig:
         return 1.0 / math.sqrt(self.query_scalar or self.head_dim)
 
     def cudnn_obstacle(self) -> str | None:
-        """Returns what cuDNN's attention needs of a shape and does not get, or None; see `explain_attention`."""
+        """Returns the requirement of cuDNN attention that this config does not meet, or None.
+
+        `flax_models.model.attention_choice.explain_attention` also checks the device and the sequence length.
+        """
         if self.dtype == "float32":
             return "needs dtype bfloat16 or float16, got float32"
         if self.attention_softcap is not None:
@@ -182,11 +187,11 @@ class ModelConfig:
         return None
 
     def loss_options(self) -> dict[str, Any]:
-        """Returns the options with which `linear_cross_entropy` takes this model's hidden states and head."""
+        """Returns the keyword arguments of `linear_cross_entropy` for this model's hidden states and head."""
         return {"softcap": self.logit_softcap, "logit_scale": self.logit_scale}
 
     def parameter_count(self) -> int:
-        """Returns the number of parameters, a tied head counted once."""
+        """Returns the number of parameters; a tied head is counted once."""
         query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (query + key)
         attention += (query + 2 * key) * self.attention_bias + self.hidden_size * self.attention_out_bias

@@ -1,16 +1,16 @@
-"""A decoder-only transformer that ends in hidden states.
+"""A decoder-only transformer that returns hidden states.
 
-The model stops before the vocabulary: `model(tokens)` gives hidden states (B, T, D) and `model.head_weight()` the
-head's (V, D) rows, and the loss takes the two. The usual alternative, a model that returns logits, would write B*T*V
-numbers that training needs only as one scalar.
+The model does not compute logits: `model(tokens)` returns hidden states (B, T, D), `model.head_weight()` returns the
+head's weight (V, D), and the loss takes both. A model that returns logits, the usual alternative, writes B*T*V numbers,
+of which training needs only one scalar.
 
-Each block reads x and adds to it, with h = RMSNorm(x):
+Each block updates the residual stream x, with h = RMSNorm(x):
 
     x <- x + Attention(h) @ W_o         softmax(q . k / sqrt(head_dim)) over earlier positions; q, k rotated
     x <- x + (silu(h @ W_gate) * (h @ W_up)) @ W_down
 
-One class serves every published family: what they change in these lines is a field of `ModelConfig`. The blocks'
-parameters are stacked along a first axis of num_layers, and one compiled block runs over them.
+One class implements all published families: each of their differences is a field of `ModelConfig`. The blocks'
+parameters are stacked along a first axis of size num_layers, and one compiled block loops over them.
 """
 
 import math
@@ -53,7 +53,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention and feed-forward layer, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward layer, each with its norms, added to the residual stream."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
@@ -70,7 +70,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, context: AttentionContext, window: jax.Array | None = None, slots: CacheSlots | None = None
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns x (B, T, D) after the block, and the cache if `slots` has one."""
+        """Returns the updated x (B, T, D), and the updated cache, None without `slots`."""
         added, cache = self.attention(self.attention_norm(x) if self.pre_norms else x, context, window, slots)
         x = self._add(x, self.attention_post_norm(added) if self.post_norms else added)
         added = self.feed_forward(self.feed_forward_norm(x) if self.pre_norms else x)
@@ -83,11 +83,11 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer that gives hidden states; the head is a weight for the loss to take.
+    """Decoder-only transformer that returns hidden states; the loss takes them and the head's weight.
 
     Args:
-        config: its shape.
-        rngs: random streams for initialisation; `params` is used.
+        config: shape and options of the model.
+        rngs: random streams for initialization; only `params` is used.
 
     Example:
         >>> model = Decoder(ModelConfig(vocab_size=100, num_layers=1), rngs=nnx.Rngs(0))
@@ -100,7 +100,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.config = config
-        # 1/sqrt(D) makes the first logits of a tied head, products of a row with a normalised vector, of order 1.
+        # A standard deviation of 1/sqrt(D) makes the initial logits of order 1: normalized hidden states have length
+        # sqrt(D).
         initializer = nnx.initializers.normal(1.0 / math.sqrt(config.hidden_size))
         shape, dtype = (config.vocab_size, config.hidden_size), jnp.dtype(config.param_dtype)
         self.embedding = nnx.Param(initializer(rngs.params(), shape, dtype))
@@ -116,16 +117,16 @@ class Decoder(nnx.Module):
             self.head = nnx.Param(initializer(rngs.params(), shape, dtype))
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
-        """Returns the hidden states (B, T, D), in the config's dtype, of whole sequences.
+        """Returns the hidden states (B, T, D) of whole sequences, in the config's dtype.
 
         Args:
-            tokens: (B, T) integers in [0, V); larger ones give NaN.
-            lengths: (B, M) integers: of the sequences that lie one after another in a row, each with positions from 0
-                and none seeing another; zeros after the last. Each row must sum to T: padding is a sequence. None:
-                each row is one sequence.
+            tokens: (B, T) integers in [0, V); larger values give NaN.
+            lengths: (B, M) integers, the lengths of the sequences packed into each row, zeros after the last one.
+                Positions restart at 0 in each sequence, and attention does not cross sequences. Each row must sum to
+                T: padding counts as a sequence. None: each row is one sequence.
 
         Raises:
-            ValueError: lengths have not one row for each of the tokens.
+            ValueError: lengths does not have shape (B, M).
         """
         if lengths is not None and (lengths.ndim != 2 or lengths.shape[0] != tokens.shape[0]):
             raise ValueError(f"lengths must have shape ({tokens.shape[0]}, M) (tokens' rows), got {lengths.shape}")
@@ -136,21 +137,21 @@ class Decoder(nnx.Module):
         return self._hidden(tokens, positions, tokens.shape[-1], None, sequences)[0]
 
     def extend(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Returns hidden states of further tokens, and the cache with their keys and values.
+        """Returns the hidden states of further tokens, and the cache with their keys and values.
 
-        Rows may stand at different positions; a row's earlier tokens must be in the cache. Tokens that pad a row at its
-        end do no harm: see `flax_models.model.attention`.
+        Rows may be at different positions. The cache must hold a row's earlier tokens. Padding tokens at the end of a
+        row do not affect the result: see `flax_models.model.attention`.
 
         Args:
             tokens: (B, T) integers.
-            positions: (B, T) of each token in its row; those that the cache has no slot for are not written.
-            cache: from `make_cache`, or from an earlier call.
+            positions: (B, T) position of each token in its row; tokens beyond the end of the cache are not written.
+            cache: returned by `make_cache` or by an earlier call.
 
         Returns:
             (hidden states (B, T, D), cache).
 
         Raises:
-            ValueError: positions have not the tokens' shape, or the cache is of other rows.
+            ValueError: positions do not have the shape of tokens, or the cache has another number of rows.
         """
         if positions.shape != tokens.shape:
             raise ValueError(f"positions must have shape {tokens.shape} (tokens' shape), got {positions.shape}")
@@ -163,7 +164,7 @@ class Decoder(nnx.Module):
     def make_cache(self, rows: int, length: int) -> Cache:
         """Returns an empty cache for `rows` sequences of at most `length` tokens.
 
-        With longrope, the length also says which frequencies hold: keys in the cache cannot change theirs later.
+        With longrope, `length` also selects the rotary frequencies, because the keys in the cache are already rotated.
         """
         config = self.config
         shape = (config.num_layers, rows, length, config.num_kv_heads, config.head_dim)
@@ -184,10 +185,10 @@ class Decoder(nnx.Module):
         if config.embedding_multiplier != 1.0:
             x = x * jnp.asarray(config.embedding_multiplier, x.dtype)
         frequencies = rotary_frequencies(config.rope, config.rope_theta, config.rotary_dim, seq_len)
-        turns = positions
+        rope_positions = positions
         if sequences is not None:
-            turns = positions - jnp.take_along_axis(sequences.starts, sequences.of, axis=1)
-        tables = rotary_tables(frequencies, turns, config.rope.attention_factor())
+            rope_positions = positions - jnp.take_along_axis(sequences.starts, sequences.of, axis=1)
+        tables = rotary_tables(frequencies, rope_positions, config.rope.attention_factor())
         context = AttentionContext(positions, *tables, sequences)
         if config.num_layers:
             x, cache = self._run_blocks(x, context, cache)
@@ -209,27 +210,27 @@ class Decoder(nnx.Module):
         ) -> tuple[tuple[jax.Array, Cache | None], None]:
             (x, cache), (params, window, rotated, index) = carry, layer
             slots = None if cache is None else CacheSlots(cache, index)
-            seen = context
-            if rotated is not None:
-                seen = context._replace(
+            layer_context = context
+            if rotated is not None:  # cosine 1 and sine 0: no rotation
+                layer_context = context._replace(
                     cos=jnp.where(rotated, context.cos, 1.0), sin=jnp.where(rotated, context.sin, 0.0)
                 )
-            return nnx.merge(graph, params)(x, seen, window, slots), None
+            return nnx.merge(graph, params)(x, layer_context, window, slots), None
 
         if config.remat in ("elementwise", "full"):
-            policy = _is_product if config.remat == "elementwise" else None
+            policy = _saves_matmuls if config.remat == "elementwise" else None
             step = jax.checkpoint(step, prevent_cse=not config.scan_layers, policy=policy)
         unroll = 1 if config.scan_layers else config.num_layers
         return jax.lax.scan(step, (x, cache), (params, varying, rotates, layers), unroll=unroll)[0]
 
     def head_weight(self) -> jax.Array:
-        """Returns the head's rows (V, D), the parameter itself, in the dtype in which it is kept."""
+        """Returns the head's weight (V, D), in the dtype of the parameters."""
         return self.embedding[...] if self.config.tie_embeddings else self.head[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Returns the logits (..., V), float32, of hidden states (..., D): for the few positions that are drawn from.
+        """Returns the float32 logits (..., V) of hidden states (..., D), for the few positions that are sampled from.
 
-        Training never calls this: the loss takes `head_weight()`.
+        Training does not call this: the loss takes `head_weight()`.
         """
         config, head = self.config, self.head_weight()
         logits = jnp.matmul(hidden, head.astype(hidden.dtype).T, preferred_element_type=jnp.float32)
@@ -239,13 +240,13 @@ class Decoder(nnx.Module):
         )
 
 
-def _is_product(primitive: Any, *avals: Any, **parameters: Any) -> bool:
-    """A policy of jax.checkpoint: keeps products with weights, adapters' added, and what cuDNN's attention gives."""
+def _saves_matmuls(primitive: Any, *avals: Any, **parameters: Any) -> bool:
+    """Policy of jax.checkpoint that saves the outputs of matmuls with weights, of adapters and of cuDNN attention."""
     if str(primitive) == "optimization_barrier" or str(primitive).startswith("dot_product_attention_fwd"):
         return True
     return jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims(primitive, *avals, **parameters)
 
 
 def decoder_shapes(config: ModelConfig) -> Decoder:
-    """Returns a decoder whose parameters are `jax.ShapeDtypeStruct`: its structure, with nothing drawn."""
+    """Returns a decoder whose parameters are `jax.ShapeDtypeStruct`; nothing is initialized."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

@@ -1,7 +1,7 @@
-"""Published models by name: the sizes and options of their config.json files, without their weights.
+"""Published models by name: the sizes and options of their config.json files, without weights.
 
-Source: the config.json of each model's page on huggingface.co; README.md of each gives the parameters, which
-`ModelConfig.parameter_count` repeats to the last one.
+Source: the config.json of each model on huggingface.co. `ModelConfig.parameter_count` equals the number of parameters
+on each model's page exactly.
 """
 
 import dataclasses
@@ -134,7 +134,7 @@ PUBLISHED: dict[str, ModelConfig] = {
     "gemma2-9b": dataclasses.replace(
         _GEMMA2_2B, hidden_size=3584, num_layers=42, num_heads=16, num_kv_heads=8, intermediate_size=14_336
     ),
-    "phi3-mini": ModelConfig(  # the 4k one
+    "phi3-mini": ModelConfig(  # the model with a context of 4k tokens
         family="phi3",
         vocab_size=32_064,
         hidden_size=3072,

@@ -1,25 +1,24 @@
-r"""Adapters of low rank on the projections of a decoder's blocks: LoRA, LoRA+ and DoRA.
+r"""Low-rank adapters on the projections of a decoder's blocks: LoRA, LoRA+ and DoRA.
 
-A projection's kernel W (in, out) stays as it is, and two small matrices A (in, R) and B (R, out) train beside it:
+The kernel W (in, out) of a projection is frozen, and two small matrices A (in, R) and B (R, out) train:
 
-    y = x W + s (x A) B + bias                      s = alpha / R                                         LoRA
-    y = (m / n) * (x W + s (x A) B) + bias          n = lengths of the columns of W + s A B, m learned    DoRA
+    y = x W + s (x A) B + bias                      s = alpha / R                                       LoRA
+    y = (m / n) * (x W + s (x A) B) + bias          n = norms of the columns of W + s A B, m trained    DoRA
 
-A begins uniform in +-1/sqrt(in), B at zero and m at the lengths of W's columns, so a run begins with the model that it
-was given: to the bit with LoRA, to rounding with DoRA. Gradients take n as a constant.
+A is initialized uniformly in +-1/sqrt(in), B to zero and m to the norms of W's columns, so that training starts from
+the given model: exactly with LoRA, up to rounding with DoRA. The gradient treats n as a constant.
 
-Nothing else trains unless --unfreeze names it, and what does not train needs no float32 master: with a 16-bit dtype of
-computation frozen kernels, biases, embedding and head are kept in that dtype. Whatever reads them rounds them to it
-first, so the model's numbers are the same, and the copy that float32 would take is spared. Norms are read in float32
-and stay in the dtype of the parameters, and so do adapters and what --unfreeze names.
+All other parameters are frozen unless --unfreeze names them. Frozen parameters need no float32 master copy: if the
+computation has a 16-bit dtype, frozen kernels, biases, embedding and head are stored in that dtype. The computation
+rounds them to that dtype in any case, so the results are the same and the memory of float32 copies is saved. Norms are
+read in float32 and keep the dtype of the parameters, as do adapters and the parameters that --unfreeze names.
 
-The alternative, adapters in a tree of their own beside an untouched model, would have each place that calls a
-projection take two trees. Here an adapted projection stands where the plain one stood, its kernel and bias under the
-same names.
+With the alternative, adapters in a separate tree, every call of a projection would take two trees. Here, the adapted
+projection replaces the plain one, and its kernel and bias keep their names.
 
 Source: Hu et al., "LoRA: Low-rank adaptation of large language models", section 4.1; Liu et al., "DoRA:
-Weight-decomposed low-rank adaptation", sections 4.1 and 4.3. The draw of A and, unless --lora-alpha says otherwise,
-s = 2 are the field's habit (Biderman et al., "LoRA learns less and forgets less", section 5, finds alpha = 2 R best).
+Weight-decomposed low-rank adaptation", sections 4.1 and 4.3. The initialization of A and the default s = 2 follow
+common practice (Biderman et al., "LoRA learns less and forgets less", section 5, finds alpha = 2 R best).
 """
 
 import math
@@ -36,7 +35,7 @@ from flax_models.model.decoder import Decoder, decoder_shapes
 from flax_models.model.lora_config import LoraConfig, Projection
 from flax_models.model.parameters import is_adapter, is_named, name_of
 
-MODULES: dict[Projection, str] = {  # of a block, that hold the projections
+MODULES: dict[Projection, str] = {  # the module of a block that holds each projection
     "query": "attention",
     "key": "attention",
     "value": "attention",
@@ -48,18 +47,18 @@ MODULES: dict[Projection, str] = {  # of a block, that hold the projections
 
 
 class AdaptedLinear(nnx.Module):
-    """A projection with an adapter beside its kernel; see the module's docstring for what it computes.
+    """A projection with an adapter; the module's docstring has the equations.
 
     Args:
-        linear: the projection of all layers, its kernel (L, in, out).
-        lora: of the adapter.
-        rngs: random streams; `params` is used.
+        linear: the projection of all layers, with kernel (L, in, out).
+        lora: options of the adapter.
+        rngs: random streams; only `params` is used.
 
     Attributes:
         kernel, bias: those of `linear`.
-        lora_a: (L, in, R), in the dtype of the projection's parameters, as the next two.
-        lora_b: (L, R, out).
-        lora_magnitude: (L, out), with DoRA alone.
+        lora_a: (L, in, R), in the dtype of the projection's parameters.
+        lora_b: (L, R, out), in the same dtype.
+        lora_magnitude: (L, out), in the same dtype; only with DoRA.
     """
 
     def __init__(self, linear: nnx.Linear, lora: LoraConfig, rngs: nnx.Rngs) -> None:
@@ -74,31 +73,35 @@ class AdaptedLinear(nnx.Module):
         self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -bound, bound))
         self.lora_b = nnx.Param(jnp.zeros((layers, lora.lora_rank, features_out), dtype))
         if lora.dora:
-            lengths = jax.lax.map(_lengths, linear.kernel[...].astype(self.dtype))
-            self.lora_magnitude = nnx.Param(lengths.astype(dtype))
+            norms = jax.lax.map(_column_norms, linear.kernel[...].astype(self.dtype))
+            self.lora_magnitude = nnx.Param(norms.astype(dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns (..., out), in the computation's dtype, of x (..., in), by the parameters of one layer."""
+        """Returns the output (..., out) for x (..., in), in the dtype of the computation.
+
+        Called inside the loop over layers, where the parameters are those of one layer.
+        """
         x, kernel, a, b = (
             array.astype(self.dtype) for array in (x, self.kernel[...], self.lora_a[...], self.lora_b[...])
         )
-        # The sum itself, or XLA keeps both of its terms for the backward pass and adds them again wherever it is read.
+        # The barrier makes XLA store the sum. Without it, XLA stores both terms for the backward pass and adds them
+        # again at each use.
         y = jax.lax.optimization_barrier(x @ kernel + ((x @ a) * self.scale) @ b)
         if self.dora:
             added = jnp.matmul(a, b, preferred_element_type=jnp.float32)
-            lengths = jax.lax.stop_gradient(_lengths(kernel.astype(jnp.float32) + self.scale * added))
-            y = _times(y, self.lora_magnitude[...].astype(jnp.float32) / lengths)
+            norms = jax.lax.stop_gradient(_column_norms(kernel.astype(jnp.float32) + self.scale * added))
+            y = _multiply(y, self.lora_magnitude[...].astype(jnp.float32) / norms)
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y
 
     def merged(self) -> jax.Array:
-        """Returns the kernels (L, in, out), float32, that alone do what kernels and adapters do together."""
+        """Returns the float32 kernels (L, in, out) of plain projections that compute the same."""
         magnitude = self.lora_magnitude[...] if self.dora else None
         return _merged(self.kernel[...], self.lora_a[...], self.lora_b[...], magnitude, self.scale)
 
 
-@partial(jax.checkpoint, prevent_cse=False)  # the backward pass is left y, and no float32 copy of it
-def _times(y: jax.Array, factors: jax.Array) -> jax.Array:
-    """Returns y (..., out) times float32 factors (out,), rounded once."""
+@partial(jax.checkpoint, prevent_cse=False)  # saves y for the backward pass, not its float32 copy
+def _multiply(y: jax.Array, factors: jax.Array) -> jax.Array:
+    """Multiplies y (..., out) by float32 factors (out,) and rounds once."""
     return (y.astype(jnp.float32) * factors).astype(y.dtype)
 
 
@@ -112,29 +115,29 @@ def _merged(
 ) -> jax.Array:
     def layer(arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         kernel, a, b, magnitude = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
-        whole = kernel + scale * jnp.matmul(a, b, precision="highest")
-        return whole if magnitude is None else whole * (magnitude / _lengths(whole))
+        merged = kernel + scale * jnp.matmul(a, b, precision="highest")
+        return merged if magnitude is None else merged * (magnitude / _column_norms(merged))
 
-    return jax.lax.map(layer, (kernel, a, b, magnitude))  # one layer's temporaries at a time
+    return jax.lax.map(layer, (kernel, a, b, magnitude))  # holds the temporaries of one layer at a time
 
 
-def _lengths(kernel: jax.Array) -> jax.Array:
-    """Returns the lengths (out,), float32, of a kernel's columns; a column of zeros has one that can be divided by."""
+def _column_norms(kernel: jax.Array) -> jax.Array:
+    """Returns the float32 norms (out,) of a kernel's columns; a column of zeros has the smallest normal number."""
     squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=0)
     return jnp.maximum(jnp.sqrt(squares), jnp.finfo(jnp.float32).tiny)
 
 
 def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
-    """Puts adapters into a model, in place, and keeps what will not train in the computation's dtype if it is smaller.
+    """Adds adapters to a model in place, and converts frozen parameters to the computation's dtype if it is smaller.
 
     Args:
-        model: with random or loaded parameters; nothing happens to it if `lora.lora_rank` is 0.
-        lora: which projections, and how.
-        rngs: random streams; `params` is used, and if the model was drawn from the same, what is drawn is new.
+        model: model with random or loaded parameters; unchanged if `lora.lora_rank` is 0.
+        lora: options of the adapters.
+        rngs: random streams; only `params` is used. It may be the object that initialized the model.
 
     Raises:
         RunError: the model has no blocks.
-        ValueError: it has adapters already.
+        ValueError: the model already has adapters.
 
     Example:
         >>> model = Decoder(ModelConfig(vocab_size=100, num_layers=2), rngs=nnx.Rngs(0))
@@ -145,9 +148,9 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
     if not lora.lora_rank:
         return
     if not model.config.num_layers:
-        raise RunError("--lora-rank adapts the projections of blocks, and --num-layers is 0")
+        raise RunError("--lora-rank needs --num-layers of at least 1, got 0")
     if any(adapted_projections(model)):
-        raise ValueError("model must have no adapters yet, got one that has")
+        raise ValueError("model must not have adapters yet, got a model with adapters")
     for projection in lora.lora_targets:
         module = getattr(model.blocks, MODULES[projection])
         setattr(module, projection, AdaptedLinear(getattr(module, projection), lora, rngs))
@@ -156,12 +159,13 @@ def adapt(model: Decoder, lora: LoraConfig, rngs: nnx.Rngs) -> None:
         if not isinstance(variable, nnx.Param) or path[-1] == "scale":
             continue
         trains = is_adapter(name_of(path)) or is_named(name_of(path), lora.unfreeze)
-        if not trains and variable.dtype.itemsize > dtype.itemsize:  # one by one: beside the model, memory for one
+        # One parameter at a time, so that only one exists in both dtypes.
+        if not trains and variable.dtype.itemsize > dtype.itemsize:
             variable.set_value(variable[...].astype(dtype))
 
 
 def adapted_projections(model: Decoder) -> Iterator[tuple[Projection, AdaptedLinear]]:
-    """Yields the projections that have an adapter, and their names."""
+    """Yields the names and modules of the projections that have an adapter."""
     for projection, module in MODULES.items():
         linear = getattr(getattr(model.blocks, module), projection)
         if isinstance(linear, AdaptedLinear):
@@ -169,7 +173,7 @@ def adapted_projections(model: Decoder) -> Iterator[tuple[Projection, AdaptedLin
 
 
 def adapted_shapes(config: ModelConfig, lora: LoraConfig) -> Decoder:
-    """Returns what `decoder_shapes` does, with the adapters of a run: structure, shapes and dtypes, nothing drawn."""
+    """Returns what `decoder_shapes` returns, with adapters: structure, shapes and dtypes; nothing is initialized."""
 
     def build() -> Decoder:
         rngs = nnx.Rngs(0)
@@ -181,13 +185,13 @@ def adapted_shapes(config: ModelConfig, lora: LoraConfig) -> Decoder:
 
 
 def merge(model: Decoder) -> Decoder:
-    """Returns a plain decoder that does what a model with adapters does: its kernels are W + s A B, or DoRA's.
+    """Merges the adapters into the kernels: returns a plain decoder with kernels W + s A B, or those of DoRA.
 
     Args:
-        model: with adapters or without; it stays as it is.
+        model: model with or without adapters; it is not modified.
 
     Returns:
-        A decoder whose parameters have the config's param_dtype. To that dtype its kernels are rounded once.
+        A decoder whose parameters have the config's param_dtype. The merged kernels are rounded once, to that dtype.
 
     Example:
         >>> model = Decoder(ModelConfig(vocab_size=100, num_layers=1), rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""The options of adapters, as the command line of training offers them."""
+"""The options of adapters, which are also options of the training command line."""
 
 import dataclasses
 import math
@@ -12,23 +12,24 @@ Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Adapters of low rank, which train in the place of the model (`lora.py`)."""
+    """Low-rank adapters, which train while the rest of the model is frozen (`lora.py`)."""
 
     lora_rank: int = 0
-    """Rank of an adapter on each of --lora-targets; everything else keeps its values. 0: no adapters."""
+    """Rank of the adapter on each projection in --lora-targets; all other parameters are frozen. 0: no adapters."""
     lora_alpha: float | None = None
-    """What an adapter gives is multiplied by lora_alpha / lora_rank; none: twice the rank, which makes it 2."""
+    """The output of an adapter is multiplied by lora_alpha / lora_rank; none: 2 * lora_rank."""
     lora_targets: tuple[Projection, ...] = typing.get_args(Projection)
     """Projections of every block that have an adapter."""
     lora_plus_ratio: float = 1.0
-    """Learning rate of an adapter's second matrix, B, over that of all else (LoRA+); 16 is recommended."""
+    """Ratio of the learning rate of an adapter's second matrix, B, to that of all other parameters (LoRA+); 16 is
+    recommended."""
     dora: bool = False
-    """Learn the length of each column of the adapted weights by itself (DoRA)."""
+    """Train the norm of each column of the adapted weights separately (DoRA)."""
     unfreeze: tuple[str, ...] = ()
-    """Parts of the model that train beside the adapters, named as for --freeze."""
+    """Parameters that train in addition to the adapters, named as for --freeze."""
     adapter: Path | None = None
-    """Folder of adapters, as the peft library writes them, that the run starts from; rank, alpha, targets and DoRA are
-    the folder's."""
+    """Folder of adapters, in the format of the peft library, that the run starts from. Rank, alpha, targets and DoRA
+    come from the folder."""
 
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
@@ -36,16 +37,19 @@ class LoraConfig:
         if self.lora_rank == 0:
             for item in dataclasses.fields(self):
                 if (value := getattr(self, item.name)) != item.default:
-                    raise ValueError(f"--{item.name.replace('_', '-')} goes with --lora-rank, which is 0: got {value}")
+                    name = item.name.replace("_", "-")
+                    raise ValueError(f"--{name} requires --lora-rank of at least 1, got --{name} {value}")
         if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
             raise ValueError(f"--lora-alpha must be positive and finite, got {self.lora_alpha}")
         if not 0 < self.lora_plus_ratio < math.inf:
             raise ValueError(f"--lora-plus-ratio must be positive and finite, got {self.lora_plus_ratio}")
         if not self.lora_targets or len(set(self.lora_targets)) < len(self.lora_targets):
-            raise ValueError(f"--lora-targets must name projections, each once, got {' '.join(self.lora_targets)!r}")
+            raise ValueError(
+                f"--lora-targets must name at least one projection, each once, got {' '.join(self.lora_targets)!r}"
+            )
 
     @property
     def scale(self) -> float:
-        """Factor on what an adapter gives; a run without adapters has none."""
+        """Factor on the output of an adapter; undefined if lora_rank is 0."""
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha / self.lora_rank

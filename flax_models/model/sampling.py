@@ -1,8 +1,7 @@
-"""Continuations of several prompts at once, drawn on the device with a cache of keys and values.
+"""Batched text generation on the device with a key-value cache.
 
-Prompts of different lengths stand at the left of one array, each with its own length, and need no padding tokens that
-the model would have to be told to pass over: see `attention.py`. One compiled loop draws until every row has
-ended or has its tokens.
+Prompts of different lengths are left-aligned in one array with a length for each row, so the model needs no padding
+mask: see `attention.py`. One compiled loop samples tokens until every row has ended or has all of its tokens.
 """
 
 import math
@@ -20,16 +19,16 @@ from flax_models.model.decoder import Cache, Decoder
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from softmax(logits / temperature), restricted to the largest logits."""
+    """How a token is sampled from softmax(logits / temperature), restricted to the largest logits."""
 
     temperature: float = 0.8
-    """0 takes the likeliest token every time."""
+    """Sampling temperature; 0: always the most likely token."""
     top_k: int = 0
-    """Draw from so many likeliest tokens; 0: from all."""
+    """Sample from the k most likely tokens; 0: from all."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that make up this probability."""
+    """Sample from the most likely tokens whose total probability reaches p."""
     min_tokens: int = 0
-    """No row ends before it has so many."""
+    """Minimum number of new tokens for each row."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -38,16 +37,16 @@ class Sampling:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
 
 
 def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
-    """Returns one token of each row.
+    """Samples one token for each row.
 
     Args:
-        logits: (B, V) float32; -inf is never drawn.
-        keys: (B,) of jax.random, one a row.
-        sampling: the rule.
+        logits: (B, V) float32; tokens with -inf are never sampled.
+        keys: (B,) keys of jax.random, one for each row.
+        sampling: how the token is sampled.
 
     Returns:
         (B,) int32.
@@ -62,15 +61,15 @@ def draw(logits: jax.Array, keys: jax.Array, sampling: Sampling) -> jax.Array:
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     count = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    if count == logits.shape[-1] and sampling.top_p == 1:  # nothing is left out: no need to sort
+    if count == logits.shape[-1] and sampling.top_p == 1:  # all tokens: no need to sort
         return jax.vmap(jax.random.categorical)(keys, logits / sampling.temperature).astype(jnp.int32)
     values, entries = jax.lax.top_k(logits, count)  # largest first
     values = values / sampling.temperature
     before = jnp.cumsum(jax.nn.softmax(values, axis=-1), axis=-1)
-    before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)))  # probability of all larger ones: 0 for the largest
+    before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)))  # total probability of all larger logits: 0 for the largest
     kept = jnp.where(before < sampling.top_p, values, -jnp.inf)
-    places = jax.vmap(jax.random.categorical)(keys, kept)
-    return jnp.take_along_axis(entries, places[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    chosen = jax.vmap(jax.random.categorical)(keys, kept)
+    return jnp.take_along_axis(entries, chosen[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
 def continue_prompts(
@@ -83,23 +82,23 @@ def continue_prompts(
     ends: Sequence[int] = (),
     use_cache: bool = True,
 ) -> list[list[int]]:
-    """Draws a continuation of every prompt.
+    """Generates a continuation of every prompt.
 
     Args:
         model: the decoder.
-        prompts: at least one, each of at least one token.
-        length: most tokens to draw for each.
-        key: of jax.random; each row draws with a key of its own, by its place.
-        sampling: how tokens are drawn; None: the defaults.
+        prompts: at least one prompt, each of at least one token.
+        length: maximum number of new tokens for each prompt.
+        key: key of jax.random; each row's key is derived from it and from the row's index.
+        sampling: how tokens are sampled; None: the defaults.
         ends: tokens that end a text; they are not returned.
-        use_cache: False computes the whole text again for every token, to check the cache by.
+        use_cache: False recomputes the whole text for every token; tests compare the cache with it.
 
     Returns:
-        The tokens drawn for each prompt, without it.
+        The new tokens of each prompt.
 
     Raises:
-        ValueError: no prompt, an empty prompt, a token outside the vocabulary, or longer texts than the model's
-            max_seq_len.
+        ValueError: there is no prompt, a prompt is empty, a token is outside the vocabulary, or a text would be longer
+            than the model's max_seq_len.
 
     Example:
         >>> from flax_models.model.decoder import ModelConfig
@@ -112,15 +111,15 @@ def continue_prompts(
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompts[{i}] must have at least one token, got none")
-        if odd := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
-            raise ValueError(f"prompts[{i}] must hold tokens in [0, {model.config.vocab_size}), got {odd[0]}")
+        if invalid := [token for token in prompt if not 0 <= token < model.config.vocab_size]:
+            raise ValueError(f"prompts[{i}] must have tokens in [0, {model.config.vocab_size}), got {invalid[0]}")
     if length < 0:
         raise ValueError(f"length must not be negative, got {length}")
     width = max(map(len, prompts))
     if width + length > model.config.max_seq_len:
         raise ValueError(
             f"length must be at most {max(model.config.max_seq_len - width, 0)} (max_seq_len "
-            f"{model.config.max_seq_len} less the longest prompt's {width} tokens), got {length}"
+            f"{model.config.max_seq_len} minus the longest prompt's {width} tokens), got {length}"
         )
     if length == 0:
         return [[] for _ in prompts]
@@ -130,19 +129,19 @@ def continue_prompts(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     graph, params = nnx.split(model)
     sampling = Sampling() if sampling is None else sampling
-    drawn, after = _continue(graph, params, tokens, lengths, key, width, sampling, tuple(ends), use_cache)
-    drawn, after = np.asarray(drawn), np.asarray(after)
-    return [drawn[i, lengths[i] : after[i]].tolist() for i in range(len(prompts))]
+    texts, after = _continue(graph, params, tokens, lengths, key, width, sampling, tuple(ends), use_cache)
+    texts, after = np.asarray(texts), np.asarray(after)
+    return [texts[i, lengths[i] : after[i]].tolist() for i in range(len(prompts))]
 
 
 class _Loop(NamedTuple):
-    """What one drawn token leaves to the next."""
+    """State of the sampling loop."""
 
     step: jax.Array  # () int32
     tokens: jax.Array  # (B, S)
     lengths: jax.Array  # (B,)
     done: jax.Array  # (B,) bool
-    last: jax.Array  # (B, D) hidden state that the next token follows from
+    last: jax.Array  # (B, D) hidden state of each row's last token
     cache: Cache | None
 
 
@@ -150,10 +149,10 @@ class _Loop(NamedTuple):
 def _continue(
     graph: nnx.GraphDef,
     params: nnx.State,
-    tokens: jax.Array,  # (B, S): prompts, with room for what is drawn
+    tokens: jax.Array,  # (B, S): prompts, with room for the new tokens
     lengths: jax.Array,  # (B,)
     key: jax.Array,
-    width: int,  # of the longest prompt
+    width: int,  # length of the longest prompt
     sampling: Sampling,
     ends: tuple[int, ...],
     use_cache: bool,
@@ -168,7 +167,7 @@ def _continue(
         return model(tokens)[rows, lengths - 1]
 
     def step(state: _Loop) -> _Loop:
-        logits = model.logits(state.last)  # (B, V): the one place where logits are wanted
+        logits = model.logits(state.last)  # (B, V)
         if ends and sampling.min_tokens:
             early = jnp.where(state.step < sampling.min_tokens, -jnp.inf, 0.0)
             logits = logits.at[:, endings].add(early)
@@ -201,13 +200,13 @@ def _next_token(
     graph: nnx.GraphDef,
     params: nnx.State,
     window: jax.Array,  # (1, T)
-    last: jax.Array,  # () place of the last token in the window
+    last: jax.Array,  # () index of the last token in the window
     key: jax.Array,
     temperature: jax.Array,
     top_k: int,
 ) -> jax.Array:
     model = nnx.merge(graph, params)
-    logits = model.logits(model(window)[0, last])  # (V,): of one position alone
+    logits = model.logits(model(window)[0, last])  # (V,): of one position
     values, entries = jax.lax.top_k(logits, min(top_k, logits.shape[0]))
     return entries[jax.random.categorical(key, values / temperature)]
 
@@ -222,24 +221,25 @@ def generate(
     top_k: int = 40,
     ends: Sequence[int] = (),
 ) -> list[int]:
-    """Draws a continuation of a prompt, each token from softmax(logits / temperature) over the top_k largest logits.
+    """Generates a continuation of one prompt, without a cache, over a sliding window of the model's max_seq_len.
 
-    The window is the model's max_seq_len: of a longer text the model sees its end.
+    Each token is sampled from softmax(logits / temperature) over the top_k largest logits. If the text is longer than
+    max_seq_len, the model reads its last max_seq_len tokens.
 
     Args:
         model: the decoder.
         prompt: at least one token.
-        length: most tokens to draw.
-        key: of jax.random.
-        temperature: > 0; small values keep to the likeliest tokens.
-        top_k: >= 1; 1 takes the likeliest token every time.
-        ends: tokens that end the text; none of them is returned.
+        length: maximum number of new tokens.
+        key: key of jax.random.
+        temperature: > 0; small values favor the most likely tokens.
+        top_k: >= 1; 1: always the most likely token.
+        ends: tokens that end the text; they are not returned.
 
     Returns:
-        The tokens drawn, without the prompt.
+        The new tokens, without the prompt.
 
     Raises:
-        ValueError: an empty prompt, or an option outside its range.
+        ValueError: the prompt is empty, or an option is out of range.
 
     Example:
         >>> from flax_models.model.decoder import ModelConfig
@@ -261,11 +261,11 @@ def generate(
     width = model.config.max_seq_len
     tokens = list(prompt)
     for step_key in jax.random.split(key, length):
-        seen = tokens[-width:]
-        # One shape for every length: causal attention never looks at the padding.
+        visible = tokens[-width:]
+        # Padding to one shape avoids recompilation; with causal attention, padding at the end has no effect.
         window = np.zeros((1, width), np.int32)
-        window[0, : len(seen)] = seen
-        last = jnp.asarray(len(seen) - 1)
+        window[0, : len(visible)] = visible
+        last = jnp.asarray(len(visible) - 1)
         token = int(_next_token(graph, params, window, last, step_key, jnp.asarray(temperature), top_k))
         if token in ends:
             break

@@ -1,1 +1,1 @@
-"""The trainer: `python -m flax_models.train`."""
+"""Training: `python -m flax_models.train`."""

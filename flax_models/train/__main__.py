@@ -1,4 +1,4 @@
-"""`python -m flax_models.train`."""
+"""Entry point of `python -m flax_models.train`."""
 
 import sys
 

@@ -1,23 +1,24 @@
-r"""What a step costs: parameters, floating-point operations, memory, and the device's peak to hold them against.
+r"""Cost of a training step: parameters, floating-point operations and memory, and the peak throughput of devices.
 
-Model FLOP utilisation (MFU) is the share of the device's peak that the model itself needs:
+Model FLOP utilization (MFU) is the model's required flops per second divided by the device's peak:
 
-    flops a token = 6 * P + 12 * sum over layers of heads * head_dim * keys,    MFU = flops a token * tokens/s / peak
+    flops per token = 6 * P + 12 * sum over layers of (heads * head_dim * keys)
+    MFU = flops per token * tokens/s / peak
 
-P counts the parameters that a token is multiplied by: the blocks' matrices, and the head once. Norms and biases are
-left out, and so is the embedding, which is looked up; a tied one counts, as the head. Each such parameter makes one
-multiplication and one addition forward, and twice that backward: for its own gradient, and for that of what it was
-multiplied with. `keys` is how many positions a query sees on average: of T tokens, (T + 1) / 2, the causal half, and
-less under a window; each is met by two products (scores and values) of 2 * head_dim flops, forward once and backward
-twice. What is computed beyond that is not counted: masked scores, activations computed again (remat), logits computed
-again by the loss, the optimiser. So MFU falls when they are added.
+P is the number of parameters in matmuls: the blocks' matrices and the head. Norms, biases and the embedding lookup are
+not counted; a tied embedding counts once, as the head. Each of these parameters takes one multiplication and one
+addition in the forward pass, and two of each in the backward pass: one for the gradient of the weight, one for the
+gradient of the input. `keys` is the mean number of positions that a query attends to: (T + 1) / 2 for causal attention
+over T tokens, less with a window. Each key takes two matmuls (scores and values) of 2 * head_dim flops, once in the
+forward and twice in the backward pass. Other computation is not counted: masked scores, rematerialized activations,
+logits that the loss recomputes, and the optimizer. More of it makes the MFU lower.
 
-Frozen parameters have no gradient of their own, which leaves them 4 in place of 6. Where nothing before them trains
-either, nothing goes back through them, and they have 2 (attention 4 in place of 12); all blocks count as one there.
-Adapters (model/lora.py) are parameters more that train. What DoRA computes of the parameters alone, once a step, is
+Frozen parameters have no weight gradient, so they count 4 instead of 6 flops. If nothing before them trains, there is
+no input gradient either, and they count 2 (attention 4 instead of 12); for this, all blocks are treated as one unit.
+Adapters (model/lora.py) count as trained parameters. The per-step computation of DoRA that involves only parameters is
 not counted.
 
-Source: Chowdhery et al., "PaLM", 2022, appendix B; there attention counts in full, here its causal half.
+Source: Chowdhery et al., "PaLM", 2022, appendix B, which counts attention in full; here, only its causal half counts.
 """
 
 import os
@@ -32,9 +33,9 @@ import numpy as np
 from flax_models.model.decoder import ModelConfig
 from flax_models.train.step import Trainer
 
-# Dense bf16 flops/s of one device with float32 sums, by the beginning of JAX's device_kind; the first that fits counts.
-# NVIDIA's datasheets (half of the numbers given "with sparsity"), for GeForce its white paper, and Google Cloud's TPU
-# pages.
+# Dense bf16 flops/s of one device with float32 accumulation, by prefix of JAX's device_kind; the first match is used.
+# Sources: NVIDIA's datasheets (half of the numbers "with sparsity"), for GeForce the white paper, and Google Cloud's
+# TPU pages.
 PEAK_BF16 = {
     "NVIDIA GB200": 2500e12,
     "NVIDIA B200": 2250e12,
@@ -55,28 +56,28 @@ PEAK_BF16 = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-# Part of a device, or another one that is called alike.
-NOT_THE_SAME = ("MIG", "A100-SXM-64GB", "RTX 4090 D", "RTX 4090 Laptop", "TPU v4 lite")
+# Device kinds that match a prefix above but are a part of the device, or another device.
+EXCLUDED = ("MIG", "A100-SXM-64GB", "RTX 4090 D", "RTX 4090 Laptop", "TPU v4 lite")
 
 
 def device_peak(kind: str) -> float | None:
-    """Returns the dense bf16 peak in flops/s of a device by its `device_kind`, None where it is not known.
+    """Returns the dense bf16 peak in flops/s for a `device_kind`, None if it is unknown.
 
     Example:
         >>> device_peak("NVIDIA H200"), device_peak("NVIDIA A10G"), device_peak("cpu")
         (989000000000000.0, None, None)
     """
-    if any(word in kind for word in NOT_THE_SAME):
+    if any(word in kind for word in EXCLUDED):
         return None
     for name, peak in PEAK_BF16.items():
-        # A name goes on with a space or a dash ("A100-SXM4-80GB"), or it is another device's ("A10G").
+        # A longer name must continue with a space or a dash ("A100-SXM4-80GB"); "A10G" is another device than "A10".
         if re.match(rf"{re.escape(name)}(?![A-Za-z0-9])", kind):
             return peak
     return None
 
 
 def multiplied_parameters(config: ModelConfig) -> int:
-    """Returns P: the parameters of matrices that every token is multiplied by, the head among them."""
+    """Returns P: the number of parameters in matmuls, including the head."""
     return _block_parameters(config) + config.vocab_size * config.hidden_size
 
 
@@ -87,28 +88,28 @@ def _block_parameters(config: ModelConfig) -> int:
 
 
 def mean_keys(length: int | np.ndarray, window: int | None = None) -> float:
-    """Returns how many positions a query sees on average, its own included.
+    """Returns the mean number of positions that a query attends to, including its own.
 
     Args:
-        length: tokens of every sequence, or of each: (n,) integers.
-        window: most positions that a query sees, None for all earlier ones.
+        length: length of all sequences, or (n,) integers with the length of each.
+        window: maximum number of positions that a query attends to; None: all earlier ones.
 
     Example:
         >>> mean_keys(4), mean_keys(4, window=2), mean_keys(np.array([4, 1]))
         (2.5, 1.75, 2.2)
     """
     lengths = np.atleast_1d(np.asarray(length, np.float64))
-    seen = lengths if window is None else np.minimum(window, lengths)
-    return float(np.sum(seen * (seen + 1) / 2 + (lengths - seen) * seen) / np.sum(lengths))
+    visible = lengths if window is None else np.minimum(window, lengths)
+    return float(np.sum(visible * (visible + 1) / 2 + (lengths - visible) * visible) / np.sum(lengths))
 
 
 def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapping[str, int] | None = None) -> float:
-    """Returns the flops that a training step needs for one token, forward and backward.
+    """Returns the flops of a training step per token, forward and backward.
 
     Args:
-        config: of the model.
-        length: tokens of every sequence, or of each: (n,) integers.
-        trained: names and sizes of the parameters that train (`Trainer.trained`); None: all of them.
+        config: the model's config.
+        length: length of all sequences, or (n,) integers with the length of each.
+        trained: names and sizes of the parameters that train (`Trainer.trained`); None: all parameters.
     """
     blocks, head = _block_parameters(config), config.vocab_size * config.hidden_size
     attention = config.num_heads * config.head_dim * sum(mean_keys(length, window) for window in config.windows())
@@ -117,21 +118,21 @@ def flops_per_token(config: ModelConfig, length: int | np.ndarray, trained: Mapp
     in_blocks = [name for name in trained if name.startswith("blocks.")]
     adapters = sum(trained[name] for name in in_blocks if name.endswith((".lora_a", ".lora_b")))
     blocks += adapters
-    own = adapters + sum(trained[name] for name in in_blocks if name.endswith(".kernel"))  # have gradients of their own
-    own += trained.get("embedding" if config.tie_embeddings else "head", 0)
+    weight_gradients = adapters + sum(trained[name] for name in in_blocks if name.endswith(".kernel"))
+    weight_gradients += trained.get("embedding" if config.tie_embeddings else "head", 0)
     through_blocks = bool(in_blocks) or "embedding" in trained
     through_head = through_blocks or "final_norm.scale" in trained
-    backward = own + blocks * through_blocks + head * through_head
+    backward = weight_gradients + blocks * through_blocks + head * through_head
     return 2.0 * (blocks + head + backward) + 4.0 * attention * (3 if through_blocks else 1)
 
 
 class Memory(NamedTuple):
-    """Bytes on the device while a step runs, as XLA planned the compiled step."""
+    """Bytes of device memory during a step, according to XLA's memory analysis of the compiled step."""
 
     parameters: int
     optimizer: int
     batch: int
-    temporaries: int  # gradients, activations, the loss's workspace, and results that replace no argument
+    temporaries: int  # gradients, activations, the loss's workspace, and outputs that do not alias an argument
 
     @property
     def total(self) -> int:
@@ -143,11 +144,11 @@ def _bytes(tree: Any) -> int:
 
 
 def step_memory(trainer: Trainer, compiled: jax.stages.Compiled) -> Memory | None:
-    """Returns the memory of a training step, None where the backend does not tell.
+    """Returns the memory of a training step, None if the backend does not report it.
 
     Args:
-        trainer: whose `initial` state is counted.
-        compiled: its step, from `Trainer.compile`.
+        trainer: the trainer, with its `initial` state.
+        compiled: its compiled step, from `Trainer.compile`.
     """
     plan: Any = compiled.memory_analysis()
     if plan is None:
@@ -162,26 +163,26 @@ def step_memory(trainer: Trainer, compiled: jax.stages.Compiled) -> Memory | Non
 
 
 class DeviceMemory(NamedTuple):
-    """Memory that there is for a step."""
+    """The memory that is available for a step."""
 
     size: int  # bytes
-    whose: str  # for people
-    limit: bool  # JAX can have no more; a computer may swap
+    whose: str  # human-readable description
+    limit: bool  # a hard limit; False for host memory, which can swap
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """Returns the memory of a device of `jax.devices()`, None where nobody tells."""
+    """Returns the memory of a device of `jax.devices()`, None if it is unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return DeviceMemory(int(stats["bytes_limit"]), f"that JAX may use of {device.device_kind}", True)
     if device.platform == "cpu" and hasattr(os, "sysconf"):
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return DeviceMemory(size, "of this computer's memory", False)
+        return DeviceMemory(size, "of host memory", False)
     return None
 
 
 def describe_bytes(size: float) -> str:
-    """Returns a size in words, e.g. "3.5 GiB"."""
+    """Formats a size, e.g. "3.5 GiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.0f} {unit}"
@@ -190,7 +191,7 @@ def describe_bytes(size: float) -> str:
 
 
 def describe_flops(flops_per_s: float) -> str:
-    """Returns a rate in words, e.g. "12.3 GFLOP/s"."""
+    """Formats a rate, e.g. "12.3 GFLOP/s"."""
     for unit in ("", "K", "M", "G"):
         if flops_per_s < 1000:
             return f"{flops_per_s:.1f} {unit}FLOP/s"

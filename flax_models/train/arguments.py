@@ -1,8 +1,8 @@
-"""The command line of `python -m flax_models.train`, read into a `RunConfig`.
+"""Parses the command line of `python -m flax_models.train` into a `RunConfig`.
 
-Defaults come from elsewhere than the class: `--config` names a set of them, `--weights` takes the model's shape from a
-folder, `--adapter` that of adapters, and `--resume` takes all of them from the run that it continues. So these are
-looked for first.
+A first pass reads the options that change the defaults of others: `--config` selects a set of defaults, `--weights`
+takes the model's shape from a folder, `--adapter` takes the adapters' shape from a folder, and `--resume` takes all
+defaults from the run that it continues.
 """
 
 import dataclasses
@@ -23,18 +23,18 @@ PROGRAM = "python -m flax_models.train"
 
 
 def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
-    """Returns the options, and the folder of the run to continue if one is.
+    """Parses the command line.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
 
     Returns:
-        (config, folder to continue or None).
+        (config, folder of the run to continue or None).
 
     Raises:
-        RunError: there is nothing to continue, an option differs from the run's or is not for the run's optimiser, or
-            the folder of --weights or --adapter cannot be read or holds other than the options ask for.
-        SystemExit: an option is wrong, or --help.
+        RunError: there is no run to continue, an option differs from the run's or is not used by its optimizer, or the
+            folder of --weights or --adapter cannot be read or does not match the options.
+        SystemExit: an option is invalid, or --help is given.
     """
     first = OneLineParser(add_help=False, allow_abbrev=False, prog=PROGRAM)
     first.add_argument("--config", choices=tuple(CONFIGS))
@@ -44,35 +44,35 @@ def parse(arguments: Sequence[str]) -> tuple[RunConfig, Path | None]:
     first.add_argument("--name")
     first.add_argument("--runs", type=Path, default=RunConfig.runs)
     first.add_argument("--resume", action="store_true")
-    known, _ = first.parse_known_args(arguments)
-    if known.resume:
-        folder = folder_to_resume(known.runs, known.name, default_name(known.config, known.weights))
+    early, _ = first.parse_known_args(arguments)
+    if early.resume:
+        folder = folder_to_resume(early.runs, early.name, default_name(early.config, early.weights))
         stored = read_record(folder).config
         config = _read_all(arguments, dataclasses.replace(stored, name=folder.name))
         steps, taken = config.train.steps, max(steps_in(folder / "checkpoints"), default=0)
         as_before = dataclasses.replace(config.train, steps=stored.train.steps)
         check_same(dataclasses.replace(config, train=as_before), stored, folder / "config.json")
         if steps < taken:
-            raise RunError(f"--steps must be at least {taken}, which {folder} has taken, got {steps}")
+            raise RunError(f"--steps must be at least {taken}, the steps that {folder} has done, got {steps}")
         return config, folder
-    if known.weights is None:
-        return _read_all(arguments, CONFIGS[known.config or "tiny"]), None
-    defaults = fine_tuning(known.config, known.weights, _shape_of(known.weights, known.ignore_config_fields))
-    if known.adapter is not None:
-        defaults = dataclasses.replace(defaults, lora=read_adapter_config(known.adapter))
+    if early.weights is None:
+        return _read_all(arguments, CONFIGS[early.config or "tiny"]), None
+    defaults = fine_tuning(early.config, early.weights, _shape_of(early.weights, early.ignore_config_fields))
+    if early.adapter is not None:
+        defaults = dataclasses.replace(defaults, lora=read_adapter_config(early.adapter))
     config = _read_all(arguments, defaults)
-    check_shape(config.model, known.weights, config.ignore_config_fields)
-    if known.adapter is not None:
+    check_shape(config.model, early.weights, config.ignore_config_fields)
+    if early.adapter is not None:
         _check_adapter(config.lora, defaults.lora)
     return config, None
 
 
-def _check_adapter(asked: LoraConfig, found: LoraConfig) -> None:
-    """Raises RunError unless a folder holds the adapters that are asked for; they may be trained otherwise."""
+def _check_adapter(requested: LoraConfig, found: LoraConfig) -> None:
+    """Raises RunError unless the shape of the adapters in a folder matches the options; other options may differ."""
     for name in ("lora_rank", "lora_alpha", "lora_targets", "dora"):
-        ours, theirs = getattr(asked, name), getattr(found, name)
+        ours, theirs = getattr(requested, name), getattr(found, name)
         if ours != theirs:
-            raise RunError(f"--{name.replace('_', '-')} is {theirs} in the folder of --adapter, got {ours}")
+            raise RunError(f"--{name.replace('_', '-')} must be {theirs}, as in the folder of --adapter, got {ours}")
 
 
 def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
@@ -90,11 +90,11 @@ def _read_all(arguments: Sequence[str], defaults: RunConfig) -> RunConfig:
     return config
 
 
-def _check_used(asked: TrainConfig, defaults: TrainConfig) -> None:
-    """Raises RunError for an option that was given and that the optimiser does not read."""
-    for name in UNUSED.get(asked.optimizer, ()):
-        if (value := getattr(asked, name)) != getattr(defaults, name):
-            raise RunError(f"--{name} is not for --optimizer {asked.optimizer}, got {value}")
+def _check_used(requested: TrainConfig, defaults: TrainConfig) -> None:
+    """Raises RunError if an option is given that the optimizer does not use."""
+    for name in UNUSED.get(requested.optimizer, ()):
+        if (value := getattr(requested, name)) != getattr(defaults, name):
+            raise RunError(f"--{name} has no effect with --optimizer {requested.optimizer}, got {value}")
 
 
 def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
@@ -104,14 +104,16 @@ def _shape_of(weights: Path, ignored: Sequence[str]) -> ModelConfig:
         raise RunError(f"--weights: {error}") from None
 
 
-def check_shape(asked: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:
-    """Raises RunError unless a folder holds the model that is asked for; it may be trained on shorter sequences."""
+def check_shape(requested: ModelConfig, weights: Path, ignored: Sequence[str]) -> None:
+    """Raises RunError unless the model in a folder matches the options; max_seq_len may be smaller."""
     found = _shape_of(weights, ignored)
-    if odd := differing(dataclasses.replace(asked, max_seq_len=found.max_seq_len), found):
-        shown = ", ".join(f"{name} {theirs!r} there and {ours!r} here" for name, (ours, theirs) in odd.items())
-        raise RunError(f"--weights: {weights} holds another model than the options ask for: {shown}")
-    if asked.max_seq_len > found.max_seq_len:
+    if different := differing(dataclasses.replace(requested, max_seq_len=found.max_seq_len), found):
+        shown = ", ".join(
+            f"{name} {theirs!r} in the folder, got {ours!r}" for name, (ours, theirs) in different.items()
+        )
+        raise RunError(f"--weights: the options do not match the model in {weights}: {shown}")
+    if requested.max_seq_len > found.max_seq_len:
         raise RunError(
             f"--max-seq-len must be at most {found.max_seq_len} (max_position_embeddings in {weights}), "
-            f"got {asked.max_seq_len}"
+            f"got {requested.max_seq_len}"
         )

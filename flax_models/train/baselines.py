@@ -1,25 +1,26 @@
-"""Losses that need no network, to hold a held-out loss against.
+"""Baselines for the held-out loss: uniform, unigram and bigram models.
 
-With counts c over the train stream, n tokens and V entries:
+With counts c over the training stream, n tokens and V entries:
 
     uniform   log V
     unigram   p(b)     = (c(b) + 1) / (n + V)
     bigram    p(b | a) = m_2 c(a, b) / c(a) + m_1 p(b) + m_0 / V,   m_2 + m_1 + m_0 = 1
 
-The bigram's mixture m is fitted by expectation-maximisation on the last tenth of the train stream, with counts of the
-rest, and then used with counts of the whole. A network that does not pass the unigram has learned how often tokens
-occur and no more; one that does not pass the bigram makes no use of anything but the last token.
+The mixture weights m of the bigram model are fitted by expectation-maximization on the last tenth of the training
+stream, with counts of the rest, and are then used with counts of the whole stream. A network that is not better than
+the unigram model has learned at most the frequencies of tokens. One that is not better than the bigram model makes no
+use of tokens before the last one.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-FITTING_ROUNDS = 30  # the mixture settles to three digits within about 15
+FITTING_ROUNDS = 30  # the mixture converges to three digits in about 15 rounds
 
 
 class Baselines(NamedTuple):
-    """Held-out losses in nats a token."""
+    """Held-out losses in nats per token."""
 
     uniform: float
     unigram: float
@@ -27,7 +28,7 @@ class Baselines(NamedTuple):
 
 
 class BigramCounts:
-    """Counts of tokens and of pairs in a stream, and the mixture's three terms that follow from them."""
+    """Counts of tokens and of pairs in a stream, and the three terms of the mixture."""
 
     def __init__(self, stream: np.ndarray, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -39,18 +40,18 @@ class BigramCounts:
         return context.astype(np.int64) * self.vocab_size + token
 
     def probabilities(self, context: np.ndarray, token: np.ndarray) -> np.ndarray:
-        """Returns (3, n): the bigram, unigram and uniform probability of each token after its context."""
+        """Returns (3, n): the bigram, unigram and uniform probability of each token given its context."""
         counts = np.zeros(len(token))
         if len(self.pairs):
             keys = self._keys(context, token)
-            places = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
-            counts = np.where(self.pairs[places] == keys, self.pair_counts[places], 0)
+            indices = np.minimum(np.searchsorted(self.pairs, keys), len(self.pairs) - 1)
+            counts = np.where(self.pairs[indices] == keys, self.pair_counts[indices], 0)
         bigram = counts / np.maximum(self.context[context], 1)
         return np.stack((bigram, self.unigram[token], np.full(len(token), 1.0 / self.vocab_size)))
 
 
 def fit_mixture(probabilities: np.ndarray) -> np.ndarray:
-    """Returns the (3,) mixture that makes the columns of (3, n) probabilities likeliest."""
+    """Returns the maximum-likelihood mixture weights (3,) for probabilities (3, n)."""
     mixture = np.full(len(probabilities), 1.0 / len(probabilities))
     for _ in range(FITTING_ROUNDS):
         shares = mixture[:, None] * probabilities
@@ -59,19 +60,19 @@ def fit_mixture(probabilities: np.ndarray) -> np.ndarray:
 
 
 def baselines(stream: np.ndarray, context: np.ndarray, token: np.ndarray, vocab_size: int) -> Baselines:
-    """Returns the three baselines' losses on pairs of a context token and the token that follows it.
+    """Returns the losses of the three baselines on pairs of a token and the next token.
 
     Args:
-        stream: (n,) integer tokens to count.
+        stream: (n,) integers, training tokens to count.
         context: (m,) held-out tokens.
-        token: (m,) the token after each.
+        token: (m,) next token of each.
         vocab_size: V.
 
     Returns:
-        Nats a token, of each baseline.
+        The loss of each baseline in nats per token.
 
     Raises:
-        ValueError: the stream has fewer than two tokens, or there is nothing to judge by.
+        ValueError: the stream has fewer than two tokens, or there are no held-out tokens.
 
     Example:
         >>> stream = np.array([0, 1] * 50)

@@ -1,16 +1,15 @@
-"""Checkpoints of a run: parameters, optimiser, step, and the place in the data's order.
+"""Checkpoints of a run: parameters, optimizer state, step, and position in the data.
 
-Saving is synchronous. A step gives its buffers to the next one (they are donated), and on the CPU a checkpoint written
-in the background would read buffers that already hold something else.
+Saving is synchronous. A step donates its buffers to the next one, so on the CPU a checkpoint written in the background
+would read buffers that have already been overwritten.
 
-Orbax writes a checkpoint into a folder of another name and renames it when all is there, so a process killed at any
-moment leaves whole checkpoints and perhaps a folder that the next save clears away. Once it stands, `files.json` goes
-into it: size and CRC-32 of each file, shape and dtype of each array. A checkpoint is held against that before it is
-read, so that a file cut short, lost or changed is named in one line, and an older checkpoint takes its place.
+Orbax writes a checkpoint to a temporary folder and renames it when it is complete. A process killed at any time leaves
+complete checkpoints, and possibly a temporary folder that the next run removes. Then `files.json` is added, with the
+size and CRC-32 of each file and the shape and dtype of each array. It is verified before a checkpoint is read. If a
+file is truncated, missing or changed, the error names it on one line, and an older checkpoint is used.
 """
 
 import json
-import os
 import shutil
 import zlib
 from pathlib import Path
@@ -18,61 +17,71 @@ from typing import Any
 
 import jax
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
 from flax_models.train.step import TrainState
 
-KEPT = 2  # the last one, and one before it in case the last is broken
+KEPT = 2  # number of checkpoints kept: the latest, and the one before in case the latest is damaged
 MANIFEST = "files.json"
-BROKEN = ".broken"  # what is added to the name of a checkpoint that was passed over
+BROKEN = ".broken"  # suffix of the folder of a damaged checkpoint
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Returns the steps that a folder has checkpoints of, broken ones among them; none where there is no folder."""
+    """Returns the steps of the checkpoints in a folder, including damaged ones; none if there is no folder."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
+
+def unused_path(folder: Path, suffix: str) -> Path:
+    """Returns a path that does not exist: the folder's name with a suffix, and with -2, -3, ... if that is taken."""
+    path, number = folder.with_name(folder.name + suffix), 1
+    while path.exists():
+        number += 1
+        path = folder.with_name(f"{folder.name}{suffix}-{number}")
+    return path
 
 
 class Checkpoints:
     """The checkpoints in a folder.
 
     Args:
-        folder: of the run's checkpoints; made if it is not there.
-        writes: this is the run itself, and no other process writes there: what a killed one left half written is
-            cleared away, and a broken checkpoint whose step comes again is renamed.
+        folder: folder of the run's checkpoints; created if it does not exist.
+        writes: this process is the run, and no other process writes to the folder. Temporary folders of killed
+            processes are removed, and damaged checkpoints are renamed, because the run reaches their steps again.
 
     Attributes:
-        passed_over: what `restore` found wrong with checkpoints later than the one that it gave.
+        skipped: messages about damaged checkpoints that are later than the one that `restore` returned.
 
     Raises:
-        RunError: the folder cannot be made.
+        RunError: the folder cannot be created.
     """
 
     def __init__(self, folder: Path, *, writes: bool = False) -> None:
         import orbax.checkpoint as ocp
 
         self._ocp, self._folder, self._writes = ocp, folder, writes
-        self.passed_over: list[str] = []
+        self.skipped: list[str] = []
         options = ocp.CheckpointManagerOptions(
             max_to_keep=KEPT, enable_async_checkpointing=False, cleanup_tmp_directories=writes
         )
         try:
             self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
         except OSError as error:
-            raise RunError(f"cannot make the folder {folder}: {error.strerror or error}") from None
+            raise RunError(f"cannot create the folder {folder}: {error.strerror or error}") from None
 
     def latest_step(self) -> int | None:
         """Returns the step of the latest checkpoint, None if there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: TrainState, sampler: dict[str, Any]) -> None:
-        """Writes a checkpoint; one of the same step is left as it is.
+        """Writes a checkpoint; does nothing if the latest checkpoint is of the same step.
 
         Args:
-            step: steps taken.
-            state: everything on the device.
-            sampler: `BatchSampler.state()`.
+            step: number of steps done.
+            state: the training state.
+            sampler: `Sampler.state()`.
 
         Raises:
-            RunError: it cannot be written; earlier checkpoints are as they were.
+            RunError: the checkpoint cannot be written; earlier checkpoints are unchanged.
         """
         if step == self.latest_step():
             return
@@ -80,45 +89,45 @@ class Checkpoints:
         args = self._ocp.args
         try:
             free, size = shutil.disk_usage(self._folder).free, _size(state)
-            if free < size:  # told before it fails half-way, which leaves less room still
-                raise OSError(f"it takes {size:,} bytes, and the disk has {free:,} left")
+            if free < size:  # checked first, because a partial checkpoint would use up the remaining space
+                raise OSError(f"it needs {size:,} bytes, and the disk has {free:,} bytes free")
             self._manager.save(
                 step,
                 args=args.Composite(state=args.StandardSave(state._asdict()), sampler=args.JsonSave(sampler)),
             )
             _write_manifest(self._folder / str(step), state)
-        except Exception as error:  # a full disk surfaces as OSError or as one of the storage library's own types
+        except Exception as error:  # for a full disk, OSError or an exception type of the storage library
             raise RunError(
                 f"cannot write the checkpoint of step {step} to {self._folder}: {_first_line(error)}; "
-                f"{'no checkpoint was made before it' if kept is None else f'the checkpoint of step {kept} is kept'}"
+                f"{'there is no earlier checkpoint' if kept is None else f'the checkpoint of step {kept} is kept'}"
             ) from None
 
     def restore(
         self, like: TrainState, *, step: int | None = None, allow_older: bool = True
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Returns the state and the sampler's place of the latest checkpoint that is whole.
+        """Returns the training state and the sampler's state of the latest checkpoint that can be read.
 
-        Broken ones later than it are told in `passed_over`.
+        `skipped` has messages about later, damaged checkpoints.
 
         Args:
-            like: a state of the same shapes and dtypes, or those alone (`jax.ShapeDtypeStruct`).
-            step: take the checkpoint of exactly this step instead.
-            allow_older: whether an older checkpoint may take the place of a broken one.
+            like: a state with the same shapes and dtypes; its leaves may be `jax.ShapeDtypeStruct`.
+            step: read the checkpoint of this step instead.
+            allow_older: use an older checkpoint if the latest is damaged.
 
         Returns:
-            (state, sampler).
+            (state, sampler state).
 
         Raises:
-            RunError: there is none, none can be read, the latest is broken and no older one is allowed, or the latest
-                whole one holds arrays of other shapes.
+            RunError: there is no checkpoint, none can be read, the latest is damaged and `allow_older` is False, or the
+                arrays of the checkpoint have other shapes or dtypes than `like`.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         if not steps:
-            raise RunError(f"--resume: nothing to continue, {self._folder} holds no checkpoint")
-        known = ", ".join(map(str, reversed(steps)))
+            raise RunError(f"--resume: nothing to continue, {self._folder} has no checkpoint")
+        available = ", ".join(map(str, reversed(steps)))
         if step is not None:
             if step not in steps:
-                raise RunError(f"--step must be one of the checkpoints in {self._folder} ({known}), got {step}")
+                raise RunError(f"--step must be one of the checkpoints in {self._folder} ({available}), got {step}")
             steps = [step]
         faults: list[str] = []
         for step in steps:
@@ -128,25 +137,27 @@ class Checkpoints:
                 _check_arrays(folder, like)
                 try:
                     restored = self._read(step, like)
-                except Exception as error:  # a broken file surfaces as one of many types, with a page of text
+                except Exception as error:  # a damaged file raises one of many types, with a long message
                     fault = _first_line(error)
                 else:
                     if self._writes:
                         self._set_aside(steps[: len(faults)])
-                    self.passed_over = faults
+                    self.skipped = faults
                     return restored
             faults.append(f"cannot read the checkpoint {folder}: {fault}")
             if not allow_older and len(steps) > 1:
                 raise RunError(
-                    f"{faults[0]}; --allow-older takes the newest checkpoint that can be read, "
-                    f"--step N exactly that of step N ({known})"
+                    f"{faults[0]}; use --allow-older for the latest checkpoint that can be read, "
+                    f"or --step N for the checkpoint of step N ({available})"
                 )
         raise RunError("; ".join(faults))
 
     def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
         args = self._ocp.args
-        place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), like._asdict())
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), like._asdict()
+        )
         restored = self._manager.restore(
             step, args=args.Composite(state=args.StandardRestore(shapes), sampler=args.JsonRestore())
         )
@@ -155,16 +166,12 @@ class Checkpoints:
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:
             folder = self._folder / str(step)
-            aside, number = folder.with_name(folder.name + BROKEN), 1
-            while aside.exists():
-                number += 1
-                aside = folder.with_name(f"{folder.name}{BROKEN}-{number}")
-            folder.rename(aside)
+            folder.rename(unused_path(folder, BROKEN))
         if steps:
             self._manager.reload()
 
     def close(self) -> None:
-        """Ends the manager's threads."""
+        """Stops the threads of the checkpoint manager."""
         self._manager.close()
 
 
@@ -196,13 +203,12 @@ def _write_manifest(folder: Path, state: TrainState) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    part = folder / f"{MANIFEST}.part"
-    part.write_text(json.dumps({"files": files, "arrays": _arrays(state)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, folder / MANIFEST)
+    with atomic_file(folder / MANIFEST) as part:
+        part.write_text(json.dumps({"files": files, "arrays": _arrays(state)}, indent=1) + "\n", encoding="utf-8")
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """Returns what MANIFEST holds; None without one: the process was killed before it could write it."""
+    """Returns the content of MANIFEST; None if there is none because the process was killed before writing it."""
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -210,7 +216,7 @@ def _manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _fault(folder: Path) -> str | None:
-    """Returns what is wrong with the files of a checkpoint, None if they are as they were written."""
+    """Describes the damage to the files of a checkpoint; None if all files match MANIFEST."""
     try:
         manifest = _manifest(folder)
         for name, (size, checksum) in ({} if manifest is None else manifest["files"]).items():
@@ -220,23 +226,23 @@ def _fault(folder: Path) -> str | None:
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
             if _checksum(path) != checksum:
-                return f"{name} is not what was written (its checksum is another)"
+                return f"{name} was changed after it was written (its checksum differs)"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST}: {_first_line(error)}"
     return None
 
 
 def _check_arrays(folder: Path, like: TrainState) -> None:
-    """Raises RunError if a checkpoint holds other arrays than a state has."""
+    """Raises RunError if the arrays of a checkpoint have other names, shapes or dtypes than those of a state."""
     manifest = _manifest(folder)
     if manifest is None:
         return
-    found, wanted = manifest["arrays"], _arrays(like)
-    for name in [*wanted, *(set(found) - set(wanted))]:
-        if found.get(name) != wanted.get(name):
+    found, expected = manifest["arrays"], _arrays(like)
+    for name in [*expected, *(set(found) - set(expected))]:
+        if found.get(name) != expected.get(name):
             raise RunError(
-                f"the checkpoint {folder} is of another model: "
-                f"{name} is {_shape(found.get(name))} there and {_shape(wanted.get(name))} here"
+                f"the checkpoint {folder} does not match the model: "
+                f"{name} must be {_shape(expected.get(name))}, got {_shape(found.get(name))}"
             )
 
 

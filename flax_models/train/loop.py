@@ -1,12 +1,12 @@
-"""The training loop: steps, numbers fetched late, checkpoints that are known to be good.
+"""The training loop: dispatches steps, fetches metrics asynchronously, and saves only finite states.
 
-Nothing in a step waits for the device. Every `log_every` steps the loop fetches the numbers of all steps but the
-newest, so that the device always has work in hand while Python writes. Before a checkpoint it fetches the newest too:
-what is saved comes from steps whose loss and gradient were finite, and a diverged run never replaces its last good
-checkpoint.
+Steps are dispatched without waiting for the device. Every `log_every` steps, the loop fetches the metrics of all steps
+except the newest, so that the device has work while Python writes them. Before a checkpoint, the loop also fetches the
+newest metrics. A state is saved only if loss and gradient were finite in all steps, so a diverged run does not replace
+its last good checkpoint.
 
-Throughput is reported of a model that learns: the numbers of steps whose gradients are exactly zero, or of a model of
-which a part never had a gradient, end the run instead.
+The loop reports throughput only for a model that trains. If all gradients are exactly zero, or a part of the model
+never has a nonzero gradient, the run ends with an error.
 """
 
 import math
@@ -31,14 +31,14 @@ from flax_models.train.stopping import StopRequest
 
 
 class Cost(NamedTuple):
-    """What a token costs, and what the device could do."""
+    """The flops of a token, and the device's peak."""
 
     flops_per_token: float
-    peak: float | None  # flops/s, None where it is not known
+    peak: float | None  # flops/s; None if unknown
 
 
 class RunParts(NamedTuple):
-    """What the loop works with."""
+    """The objects that the training loop uses."""
 
     trainer: Trainer
     sampler: Sampler
@@ -47,22 +47,22 @@ class RunParts(NamedTuple):
     metrics: MetricsLog
     display: Display
     cost: Cost
-    describe: Callable[[np.ndarray], str]  # says where a batch came from, of the sampler's starts
+    describe: Callable[[np.ndarray], str]  # describes a batch, given the sampler's `starts`
     clock: Clock
     tracer: Tracer
 
 
 class _Step(NamedTuple):
-    """A step whose numbers are still on the device."""
+    """A step whose metrics are still on the device."""
 
     step: int
     metrics: StepMetrics
     starts: np.ndarray
-    tokens: int  # 0 where its time is left out
+    tokens: int  # 0 if the step does not count in tokens/s
 
 
 class _Fetcher:
-    """Brings the numbers of steps to the host, writes them, and stops the run at the first that is not finite."""
+    """Fetches and writes the metrics of steps, and raises an error at the first value that is not finite."""
 
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
@@ -71,12 +71,12 @@ class _Fetcher:
         self._began = self._last = time.monotonic()
 
     def add(self, step: int, metrics: StepMetrics) -> None:
-        """Takes a step's numbers; its batch is the sampler's latest."""
+        """Adds the metrics of a step, whose batch is the sampler's latest."""
         sampler = self._parts.sampler
         self._waiting.append(_Step(step, metrics, sampler.starts, sampler.tokens))
 
     def fetch(self, *, keep: int) -> None:
-        """Writes the rows of all waiting steps but the newest `keep`."""
+        """Fetches and writes the metrics of all waiting steps except the newest `keep`."""
         count = len(self._waiting) - keep
         if count < 1:
             return
@@ -112,61 +112,63 @@ class _Fetcher:
         self._parts.display.progress(block[-1].step, f"loss {loss:.3f}  grad {grad_norm:.2f}{speed}")
 
     def _speed(self, tokens_per_s: float) -> tuple[dict[str, float], str]:
-        """Returns what a row says of the speed, and what a line of the log does."""
+        """Returns the speed as fields of a metrics row, and as text for the progress line."""
         flops_per_token, peak = self._parts.cost
         flops_per_s = tokens_per_s * flops_per_token
         clocked = {"tokens_per_s": round(tokens_per_s, 1), "flops_per_s": round(flops_per_s)}
-        share = describe_flops(flops_per_s)
+        utilization = describe_flops(flops_per_s)
         if peak is not None:
-            clocked["mfu"], share = round(flops_per_s / peak, 4), f"{flops_per_s / peak:.1%} MFU"
-        return clocked, f"  {tokens_per_s:,.0f} tokens/s  {share}"
+            clocked["mfu"], utilization = round(flops_per_s / peak, 4), f"{flops_per_s / peak:.1%} MFU"
+        return clocked, f"  {tokens_per_s:,.0f} tokens/s  {utilization}"
 
     def _diverged(self, what: str, value: float, step: int, starts: np.ndarray) -> str:
         checkpoint = self._parts.checkpoints.latest_step()
-        kept = "no checkpoint was made yet" if checkpoint is None else f"the checkpoint of step {checkpoint} is kept"
+        kept = "there is no checkpoint yet" if checkpoint is None else f"the checkpoint of step {checkpoint} is kept"
         return (
-            f"the {what} is {value} at step {step}; {kept}. Its batch: {self._parts.describe(starts)}. "
-            f"A smaller --learning-rate or --clip-norm may help"
+            f"the {what} is {value} at step {step}; {kept}. Batch: {self._parts.describe(starts)}. "
+            f"Try a smaller --learning-rate or --clip-norm"
         )
 
     def _check_learning(self, block: list[_Step], values: list[StepMetrics]) -> None:
-        """Raises RunError where tokens per second would be those of a model that does not learn."""
+        """Raises RunError if gradients are zero, because tokens/s would be meaningless."""
         if not any(value.trained.any() for value in values):
             raise RunError(
                 f"no throughput to report: the gradients of steps {block[0].step} to {block[-1].step} are exactly zero"
             )
         parts, last = self._parts.trainer.parts, block[-1].step
-        idle = [part for part, trained in zip(parts, self._trained, strict=True) if part.due <= last and not trained]
+        idle = [
+            part for part, trained in zip(parts, self._trained, strict=True) if part.first_step <= last and not trained
+        ]
         if idle:
-            raise RunError(f"no throughput to report: {_fewer(idle, parts)}")
+            raise RunError(f"no throughput to report: {_describe_idle(idle, parts)}")
 
     def skip_time(self) -> None:
-        """Leaves what was done since the last fetch out of tokens/s: the first step, held-out losses, checkpoints."""
+        """Excludes the time since the last fetch from tokens/s: the first step, evaluations and checkpoints."""
         self._waiting = [step._replace(tokens=0) for step in self._waiting]
         self._last = time.monotonic()
 
 
-def _fewer(idle: list[Part], parts: tuple[Part, ...]) -> str:
-    asked = sum(part.size for part in parts)
-    trained = asked - sum(part.size for part in idle)
-    more = f" and {len(idle) - 1} parts more" if len(idle) > 1 else ""
-    return f"{trained:,} parameters train where {asked:,} were to; without any gradient: {idle[0].name}{more}"
+def _describe_idle(idle: list[Part], parts: tuple[Part, ...]) -> str:
+    expected = sum(part.size for part in parts)
+    trained = expected - sum(part.size for part in idle)
+    more = f" and {len(idle) - 1} more" if len(idle) > 1 else ""
+    return f"only {trained:,} of {expected:,} parameters train; the gradient is always zero for {idle[0].name}{more}"
 
 
 def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState:
-    """Takes the steps that are left and returns the last state.
+    """Runs the remaining steps and returns the final state.
 
     Args:
-        state: to go on from.
-        config: how many steps, and what happens every so many of them.
-        parts: everything else; its sampler stands where the state does.
+        state: state to continue from.
+        config: number of steps, and intervals of evaluations, checkpoints and logging.
+        parts: all other objects; the sampler must be at the position of `state`.
 
     Returns:
-        The state after `config.steps` steps, saved.
+        The state after `config.steps` steps; it has been saved.
 
     Raises:
         RunError: a loss or a gradient is not finite, gradients are zero, or a file cannot be written.
-        Stopped: SIGINT or SIGTERM came; the step that it came in is finished and saved.
+        Stopped: SIGINT or SIGTERM was received; the current step was finished and saved.
     """
     start = int(jax.device_get(state.step))
     fetcher, clock = _Fetcher(parts), parts.clock
@@ -192,7 +194,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                 parts.tracer.after(step, metrics)
             if first:
                 fetcher.skip_time()
-                parts.display.compiled(step)
+                parts.display.start_clock(step)
             last = step == config.steps
             evaluate = last or (config.eval_every > 0 and step % config.eval_every == 0)
             keep = last or step % config.checkpoint_every == 0
@@ -202,7 +204,7 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
                     with clock.part("held-out losses"):
                         loss = parts.trainer.held_out_loss(parts.trainer.evaluated(state), parts.held_out)
                     parts.metrics.write(step, held_out_loss=loss)
-                    parts.display.say(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
+                    parts.display.line(f"step {step:>6,}/{config.steps:,}  held-out loss {loss:.3f}")
                 if keep:
                     save(step)
                 fetcher.skip_time()
@@ -211,5 +213,5 @@ def train(state: TrainState, config: TrainConfig, parts: RunParts) -> TrainState
             if stop.signal is not None:
                 fetcher.fetch(keep=0)
                 save(step)
-                raise Stopped(stop.signal, f"step {step:,} of {config.steps:,} is saved, --resume continues from it")
+                raise Stopped(stop.signal, f"step {step:,} of {config.steps:,} is saved; --resume continues from it")
     return state

@@ -1,9 +1,10 @@
-"""The numbers of a run, written as they come: metrics.jsonl for programs, TensorBoard events for eyes.
+"""The metrics of a run: metrics.jsonl and TensorBoard event files.
 
-A train row is `{"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "flops_per_s", "seconds"}`, one for every
-step, with "mfu" where the device's peak is known; a held-out row is `{"step", "held_out_loss"}`. Rows of the same block
-of steps share what the clock says (CLOCKED), for time is read where the numbers are fetched; a block of the first step
-alone, whose time is left out, has no speed. Numbers that are not finite are written as strings, since JSON has none.
+Each step has a row `{"step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "flops_per_s", "seconds"}`, with
+"mfu" if the device's peak is known. Each evaluation has a row `{"step", "held_out_loss"}`. Time is measured when
+metrics are fetched, so rows that were fetched together have the same times and speeds (CLOCKED). Rows whose time is
+excluded, such as the first step, have no speed. Values that are not finite are written as strings, because JSON has no
+such numbers.
 """
 
 import contextlib
@@ -15,45 +16,47 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flax_models.data.atomic_file import atomic_file
 from flax_models.errors import RunError
 
 Row = dict[str, Any]
-CLOCKED = frozenset({"tokens_per_s", "flops_per_s", "mfu", "seconds"})  # all else repeats bit for bit
+CLOCKED = frozenset({"tokens_per_s", "flops_per_s", "mfu", "seconds"})  # all other fields repeat bit for bit
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """Returns the rows of a run, in order; a last line cut off by a crash is left out.
+    """Returns the rows of a run in order; an incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: another line is no row; names it.
+        RunError: another line is not a valid row. The message names the line.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
         return []
     rows = []
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line's end is empty or cut off
+    for number, line in enumerate(lines[:-1], start=1):  # the part after the last "\n" is empty or incomplete
         try:
             row = json.loads(line)
             row["step"] += 0
         except (ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path}, line {number} is no row of metrics: {error}") from None
+            raise RunError(f"{path}, line {number} is not a row of metrics: {error}") from None
         rows.append(row)
     return rows
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl and to TensorBoard's events.
+    """Appends rows to metrics.jsonl and to TensorBoard event files.
 
-    Events are written where they arise: tensorboardX's `SummaryWriter` has a thread that dies of a full disk, and
-    waits for it for ever.
+    Events are written synchronously. The thread of tensorboardX's `SummaryWriter` dies if the disk is full, and the
+    writer then waits for it forever.
 
     Args:
-        folder: of the run.
-        after: step of the checkpoint that the run continues from; later rows are dropped, for they come again.
+        folder: folder of the run.
+        after: step of the checkpoint that the run continues from; later rows are removed, because the run repeats these
+            steps.
 
     Raises:
-        RunError: the files cannot be written, or metrics.jsonl holds something else.
+        RunError: the files cannot be written, or metrics.jsonl is invalid.
     """
 
     def __init__(self, folder: Path, after: int) -> None:
@@ -63,17 +66,16 @@ class MetricsLog:
 
         kept = [row for row in read_rows(folder) if row["step"] <= after]
         self._path = folder / "metrics.jsonl"
-        part = self._path.with_suffix(".part")
         self._event, self._scalar = Event, scalar
         try:
-            part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-            part.replace(self._path)
+            with atomic_file(self._path) as part:
+                part.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             self._file = self._path.open("a", encoding="utf-8")
-            # The process in the name: two starts within one second would write one file.
+            # With the process id, because two starts within one second would otherwise use the same file.
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self._events = RecordWriter(str(folder / name))
             self._add_event(file_version="brain.Event:2")
-            if after:  # TensorBoard then forgets what it has read of later steps
+            if after:  # makes TensorBoard drop the events of later steps
                 self._add_event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -83,12 +85,12 @@ class MetricsLog:
 
     def _cannot_write(self, error: OSError) -> RunError:
         return RunError(
-            f"cannot write {self._path}: {error.strerror}; --resume continues from the last checkpoint, "
-            f"without one from the beginning"
+            f"cannot write {self._path}: {error.strerror}; --resume continues from the last checkpoint, or from the "
+            f"beginning if there is none"
         )
 
     def write(self, step: int, **values: float) -> None:
-        """Appends one row; raises RunError if the disk takes no more."""
+        """Appends one row; raises RunError if it cannot be written."""
         row = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
         try:
             self._file.write(json.dumps({"step": step, **row}) + "\n")
@@ -99,7 +101,7 @@ class MetricsLog:
             raise self._cannot_write(error) from None
 
     def flush(self) -> None:
-        """Makes the rows visible to readers of the files; raises RunError if the disk takes no more."""
+        """Makes the rows visible to readers of the files; raises RunError if they cannot be written."""
         try:
             self._file.flush()
             self._events.flush()
@@ -107,7 +109,7 @@ class MetricsLog:
             raise self._cannot_write(error) from None
 
     def close(self) -> None:
-        """Writes what is left and closes the files; what a full disk did not take was told by `flush`."""
+        """Closes the files; ignores write errors, which `flush` reports."""
         for file in (self._file, self._events):
             with contextlib.suppress(OSError):
                 file.close()

@@ -1,8 +1,8 @@
-"""The optimisers of a run, by name, and their learning rates.
+"""The optimizers of a run by name, and the learning-rate schedule.
 
-All are optax's, behind clipping by the gradient's global norm. Weight decay is decoupled (rate * decay * parameter) and
-touches matrices alone. The blocks' parameters are stacked along a first axis of layers; what an optimiser does to a
-matrix, it does to each layer's by itself, as if the layers were so many arrays.
+All optimizers are from optax, applied after clipping by the global norm of the gradient. Weight decay is decoupled
+(rate * decay * parameter) and applies only to matrices. The blocks' parameters are stacked along a first axis of
+layers; optimizers treat each layer as a separate array.
 """
 
 import math
@@ -19,21 +19,21 @@ from flax_models.errors import RunError
 from flax_models.model.parameters import is_stacked, name_of
 from flax_models.train.config import TrainConfig
 
-MUON_MOMENTUM = 0.95  # of Jordan's runs and of Liu et al.
-MUON_RMS = 0.2  # root mean square of an update over the learning rate: AdamW's lies between 0.2 and 0.4 (Liu et al.)
+MUON_MOMENTUM = 0.95  # as in Jordan et al. and in Liu et al.
+MUON_RMS = 0.2  # root mean square of an update divided by the learning rate; 0.2 to 0.4 for AdamW (Liu et al.)
 
 
 def learning_rate_schedule(config: TrainConfig) -> Callable[[jax.typing.ArrayLike], jax.Array]:
-    """Returns the schedule: linear warm-up to the peak, then a cosine that ends at zero with the run.
+    """Returns the schedule: linear warm-up to the peak, then cosine decay to zero at the end of the run.
 
     rate(s) = peak * (s + 1) / warmup                                    for s < warmup
-    rate(s) = peak * (1 + cos(pi * (s - warmup) / (steps - warmup))) / 2 after it
-    rate(s) = peak                                                       after it, with schedule_free_adamw
+    rate(s) = peak * (1 + cos(pi * (s - warmup) / (steps - warmup))) / 2 for s >= warmup
+    rate(s) = peak                                                       for s >= warmup, with schedule_free_adamw
     """
     warmup = min(config.warmup_steps, config.steps)
 
     def rate(count: jax.typing.ArrayLike) -> jax.Array:
-        # s + 1: the first step must move, and s = steps is never asked for.
+        # s + 1, so that the rate of the first step is not zero. The last step is s = steps - 1.
         done = jnp.asarray(count, jnp.float32)
         rising = (done + 1) / max(warmup, 1)
         if config.optimizer == "schedule_free_adamw":
@@ -57,25 +57,28 @@ def _matrices(params: optax.Params) -> optax.Params:
 
 
 def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientTransformation:
-    """Returns the optimiser that `config.optimizer` names, behind gradient clipping.
+    """Returns the optimizer named by `config.optimizer`, after gradient clipping.
 
-    adamw: beta1 and beta2 average gradients and their squares.
+    adamw: beta1 and beta2 are the decay rates of the averages of gradients and of squared gradients.
 
-    muon: momentum of 0.95 (Nesterov's), of which each matrix M of the blocks moves by 0.2 * sqrt(max(in, out)) * O, O
-    being M with its singular values brought near 1 by five Newton-Schulz steps. So scaled, an update is as large as
-    AdamW's, and one learning rate and one weight decay serve both. Embedding, head, norms and biases go by adamw.
+    muon: Nesterov momentum of 0.95. Each matrix of the blocks with momentum M is updated by
+    0.2 * sqrt(max(in, out)) * O, where five Newton-Schulz iterations compute O, which is M with singular values close
+    to 1. With this scale, updates are as large as those of AdamW, so both use the same learning rate and weight decay.
+    Embedding, head, norms and biases use adamw.
 
-    schedule_free_adamw: AdamW without a first moment moves z, by gradients at y = (1 - beta1) * z + beta1 * x, where x
-    is the average of z, weighted by squared learning rates. Steps hold y; `averaged` gives x, which is to be judged.
+    schedule_free_adamw: AdamW without a first moment updates z with the gradients at y = (1 - beta1) * z + beta1 * x,
+    where x is the average of z weighted by squared learning rates. The training state holds y. `averaged` returns x,
+    which is used for evaluation.
 
-    adafactor: of its squared gradients a matrix of at least 128 x 128 keeps averages by row and by column, every other
-    array averages of each; at step t a share 1 - t**-0.8 of them is what they were. No momentum, so no use of beta1 and
-    beta2. An update is scaled down to a root mean square of 1 at most, in each layer, and multiplied by the learning
-    rate: not by the parameter's own size, which would hold an adapter's B at the zero where it starts.
+    adafactor: for squared gradients, a matrix of at least 128 x 128 keeps averages over rows and columns, and every
+    other array keeps an average per element. The decay rate at step t is 1 - t**-0.8. There is no momentum; beta1 and
+    beta2 are not used. In each layer, an update is scaled down to a root mean square of at most 1 and multiplied by the
+    learning rate. It is not multiplied by the scale of the parameter, because an adapter's B, which is initialized to
+    zero, would remain zero.
 
     Args:
-        config: names it, and gives its numbers.
-        b_ratio: learning rate of the adapters' B over that of everything else.
+        config: name and options of the optimizer.
+        b_ratio: ratio of the learning rate of the adapters' B to that of all other parameters.
 
     Source: Loshchilov and Hutter, "Decoupled weight decay regularization"; Jordan et al., "Muon: an optimizer for
     hidden layers in neural networks"; Liu et al., "Muon is scalable for LLM training", section 2.2; Defazio et al.,
@@ -87,21 +90,21 @@ def make_optimizer(config: TrainConfig, b_ratio: float = 1.0) -> optax.GradientT
     if config.optimizer == "adamw":
         chosen = [adamw, *faster]
     elif config.optimizer == "muon":
-        chosen = [_two(_is_matrix_of_blocks, _muon(config, rate), adamw), *faster]
+        chosen = [_partition(_is_matrix_of_blocks, _muon(config, rate), adamw), *faster]
     elif config.optimizer == "schedule_free_adamw":
         chosen = [_schedule_free(config, rate, faster)]
     else:
         adafactor = _adafactor(config, rate)
-        chosen = [_two(lambda path, leaf: is_stacked(path), _layer_by_layer(adafactor), adafactor), *faster]
+        chosen = [_partition(lambda path, leaf: is_stacked(path), _layer_by_layer(adafactor), adafactor), *faster]
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), *chosen)
 
 
-def _two(
+def _partition(
     chooses: Callable[[tuple[Any, ...], Any], bool],
     chosen: optax.GradientTransformation,
     other: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
-    """Returns what treats some arrays, chosen by path and array, in one way and all others in another."""
+    """Returns a transformation that applies `chosen` to the arrays that `chooses` selects, and `other` to the rest."""
 
     def labels(params: optax.Params) -> optax.Params:
         return jax.tree_util.tree_map_with_path(lambda path, leaf: "chosen" if chooses(path, leaf) else "other", params)
@@ -110,7 +113,7 @@ def _two(
 
 
 def _faster_b(ratio: float) -> optax.GradientTransformation:
-    """Returns what multiplies the updates of the adapters' B, their weight decay with them."""
+    """Returns a transformation that multiplies the updates of the adapters' B, including their weight decay."""
 
     def scale(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         return jax.tree_util.tree_map_with_path(
@@ -140,19 +143,20 @@ def _muon(config: TrainConfig, rate: optax.Schedule) -> optax.GradientTransforma
 def _schedule_free(
     config: TrainConfig, rate: optax.Schedule, after: list[optax.GradientTransformation]
 ) -> optax.GradientTransformation:
-    """Returns schedule-free AdamW; `after` is done to the updates of z."""
+    """Returns schedule-free AdamW; the transformations `after` are applied to the updates of z."""
     base = optax.chain(
         optax.scale_by_rms(config.beta2, eps=1e-8, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(config.weight_decay, _matrices),
         optax.scale_by_learning_rate(rate),
         *after,
     )
-    # Its count of steps begins at 1: a step's weight in the average is of the rate that the step itself had.
+    # optax calls the schedule with a count that starts at 1. With count - 1, the weight of a step in the average uses
+    # the learning rate of that step.
     return optax.contrib.schedule_free(base, lambda count: rate(count - 1), b1=config.beta1)
 
 
 def _adafactor(config: TrainConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """Returns Adafactor for arrays of one layer, or of none."""
+    """Returns Adafactor for arrays that are not stacked over layers."""
 
     def matrices(params: optax.Params) -> optax.Params:
         return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
@@ -160,13 +164,13 @@ def _adafactor(config: TrainConfig, rate: optax.Schedule) -> optax.GradientTrans
     return optax.adafactor(
         rate,
         multiply_by_parameter_scale=False,
-        weight_decay_rate=lambda count: rate(count) * config.weight_decay,  # added where the rate is already in
+        weight_decay_rate=lambda count: rate(count) * config.weight_decay,  # optax adds it after the learning rate
         weight_decay_mask=matrices,
     )
 
 
 def _layer_by_layer(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns what does to each layer of stacked arrays, by itself, what `inner` does to arrays."""
+    """Returns a transformation that applies `inner` to each layer of stacked arrays separately."""
 
     def init(params: optax.Params) -> optax.OptState:
         return jax.vmap(inner.init)(params) if jax.tree.leaves(params) else inner.init(params)
@@ -181,12 +185,12 @@ def _layer_by_layer(inner: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> nnx.State:
-    """Returns the parameters that a model is judged by: x of schedule_free_adamw, else those given.
+    """Returns the parameters for evaluation: x of schedule_free_adamw; `trained` for the other optimizers.
 
     Args:
-        config: of `make_optimizer`.
-        state: the optimiser's.
-        trained: the parameters that the optimiser has reached.
+        config: config given to `make_optimizer`.
+        state: state of the optimizer.
+        trained: the current trained parameters.
     """
     if config.optimizer != "schedule_free_adamw":
         return trained
@@ -194,13 +198,13 @@ def averaged(config: TrainConfig, state: optax.OptState, trained: nnx.State) -> 
 
 
 def check_optimizer(config: TrainConfig, trained: nnx.State) -> None:
-    """Raises RunError if the optimiser cannot do what its name says for the parameters that train."""
+    """Raises RunError if the optimizer does not support the parameters that train."""
     leaves = jax.tree_util.tree_flatten_with_path(trained)[0]
     if config.optimizer == "muon" and not any(_is_matrix_of_blocks(path, leaf) for path, leaf in leaves):
-        raise RunError("--optimizer muon is for matrices of the blocks, and none of them trains")
+        raise RunError("--optimizer muon needs a matrix of the blocks that trains, got none")
     if config.optimizer == "schedule_free_adamw":
         for path, leaf in leaves:
-            if leaf.dtype != jnp.float32:  # sums of squared rates would stop growing
+            if leaf.dtype != jnp.float32:  # in 16 bits, the sum of squared learning rates would stop growing
                 raise RunError(
-                    f"--optimizer schedule_free_adamw averages float32 parameters, got {name_of(path)} in {leaf.dtype}"
+                    f"--optimizer schedule_free_adamw needs float32 parameters, got {name_of(path)} in {leaf.dtype}"
                 )

@@ -1,4 +1,4 @@
-"""loss.png: the loss of every step, its running mean, and the held-out loss beside the baselines."""
+"""Plots loss.png: the training loss of every step, its running mean, the held-out loss and the baselines."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import numpy as np
 from flax_models.train.baselines import Baselines
 from flax_models.train.metrics import Row
 
-SMOOTHED_SHARE = 40  # the running mean looks back over this fraction of the run: little lag, and most of the noise gone
+SMOOTHED_SHARE = 40  # the running mean covers 1/40 of the run: little lag, and most of the noise removed
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean of each value and those before it, as far back as a 40th of all."""
+    """Returns the running mean over the last 1/SMOOTHED_SHARE of the values."""
     sums = np.concatenate(([0.0], np.cumsum(values)))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - max(1, len(values) // SMOOTHED_SHARE), 0)
@@ -19,13 +19,13 @@ def running_mean(values: np.ndarray) -> np.ndarray:
 
 
 def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -> None:
-    """Draws a run's losses into a PNG file.
+    """Plots a run's losses to a PNG file.
 
     Args:
-        path: of the picture.
-        rows: of metrics.jsonl.
-        baselines: held-out losses to draw as lines.
-        title: above the picture.
+        path: path of the PNG file.
+        rows: rows of metrics.jsonl.
+        baselines: held-out losses of the baselines, drawn as horizontal lines.
+        title: title of the figure.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -33,7 +33,7 @@ def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -
     train = [(row["step"], row["loss"]) for row in rows if isinstance(row.get("loss"), float)]
     held_out = [(row["step"], row["held_out_loss"]) for row in rows if isinstance(row.get("held_out_loss"), float)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)  # drawn without pyplot: no global state, no window system
+    FigureCanvasAgg(figure)  # without pyplot, which has global state and may need a display
     axes = figure.add_subplot()
     if train:
         steps, losses = np.asarray(train).T
@@ -41,9 +41,7 @@ def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -
         axes.plot(steps, running_mean(losses), color="tab:blue", label="train, running mean")
     if held_out:
         steps, losses = np.asarray(held_out).T
-        axes.plot(
-            steps, losses, color="tab:red", marker="o", markersize=4, label=f"held-out ({losses[-1]:.2f} at the end)"
-        )
+        axes.plot(steps, losses, color="tab:red", marker="o", markersize=4, label=f"held-out (final {losses[-1]:.2f})")
     for name, value in baselines._asdict().items():
         axes.axhline(value, color="0.45", linewidth=0.8, linestyle="--")
         axes.annotate(
@@ -56,7 +54,7 @@ def plot_losses(path: Path, rows: list[Row], baselines: Baselines, title: str) -
             fontsize="small",
             color="0.35",
         )
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
     figure.suptitle(title, x=0.02, ha="left", fontsize="large")
     axes.margins(x=0.01)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""One training step and the held-out loss, as compiled functions over plain trees of arrays."""
+"""The training step and the held-out loss as compiled functions of pytrees."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +13,7 @@ from flax import nnx
 from flax_models.data.batches import IGNORED, Batch, padded
 from flax_models.model.decoder import Decoder
 from flax_models.model.lora_config import LoraConfig
-from flax_models.model.parameters import is_adapter, moved, name_of, names_that_train, parts_of
+from flax_models.model.parameters import has_gradient, is_adapter, name_of, names_that_train, parts_of
 from flax_models.train.config import TrainConfig
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
@@ -21,51 +21,51 @@ from jax_pallas.linear_ce import linear_cross_entropy
 
 
 class TrainState(NamedTuple):
-    """What a step reads and replaces."""
+    """The training state, which each step replaces."""
 
     params: nnx.State
     optimizer: optax.OptState
-    step: jax.Array  # () int32: steps taken
+    step: jax.Array  # () int32: number of steps done
 
 
 class StepMetrics(NamedTuple):
-    """What a step reports; it stays on the device until someone asks."""
+    """The metrics of a step, on the device until they are fetched."""
 
-    loss: jax.Array  # () float32, what is minimised: z-loss and smoothing included
+    loss: jax.Array  # () float32, the training loss, including z-loss and label smoothing
     grad_norm: jax.Array  # () float32, before clipping
     learning_rate: jax.Array  # () float32
-    trained: jax.Array  # (P,) bool: parts of the model (`Trainer.parts`) with a gradient other than zero
+    trained: jax.Array  # (P,) bool: whether each of `Trainer.parts` has a nonzero gradient
 
 
 class Trainer:
-    """The compiled functions of one model and one optimiser.
+    """The compiled functions of one model and one optimizer.
 
-    With `accumulate` N the rows of a batch go through the model in N micro-batches. Each one's loss is divided by the
-    counted tokens of the whole batch, so that the sum of gradients, in float32, is the gradient of the whole batch's
-    mean however the counted tokens lie. A micro-batch is differentiated where it is computed, which keeps one gradient
-    of the head alive and not N.
+    With gradient accumulation (`accumulate` N), a batch is processed in N micro-batches. The loss of each is divided by
+    the number of counted tokens in the whole batch. The sum of the gradients, in float32, is therefore the gradient of
+    the mean over the whole batch, however the counted tokens are distributed. Each micro-batch is differentiated
+    separately, so only one gradient of the head is in memory instead of N.
 
-    Frozen parameters (`config.freeze` names them; with adapters all others and what `lora.unfreeze` does not name) are
-    read by the model and by nothing else: no gradient is asked for (the loss then leaves d_weight out, if the head is
-    among them), and the optimiser has no state of them.
+    Parameters are frozen if `config.freeze` names them; with adapters, all parameters except the adapters and those
+    that `lora.unfreeze` names are frozen. No gradient of a frozen parameter is computed (the loss does not compute
+    d_weight if the head is frozen), and the optimizer has no state for it.
 
     Args:
-        model: gives the structure and the initial parameters; with those of `decoder_shapes`, nothing is computed and
-            `initial` says shapes alone.
-        config: of the optimiser and the loss.
-        lora: what the model was adapted with (`flax_models.model.lora.adapt`); None: it has no adapters.
+        model: structure and initial parameters. For a model from `decoder_shapes`, nothing is computed, and `initial`
+            has only shapes and dtypes.
+        config: options of the optimizer and of the loss.
+        lora: options with which the model was adapted (`flax_models.model.lora.adapt`); None: it has no adapters.
 
     Attributes:
-        initial: the state before the first step; `del` it once another is at hand, for it holds memory.
-        parts: what trains, and what `StepMetrics.trained` tells of, in its order.
+        initial: the state before the first step; `del` it when it is no longer needed, to free its memory.
+        parts: the parts of the trained parameters, in the order of `StepMetrics.trained`.
         trained: names and sizes of the parameters that train.
-        step: (state, batch) -> (state, metrics), compiled by its first call, or before it by `compile`; the state is
-            donated. Its batch has (B, T) int32 tokens and targets, of which IGNORED ones count for nothing.
+        step: (state, batch) -> (state, metrics), compiled by the first call or by `compile`; the state is donated. The
+            batch has (B, T) int32 tokens and targets; IGNORED targets do not count.
 
     Raises:
-        RunError: `config.freeze` or `lora.unfreeze` names what is not there, nothing is left to train, or the optimiser
-            is not for what is left.
-        ValueError: the model has adapters and `lora` says none, or the other way round.
+        RunError: `config.freeze` or `lora.unfreeze` matches no parameter, nothing is left to train, or the optimizer
+            does not support the parameters that train.
+        ValueError: the model has adapters and `lora` has rank 0, or the model has none and `lora` has a rank.
     """
 
     def __init__(self, model: Decoder, config: TrainConfig, lora: LoraConfig | None = None) -> None:
@@ -76,31 +76,34 @@ class Trainer:
         self._config = config
         names = [name_of(path) for path, _ in nnx.to_flat_state(params)]
         if any(map(is_adapter, names)) != (lora.lora_rank > 0):
-            raise ValueError(f"lora must be what the model was adapted with, got lora_rank {lora.lora_rank}")
+            raise ValueError(
+                f"lora must be the options with which the model was adapted, got lora_rank {lora.lora_rank}"
+            )
         self._names = names_that_train(names, config.freeze, lora.unfreeze)
         check_optimizer(config, self.split(params)[0])
         self._averaged = jax.jit(partial(averaged, config))
-        drawn = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
-        self.initial = self._begin(params) if drawn else jax.eval_shape(self._begin, params)
+        abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+        self.initial = jax.eval_shape(self._init, params) if abstract else self._init(params)
         trained = self.split(params)[0]
         self.parts = tuple(parts_of(trained))
         self.trained = {name_of(path): np.size(leaf) for path, leaf in nnx.to_flat_state(trained)}
-        # Unused arguments are kept, or XLA's plan of the memory would leave them out.
+        # keep_unused, because XLA's memory analysis does not count unused arguments otherwise.
         self._jitted = jax.jit(self._step, donate_argnums=0, keep_unused=True)
         self._compiled: jax.stages.Compiled | None = None
-        self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._take
+        self.step: Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]] = self._call_step
         self._loss_sum = jax.jit(self._negative_log_likelihood)
 
-    def _begin(self, params: nnx.State) -> TrainState:
+    def _init(self, params: nnx.State) -> TrainState:
         return TrainState(params, self._optimizer.init(self.split(params)[0]), jnp.zeros((), jnp.int32))
 
     def split(self, params: nnx.State) -> tuple[nnx.State, nnx.State]:
-        """Returns the parameters that train, and those that are frozen."""
+        """Splits the parameters into trained and frozen ones."""
         trained, frozen = nnx.split_state(params, lambda path, _: name_of(path) in self._names, ...)
         return trained, frozen
 
     def evaluated(self, state: TrainState) -> nnx.State:
-        """Returns the parameters to judge, sample and export: the optimiser's average if it keeps one, else its own."""
+        """Returns the parameters for evaluation and export: the optimizer's average, if it has one, or the current
+        parameters."""
         if self._config.optimizer != "schedule_free_adamw":
             return state.params
         trained, frozen = self.split(state.params)
@@ -113,12 +116,12 @@ class Trainer:
             return model(jnp.asarray(batch.tokens), lengths), model  # (B, T, D)
 
     def head(self, model: Decoder) -> jax.Array:
-        """Returns the (V, D) head as the loss takes it."""
+        """Returns the weight (V, D) of the head, in the dtype in which the loss takes it."""
         head = model.head_weight()
         return head.astype(jnp.dtype(model.config.dtype)) if self._config.cast_head else head
 
     def _loss(self, params: nnx.State, batch: Batch, counted: jax.Array) -> jax.Array:
-        """Returns a batch's share of the mean over `counted` tokens."""
+        """Returns the sum of a batch's losses divided by `counted`."""
         hidden, model = self._hidden(params, batch)
         with jax.named_scope("loss"):
             return linear_cross_entropy(
@@ -134,7 +137,7 @@ class Trainer:
             )
 
     def _negative_log_likelihood(self, params: nnx.State, batch: Batch) -> jax.Array:
-        """Returns the sum over a batch's counted tokens, without what training adds to it."""
+        """Returns the sum over a batch's counted tokens, without z-loss and label smoothing."""
         hidden, model = self._hidden(params, batch)
         return linear_cross_entropy(
             hidden,
@@ -146,7 +149,7 @@ class Trainer:
         )
 
     def _gradients(self, params: nnx.State, batch: Batch) -> tuple[jax.Array, nnx.State]:
-        """Returns the loss, and its gradient by the parameters that train."""
+        """Returns the loss and its gradient with respect to the parameters that train."""
         trained, frozen = self.split(params)
 
         @jax.value_and_grad
@@ -177,38 +180,39 @@ class Trainer:
         trained, frozen = self.split(state.params)
         with jax.named_scope("optimizer"):
             updates, optimizer = self._optimizer.update(gradients, state.optimizer, trained)
-            trained = cast(nnx.State, optax.apply_updates(trained, updates))  # optax keeps the tree, not its type
+            trained = cast(nnx.State, optax.apply_updates(trained, updates))
         norm = optax.tree.norm(gradients)
-        metrics = StepMetrics(loss, norm, self._schedule(state.step), moved(gradients))
+        metrics = StepMetrics(loss, norm, self._schedule(state.step), has_gradient(gradients))
         return TrainState(nnx.merge_state(trained, frozen), optimizer, state.step + 1), metrics
 
     def held_out_loss(self, params: nnx.State, windows: Batch) -> float:
-        """Returns the mean loss over windows, nats a token, without z-loss and smoothing; waits for the device."""
+        """Returns the mean loss in nats per token, without z-loss and label smoothing; waits for the device."""
         sums = [self._loss_sum(params, batch) for batch in jax.device_put(padded(windows, self._config.batch_size))]
         return float(np.sum(jax.device_get(sums), dtype=np.float64) / windows.counted)
 
     def compile(
         self, rows: int, length: int, sequences: int | None = None, *, traceable: bool = False
     ) -> jax.stages.Compiled:
-        """Returns the compiled step for (rows, length) batches, with XLA's plan of its memory; nothing runs.
+        """Compiles the step for batches of one shape, and returns it; the step is not executed.
 
-        It compiles once: later calls return the same, and `step` runs it, on batches of this shape alone.
+        Only the first call compiles. Later calls return the same step, and `step` uses it, so batches must have this
+        shape.
 
         Args:
             rows: B.
             length: T.
-            sequences: M, columns of the batches' `lengths`; None: they have none.
-            traceable: so that a trace names each operation, with more launches.
+            sequences: M, number of columns of `Batch.lengths`; None: batches have no lengths.
+            traceable: disable CUDA graphs, so that a trace names each operation. This takes more kernel launches.
         """
         if self._compiled is None:
-            places: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+            tokens: Any = jax.ShapeDtypeStruct((rows, length), jnp.int32)
             lengths: Any = None if sequences is None else jax.ShapeDtypeStruct((rows, sequences), jnp.int32)
             state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.initial)
-            lowered = self._jitted.lower(state, Batch(places, places, lengths))
+            lowered = self._jitted.lower(state, Batch(tokens, tokens, lengths))
             self._compiled = lowered.compile(TRACEABLE if traceable else None)
         return self._compiled
 
-    def _take(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def _call_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         return (self._jitted if self._compiled is None else self._compiled)(state, batch)
 
     def model(self, params: nnx.State) -> Decoder:

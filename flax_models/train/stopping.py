@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to stop after its step, the second ends the process at once."""
+"""Ctrl-C and SIGTERM: the first signal stops the loop after the current step, the second kills the process."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it, and a second signal leaves no time to show it
+SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides the cursor; a second signal would leave it hidden
 
 
 class StopRequest:
-    """Notes the first of SIGNALS that comes within a `with` statement, and leaves later ones to the system.
+    """Records the first of SIGNALS that is received inside a `with` statement.
 
-    After the first, both signals have the system's own handling, which ends the process even while it waits inside
-    a library. Outside the main thread, where Python takes no handlers, nothing is noted.
+    After the first signal, both signals have the default action of the operating system, which kills the process even
+    while it waits in a library. Outside the main thread, where Python allows no signal handlers, nothing is recorded.
 
     Example:
         >>> with StopRequest() as stop:
@@ -29,7 +29,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         return self
 
     def __exit__(
@@ -38,11 +38,11 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_DFL)
-        # os.write: a handler may run in the middle of a print, whose buffer it must not touch.
+        # os.write instead of print: the signal may interrupt a print, whose buffer must not be changed.
         if sys.stdout.isatty():
             os.write(1, SHOW_CURSOR)
-        os.write(2, f"{self.signal.name}: saving after this step; a second one ends at once\n".encode())
+        os.write(2, f"{self.signal.name}: stopping after this step; repeat it to stop without saving\n".encode())

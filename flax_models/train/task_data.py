@@ -1,8 +1,8 @@
-"""What a run learns from and is judged by: texts or dialogues, as tokens, and the batches that are made of them.
+"""The training and evaluation data of a run: tokenized texts or dialogues, and their batches.
 
-Texts are one stream of tokens, of which windows are drawn (data/batches.py); dialogues are examples of different
-lengths, which are packed into rows (data/packing.py). Texts can be packed too, so that no document sees another:
-those longer than a row are cut into pieces.
+Texts form one stream of tokens, from which windows are sampled (data/batches.py). Dialogues are examples of different
+lengths, which are packed into rows (data/packing.py). Texts can also be packed, so that attention does not cross
+documents; texts longer than a row are split.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flax_models.data import tokenizer as own_tokenizer
-from flax_models.data.batches import IGNORED, Batch, BatchSampler, Places, Sampler, held_out_windows
+from flax_models.data.batches import IGNORED, Batch, BatchSampler, DocumentIndex, Sampler, held_out_windows
 from flax_models.data.corpus import Corpus, load_corpus
 from flax_models.data.dialogue import Dialogue
 from flax_models.data.examples import Example, fit_examples
@@ -26,7 +26,7 @@ from flax_models.train.baselines import Baselines, baselines
 from flax_models.train.config import RunConfig, TrainConfig
 from flax_models.train.run_folder import read_record
 
-TRIED = 512  # rows by which the share of padding is told: two fillings
+TRIED = 512  # number of rows from which the share of padding is estimated: twice packing.BINS
 
 
 class Text(NamedTuple):
@@ -39,38 +39,38 @@ class Text(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Batches to train on, and what judges the model."""
+    """The batches of a run, and the baselines of its held-out loss."""
 
     sampler: Sampler
     held_out: Batch
-    judged: Baselines
-    describe: Callable[[np.ndarray], str]  # says where a batch came from, of the sampler's starts
-    lengths: int | np.ndarray  # positions of every sequence, or of each
-    columns: int | None  # of `Batch.lengths`; None: rows are whole sequences
-    tokens: float  # that a step trains on, on average
-    size: int  # positions that a pass over everything has
-    facts: tuple[tuple[str, str], ...]  # to be told
+    baselines: Baselines
+    describe: Callable[[np.ndarray], str]  # describes a batch, given the sampler's `starts`
+    lengths: int | np.ndarray  # length of all sequences, or of each
+    columns: int | None  # number of columns of `Batch.lengths`; None: each row is one sequence
+    tokens: float  # mean number of positions per step without padding
+    size: int  # number of positions in one pass over the data
+    facts: tuple[tuple[str, str], ...]  # (label, text) to display
 
 
 def read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text:
-    """Reads the corpus and the tokenizer, says what they are, and encodes the one with the other.
+    """Reads the corpus and the tokenizer, displays facts about them, and tokenizes the corpus.
 
     Args:
-        config: of the run.
-        resumed: folder of the run that is continued, None for a new one.
-        display: where to say it.
+        config: options of the run.
+        resumed: folder of the run that is continued; None: a new run.
+        display: prints the facts.
 
     Raises:
-        RunError: a file cannot be read, a record cannot be encoded, or the text is not the run's.
+        RunError: a file cannot be read, a record cannot be encoded, or the text of a continued run has changed.
     """
     corpus = load_corpus(config.data)
     display.fact("corpus", _describe_corpus(corpus))
     if resumed and read_record(resumed).corpus_sha256 != corpus.sha256:
-        raise RunError(f"--resume: the text has changed since {resumed} was started (its hash is another)")
+        raise RunError(f"--resume: the text has changed since {resumed} was started (its hash differs)")
     if resumed:
-        vocabulary, origin = read_run_vocabulary(resumed), "the run's own"
+        vocabulary, origin = read_run_vocabulary(resumed), "from the run"
     elif source := config.weights or config.tokenizer:
-        vocabulary, origin = read_hub_vocabulary(source), f"of {source}"
+        vocabulary, origin = read_hub_vocabulary(source), f"from {source}"
     else:
         cache = own_tokenizer.cache_folder()
         tokenizer, origin = own_tokenizer.load_or_train(corpus.train, config.model.vocab_size, cache)
@@ -88,7 +88,7 @@ def read_text(config: RunConfig, resumed: Path | None, display: Display) -> Text
 
 def _describe_corpus(corpus: Corpus) -> str:
     size = sum(len(document.text) for document in (*corpus.train, *corpus.held_out))
-    skipped = f", {corpus.skipped} not UTF-8 left out" if corpus.skipped else ""
+    skipped = f", {corpus.skipped} files skipped that are not UTF-8" if corpus.skipped else ""
     notes = "".join(f", {note}" for note in corpus.notes)
     what = "dialogues" if isinstance(corpus.train[0], Dialogue) else "texts"
     return (
@@ -98,17 +98,17 @@ def _describe_corpus(corpus: Corpus) -> str:
 
 
 def make_data(text: Text, config: TrainConfig, length: int, seed: int, vocab_size: int) -> Data:
-    """Returns a run's batches.
+    """Returns the batches of a run.
 
     Args:
-        text: what they are made of.
-        config: says how many rows a batch has, and how they are filled.
-        length: T, positions of a row.
-        seed: of the order.
-        vocab_size: of the model, for what the held-out loss is compared with.
+        text: the tokenized corpus.
+        config: batch size, and how rows are filled.
+        length: T, positions per row.
+        seed: random seed of the order.
+        vocab_size: the model's vocab_size, for the baselines.
 
     Raises:
-        RunError: there is too little to train on or to be judged by, or --packing does not go with it.
+        RunError: there is too little data to train on or to evaluate, or --packing does not support it.
     """
     if isinstance(text.train, np.ndarray) and isinstance(text.held_out, np.ndarray):
         if config.packing in (None, "windows"):
@@ -120,9 +120,9 @@ def make_data(text: Text, config: TrainConfig, length: int, seed: int, vocab_siz
     assert isinstance(text.train, list)
     assert isinstance(text.held_out, list)
     if config.packing == "windows":
-        raise RunError("--packing windows goes with texts, and --data has dialogues: got windows")
+        raise RunError("--packing must be best_fit or none for dialogues, got windows")
     if not text.held_out:
-        raise RunError("too few dialogues to hold any out")
+        raise RunError("--data has too few dialogues to hold any out")
     facts: list[tuple[str, str]] = []
     fitted = [fit_examples(examples, length) for examples in (text.train, text.held_out)]
     if any(part.cut or part.dropped for part in fitted):
@@ -135,12 +135,12 @@ def _windows(
 ) -> Data:
     sampler = BatchSampler(stream, config.batch_size, length, seed)
     windows = held_out_windows(held_out, length, config.held_out_windows)
-    places = Places(stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
+    index = DocumentIndex(stream, text.vocabulary.needed_end(), [document.name for document in text.corpus.train])
     return Data(
         sampler=sampler,
         held_out=windows,
-        judged=_judged(stream, windows, vocab_size),
-        describe=lambda starts: places.describe(starts, length),
+        baselines=_baselines(stream, windows, vocab_size),
+        describe=lambda starts: index.describe(starts, length),
         lengths=length,
         columns=None,
         tokens=config.batch_size * length,
@@ -163,16 +163,12 @@ def _packed(
     windows = pack_rows(held_out, length, config.held_out_windows, room=room)
     sampler = PackedSampler(train, config.batch_size, length, seed, room=room)
     share = _padding(train, length, seed, room)
-    how = (
-        f"best fit, at most {sampler.columns - 1} examples a row"
-        if room > 1
-        else "none, each example in a row of its own"
-    )
+    how = f"best fit, at most {sampler.columns - 1} examples per row" if room > 1 else "none, one example per row"
     return Data(
         sampler=sampler,
         held_out=windows,
-        judged=_judged(np.concatenate([example.tokens for example in train]), windows, vocab_size),
-        describe=lambda numbers: describe_examples(train, numbers),
+        baselines=_baselines(np.concatenate([example.tokens for example in train]), windows, vocab_size),
+        describe=lambda indices: describe_examples(train, indices),
         lengths=lengths,
         columns=sampler.columns,
         tokens=config.batch_size * length * (1 - share),
@@ -181,9 +177,9 @@ def _packed(
     )
 
 
-def _judged(stream: np.ndarray, windows: Batch, vocab_size: int) -> Baselines:
-    there = windows.targets != IGNORED
-    return baselines(stream, windows.tokens[there], windows.targets[there], vocab_size)
+def _baselines(stream: np.ndarray, windows: Batch, vocab_size: int) -> Baselines:
+    counted = windows.targets != IGNORED
+    return baselines(stream, windows.tokens[counted], windows.targets[counted], vocab_size)
 
 
 def _padding(examples: list[Example], length: int, seed: int, room: int) -> float:
@@ -200,7 +196,10 @@ def _padding(examples: list[Example], length: int, seed: int, room: int) -> floa
 
 
 def _pieces(stream: np.ndarray, end: int, names: Sequence[str], length: int) -> list[Example]:
-    """Returns a stream's documents as examples that all count, long ones as pieces that overlap by one token."""
+    """Converts the documents of a stream to examples whose tokens all count in the loss.
+
+    A document longer than a row becomes several examples that overlap by one token.
+    """
     bounds = pairwise([0, *(np.flatnonzero(stream == end) + 1).tolist()])
 
     def cut() -> Iterator[Example]:

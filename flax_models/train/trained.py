@@ -1,4 +1,4 @@
-"""What a finished or stopped run of `flax_models.train` holds: its model and its vocabulary."""
+"""Reads the model and the vocabulary of a run of `flax_models.train`."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from flax_models.train.step import Trainer
 
 
 class TrainedRun(NamedTuple):
-    """The model of a run's latest checkpoint, with its adapters if it has any, and what else belongs to the run."""
+    """The model of a run's checkpoint, including adapters if it has any, with vocabulary, step and options."""
 
     model: Decoder
     vocabulary: Vocabulary
@@ -27,28 +27,28 @@ class TrainedRun(NamedTuple):
 
 
 def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --step and --allow-older, which say what `read_run` takes, to a command line."""
+    """Adds the options --step and --allow-older, which are arguments of `read_run`, to a command line."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="take exactly this checkpoint of --run (the newest)")
+    which.add_argument("--step", type=int, help="step of the checkpoint of --run to use (default: the latest)")
     which.add_argument(
         "--allow-older",
         action="store_true",
-        help="take an older checkpoint of --run, with a warning, where the newest cannot be read",
+        help="if the latest checkpoint of --run cannot be read, use an older one and print a warning",
     )
 
 
 def read_run(folder: Path, *, step: int | None = None, allow_older: bool = False) -> TrainedRun:
-    """Returns what a run has learned.
+    """Reads the trained model of a run.
 
-    A model that started from a folder's weights takes sequences as long as before, however long those of the run were.
+    If the run started from a folder's weights, max_seq_len is that of the folder, not that of the run.
 
     Args:
-        folder: of the run, as `runs/tiny`.
-        step: take exactly this checkpoint; None: the newest.
-        allow_older: take an older checkpoint where the newest cannot be read, and print a warning on stderr.
+        folder: folder of the run, for example `runs/tiny`.
+        step: use the checkpoint of this step; None: the latest.
+        allow_older: if the latest checkpoint cannot be read, use an older one and print a warning on stderr.
 
     Raises:
-        RunError: it is no run, or has no checkpoint that can be read, or not the one that is asked for.
+        RunError: the folder is not a run, it has no checkpoint of this step, or the checkpoint cannot be read.
     """
     config = read_record(folder).config
     vocabulary = read_run_vocabulary(folder)
@@ -67,6 +67,6 @@ def read_run(folder: Path, *, step: int | None = None, allow_older: bool = False
         state, _ = checkpoints.restore(trainer.initial, step=step, allow_older=allow_older)
     finally:
         checkpoints.close()
-    for fault in checkpoints.passed_over:
+    for fault in checkpoints.skipped:
         print(f"warning: {fault}; the checkpoint of step {int(state.step)} is used", file=sys.stderr)
     return TrainedRun(trainer.model(trainer.evaluated(state)), vocabulary, int(state.step), config)

@@ -1,0 +1,20 @@
+"""Atomic replacement of files."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path, which replaces `path` if the `with` statement ends without an exception.
+
+    Readers see either the old file or the complete new one. Raises OSError if the file cannot be replaced.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
