@@ -279,7 +279,7 @@ def test_damaged_adapters_are_refused_before_the_data_is_encoded(tmp_path, monke
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
     assert main.main(options) == 1
-    assert f"cannot read {file}: the file ends within" in capsys.readouterr().err
+    assert f"cannot read {file}: the file is truncated in" in capsys.readouterr().err
 
 
 def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
