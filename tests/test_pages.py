@@ -1,31 +1,43 @@
 """README and docs: length, links, runnable code, and words that no reader could look up."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += sorted((ROOT / "benchmarks").glob("*.md"))
+PAGES += [*sorted((ROOT / "benchmarks").glob("*.md")), ROOT / "linear_ce" / "MATH.md"]
 PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "flax_models", "parity", "benchmarks", "examples")
-# Private words, as regular expressions, and what the field calls them.
+# Private words, as regular expressions, and the field's standard words for them.
 REPLACED = {
     r"slabs?": "vocabulary chunk",
     r"graphics cards?|the cards?|cards": "GPU",
     r"unsaid|said plainly": "nothing",
     r"anchored": "scaled exponentials",
     r"library's products?|library products?|matrix products?": "matmul",
+    r"NOTES\.md": "how-to-measure.md or experiments.md",
+}
+# The same for words that the sources still contain.
+REPLACED_IN_PAGES = {
+    r"laws?": "distribution",
+    r"stretch(?:es)?": "vocabulary chunk",
+    r"peers": "other libraries",
+    r"to the bit": "bit for bit",
+    r"goes on|go on": "continues",
+    r"nowhere": "never stored",
+    r"by (?:itself|themselves)": "alone or separately",
+    r"(?:process|program|kernel|table|line|file|folder)(?:s|es)? of (?:its|their) own": "a separate ...",
 }
 
 
-def private_words(files: Iterable[Path]) -> list[str]:
-    """Returns the places of words that have a standard name."""
+def private_words(files: Iterable[Path], words: Mapping[str, str]) -> list[str]:
+    """Returns the places where the files contain one of the words, and what to write there."""
     found = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            for word, name in REPLACED.items():
+            for word, name in words.items():
                 if match := re.search(rf"\b(?:{word})\b", line, re.IGNORECASE):
                     found.append(f"{path.relative_to(ROOT)}:{number}: write {name} for {match[0]!r}")
     return found
@@ -33,7 +45,7 @@ def private_words(files: Iterable[Path]) -> list[str]:
 
 def test_no_page_or_source_has_a_private_word() -> None:
     sources = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    found = private_words([*PAGES, *sources, ROOT / "linear_ce" / "MATH.md"])
+    found = private_words([*PAGES, *sources], REPLACED) + private_words(PAGES, REPLACED_IN_PAGES)
     assert not found, "\n".join(found)
 
 
@@ -45,11 +57,20 @@ def test_the_readme_shows_a_figure_and_how_to_install_on_its_first_screen() -> N
     assert 'pip install "linear-ce[torch]"' in first
 
 
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_relative_links_lead_somewhere(path: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
-        if "://" not in link:
-            assert (path.parent / link).exists(), f"{path.name}: {link}"
+    for link, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+        if "://" in link:
+            continue
+        target = path.parent / link if link else path
+        assert target.exists(), f"{path.name}: {link}"
+        assert not heading or heading in anchors(target), f"{path.name}: {link}#{heading}"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
