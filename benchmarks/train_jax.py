@@ -76,7 +76,7 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
         row: its mode, its loss and its seed.
         config: of the model.
         train: of the optimiser.
-        drawn: draw parameters; otherwise the trainer knows shapes alone.
+        drawn: draw parameters; otherwise the trainer has only shapes.
         loss: "fused" or "unfused" in the place of the row's.
     """
     kind = LogitsTrainer if (loss or row.loss) == "unfused" else Trainer
@@ -97,7 +97,7 @@ class Run:
         self.metrics: StepMetrics | None = None
 
     def by(self, trainer: Trainer) -> "Run":
-        """Returns the run as another trainer goes on with it."""
+        """Returns the run in the form in which another trainer continues it."""
         return Run(trainer, self._state, self._batches)
 
     def step(self) -> StepMetrics:
@@ -258,8 +258,8 @@ class Compared(NamedTuple):
 
 
 def _compare(fused: Trainer, unfused: Trainer, params: nnx.State, batch: Batch) -> Compared:
-    (loss, gradients), (expected, wanted) = (trainer._gradients(params, batch) for trainer in (fused, unfused))
-    pairs = list(zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True))
+    (loss, gradients), (expected, exact) = (trainer._gradients(params, batch) for trainer in (fused, unfused))
+    pairs = list(zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True))
     squares = jnp.stack([jnp.stack([_squares(ours - theirs), _squares(theirs)]) for ours, theirs in pairs])  # (A, 2)
     moved = jnp.stack([jnp.all(jnp.stack([_moves(ours), _moves(theirs)])) for ours, theirs in pairs])
     whole = jnp.sqrt(jnp.sum(squares[:, 0]) / jnp.sum(squares[:, 1]))
