@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 # An equally good computation in another order has other rounding errors. Over the every-day cases two such results
-# differ by at most 5%; over the exhaustive ones by 20%, in the bias gradient of a sum over 50 tokens, where the norm of a
-# rounding error is that of some fifty draws and varies by a tenth.
+# differ by at most 5%. Over the exhaustive ones they differ by up to 20%, in the bias gradient of a sum over 50 tokens,
+# where the norm of a rounding error comes from about fifty numbers and varies by a tenth.
 FACTOR = 1.25
 
 # Added to the budget of a gradient: where the unfused error is 0 or small by luck (few elements, powers of two)

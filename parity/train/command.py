@@ -1,8 +1,8 @@
 """`python -m parity train`: one training run in PyTorch and in JAX, with the fused loss and with the logits.
 
 The same weights and batches, the same AdamW: the four loss curves must agree at every step. Each framework runs in a
-separate process. Exits with status 1 if two curves disagree, a run fails, or a fused loss ran another implementation than
-it should on this machine.
+separate process. Exits with status 1 if two curves disagree, a run fails, or a fused loss ran another
+implementation than it should on this machine.
 """
 
 import argparse
