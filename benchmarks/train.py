@@ -183,7 +183,8 @@ def largest(attempt: Callable[[int], Mapping[str, Any]], first: int) -> dict[str
 
     Returns:
         The figures of the largest that ran, with `batch`, `tried`, and `too_large`, the smallest that did not run.
-        Without one that ran they are those of the last. An error that is not for memory ends the search, and is told.
+        If none ran, they are those of the last attempt. Any error other than running out of memory ends the search
+        and is reported.
     """
     fits, too_large, trial = 0, None, first
     tried: list[int] = []

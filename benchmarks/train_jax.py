@@ -1,7 +1,7 @@
 """JAX's side of `benchmarks.train`: the trainer as it is, and the same with optax's loss on the logits.
 
 The step is compiled from shapes, before anything is drawn: what XLA tries out while it compiles is then no part of the
-peak. Memory is that of the whole process: parameters, optimiser, batches and all.
+peak. Memory is that of the whole process: parameters, optimizer, batches and all.
 """
 
 import itertools
@@ -75,7 +75,7 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
     Args:
         row: its mode, its loss and its seed.
         config: of the model.
-        train: of the optimiser.
+        train: of the optimizer.
         drawn: draw parameters; otherwise the trainer has only shapes.
         loss: "fused" or "unfused" in the place of the row's.
     """
@@ -171,7 +171,7 @@ def _first_state(row: Row, config: ModelConfig, train: TrainConfig) -> TrainStat
 
 
 def _estimate(plan: Memory, batch: int, limit: int | None) -> int | None:
-    """Returns about how many rows fit, where parameters, their gradients and the optimiser do not grow with them."""
+    """Returns about how many rows fit, where parameters, their gradients and the optimizer do not grow with them."""
     if limit is None:
         return None
     fixed = 2 * plan.parameters + plan.optimizer

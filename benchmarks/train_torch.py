@@ -197,7 +197,7 @@ def check_steps(step: Step, count: int) -> dict[str, Any]:
 
 
 def _estimate(step: Step, batch: int) -> int:
-    """Returns about how many rows fit, where weights, gradients and the optimiser do not grow with them."""
+    """Returns about how many rows fit, where weights, gradients and the optimizer do not grow with them."""
     trained = sum(weight.numel() for weight in step.weights)
     fixed = torch.cuda.memory_allocated() + 6 * trained  # gradients in bfloat16 and in float32
     free = torch.cuda.get_device_properties(0).total_memory - fixed

@@ -16,7 +16,13 @@ REPLACED = {
     r"graphics cards?|the cards?|cards": "GPU",
     r"unsaid|said plainly": "nothing",
     r"anchored": "scaled exponentials",
-    r"library's products?|library products?|matrix products?": "matmul",
+    r"library's products?|library products?|matrix products?|bare products?": "matmul",
+    r"law of|power law|zipf law": "distribution",
+    r"stretch(?:es)? of": "vocabulary chunk",
+    r"by itself|of their own": "nothing, or separately",
+    r"anew|mend|for people|at hand|said and made": "a plain verb",
+    r"held against|passed over": "compared with, skipped",
+    r"materialise\w*|optimis\w+|normalis\w+|initialis\w+|tokenis\w+": "the American spelling",
 }
 
 

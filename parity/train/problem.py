@@ -5,7 +5,7 @@ The decoder is flax_models' default one. With h = rms(x) * scale, rms(x) = x / s
     x <- x + softmax(q . k / sqrt(head_dim)) v @ W_o     q, k, v = h @ W_q, h @ W_k, h @ W_v; q and k rotated, causal
     x <- x + (silu(h @ W_gate) * (h @ W_up)) @ W_down
 
-and a step of the optimiser, on the gradient g of all parameters, does
+and a step of the optimizer, on the gradient g of all parameters, does
 
     g <- g * min(1, clip_norm / norm(g))
     m <- beta1 * m + (1 - beta1) * g,   v <- beta2 * v + (1 - beta2) * g**2
