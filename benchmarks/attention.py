@@ -1,7 +1,7 @@
 """Measures attention over packed rows, forward and backward: `python -m benchmarks.attention`.
 
-For the packed rows of `benchmarks.train_rows` it holds each method against float32 products, then times it. Beside them
-stands cuDNN on rows that are one sequence each: what packed rows should cost at most, since they have fewer products.
+For the packed rows of `benchmarks.train_rows` it compares each method with float32 attention, then times it. It also
+times cuDNN on rows of one sequence each. Packed rows should cost at most as much, because they need fewer operations.
 """
 
 import argparse
@@ -64,7 +64,7 @@ METHODS: dict[str, Callable[[ModelConfig, attention.Sequences], Attend]] = {
 
 
 def _reference(of: Array, query: Array, key: Array, value: Array) -> Array:
-    """Attention in float32 products of numbers (B, T), one row of the batch at a time."""
+    """Attention with float32 matmuls for sequence numbers (B, T), one row of the batch at a time."""
 
     @jax.checkpoint
     def row(parts: tuple[Array, Array, Array, Array]) -> Array:
@@ -129,7 +129,7 @@ def measure(row: Row, names: Sequence[str], seconds: float) -> Iterator[dict[str
                 figures[key] = _time(run, seconds, sensor)
         except UnavailableError as error:
             yield {**figures, "status": "skipped", "note": str(error)}
-        except Exception as error:  # a peer may fail in any way, and the others are still to be measured
+        except Exception as error:  # another library may fail in any way, and the others are still measured
             yield {**figures, "status": "failed", "note": describe(error)}
         else:
             yield {**figures, "status": "ok", "note": None}

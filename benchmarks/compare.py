@@ -1,11 +1,11 @@
 """Compares two checkouts on one GPU: `python -m benchmarks.compare OLD NEW --framework torch|jax --shapes NAME ...`.
 
-Each checkout gets a process of its own, which imports the package from that folder and everything else from the
+Each checkout gets its own process, which imports the package from that folder and everything else from the
 benchmark that runs this command. So both are drawn the same arrays, checked by the same reference and timed by the same
 code, and only the public function `linear_cross_entropy` of a checkout is called. A folder may be a git worktree, a
 clone or a plain copy.
 
-Of each shape and mode both are first held against float32 on several distributions. Then they run in short blocks of
+For each shape and mode both are first compared with float32 on several distributions. Then they run in short blocks of
 calls, one process after the other, every second pair in the opposite order. Two runs one after the other would compare
 two temperatures of the GPU, not two checkouts.
 
@@ -42,7 +42,7 @@ LAST_LINES = 30  # of a failed process that are printed
 
 
 class ChildError(Exception):
-    """A process could not do what it was asked, and why."""
+    """A process could not answer a request; the message says why."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -193,7 +193,7 @@ def both(pair: Sequence[Child], do: str, *, together: bool = True, **arguments: 
 
     Args:
         pair: the processes.
-        do: what they are asked.
+        do: the request.
         together: at the same time, not one after the other.
         arguments: of the question.
 
@@ -224,7 +224,7 @@ def check(pair: Sequence[Child], shape: Shape, mode: Mode, options: argparse.Nam
     figures: dict[str, Any] = {"same_bits": {}, "errors": {}}
     for targets in options.checks:
         problem = {"shape": [shape.name, shape.n, shape.d, shape.v], "dtype": options.dtype, "targets": targets}
-        together = options.framework == "torch"  # XLA chooses matmuls by timing them, which needs the device alone
+        together = options.framework == "torch"  # XLA autotunes matmuls, which needs an idle device
         found = both(
             pair, "prepare", together=together, **problem, mode=mode.name, implementation=options.implementation
         )
@@ -276,7 +276,7 @@ def compare(pair: Sequence[Child], options: argparse.Namespace) -> Times:
 
 
 def summary(processes: Sequence[Times]) -> dict[str, Any]:
-    """Returns a row's figures of all pairs, and the ratio in each pair of processes by itself."""
+    """Returns a row's figures of all pairs, and the ratio of each pair of processes."""
     ratios = [np.asarray(times.ms[1]) / np.asarray(times.ms[0]) for times in processes]
     notes = [times.note for times in processes if times.note]
     figures: dict[str, Any] = {"pairs": sum(map(len, ratios)), "joules_note": notes[0] if notes else None}

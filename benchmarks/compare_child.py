@@ -2,8 +2,8 @@
 
     PYTHONPATH=FOLDER python -P .../benchmarks/compare_child.py FRAMEWORK DEVICE
 
-The package comes from FOLDER, which is also the working folder. The module `benchmarks` comes from beside this file,
-whatever FOLDER has under that name.
+The package comes from FOLDER, which is also the working folder. The module `benchmarks` is always the one of this
+file, even if FOLDER has a module of that name.
 """
 
 import importlib
@@ -53,7 +53,7 @@ def public_function(framework: str) -> Callable[..., Any]:
 
 
 class Answers:
-    """What the process can be asked.
+    """The requests that the process answers.
 
     Args:
         framework: torch or jax.
@@ -125,9 +125,9 @@ class Answers:
 
 
 def main(framework: str, device: str) -> None:
-    """Answers until the questions end."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    """Answers requests until the input ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
 
     def reply(make: Callable[[], dict[str, Any]]) -> bool:
         try:
@@ -135,23 +135,23 @@ def main(framework: str, device: str) -> None:
         except Exception as error:  # a checkout may fail in any way, and the other process must learn how
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
         return "error" not in answer
 
-    asked: Answers | None = None
+    answers: Answers | None = None
 
     def begin() -> dict[str, Any]:
-        nonlocal asked
+        nonlocal answers
         load_benchmarks()
-        asked = Answers(framework, device)
-        return asked.about()
+        answers = Answers(framework, device)
+        return answers.about()
 
     if not reply(begin):
         return
     for line in sys.stdin:
         question = json.loads(line)
-        reply(lambda question=question: getattr(asked, question.pop("do"))(**question))
+        reply(lambda question=question: getattr(answers, question.pop("do"))(**question))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 r"""The distributions that the benchmark's arrays are drawn from, the same in both frameworks.
 
-The weight's entries are normal with variance 1/D and the input's noise has variance 1, so logits of rows that have
-nothing to do with each other are standard normal. "random" targets are uniform and the input is noise alone: the loss
-is about :math:`\log V + 1/2`. "peaked" is a trained model's situation: targets follow a Zipf law, and each input leans
-on its target's weight row,
+The weight's entries are normal with variance 1/D and the input's noise has variance 1, so logits of
+unrelated rows are standard normal. "random" targets are uniform and the input is only noise: the loss is about
+:math:`\log V + 1/2`. "peaked" resembles a trained model: targets follow a Zipf distribution, and each input leans on
+the weight row of its target,
 
 .. math:: x_i = \epsilon_i + \lambda_i w_{y_i}, \qquad \lambda_i \sim U(0, \lambda_{\max}),
 
-with :math:`\lambda_{\max}` such that the mean loss is 5. Leans that differ from row to row matter: a trained model is
-nearly sure of some tokens and far off on others, and rounding hurts the two in different places.
+with :math:`\lambda_{\max}` such that the mean loss is 5. The leans differ from row to row because a trained model is
+nearly certain of some tokens and far off on others, and rounding affects the two in different places.
 
-"sharp" is the situation at the end of fine-tuning: few classes of a row have all the probability. Each input leans on
-its target and, less, on one other class c drawn by the same Zipf law,
+"sharp" resembles the end of fine-tuning: few classes of a row have all the probability. Each input leans on its target
+and, less, on one other class c drawn from the same Zipf distribution,
 
 .. math:: x_i = \epsilon_i + \lambda_i (w_{y_i} + s_i w_{c_i}), \qquad
     \lambda_i \sim U(\lambda_{\max} / 2, \lambda_{\max}), \quad s_i \sim U(0, 1),
 
 with a mean loss of 0.7. The softmax part of the gradients is then as large as the target's part, so an error in the
-stored probabilities shows in a relative norm. With the other two it is below 5% of them.
+stored probabilities changes a relative norm. With the other two distributions it is below 5% of the gradients.
 
-"sharp3.5" and "sharp8" have noise alone as the input, with standard deviation :math:`\sigma` = 3.5 or 8, and one class
-as the target of all tokens. Logits are normal with deviation :math:`\sigma`. The gradient of every other class is its
-softmax part alone, so the per-class errors of d_weight show what rounding does to the probabilities. The mean loss is
-the mean of the lse,
+"sharp3.5" and "sharp8" have only noise as the input, with standard deviation :math:`\sigma` = 3.5 or 8, and one class
+as the target of all tokens. Logits are normal with deviation :math:`\sigma`. The gradient of every other class is only
+its softmax part, so the per-class errors of d_weight show what rounding does to the probabilities. The mean loss is the
+mean of the lse,
 
 .. math:: E \log \sum_{v=1}^V e^{\sigma g_v}
     = \int_{-\infty}^{\infty} \bigl(e^{-e^u} - (E e^{-e^{u + \sigma g}})^V\bigr) \, du,
@@ -38,7 +38,7 @@ PEAKED_LOSS = 5.0
 SHARP_LOSS = 0.7
 LOSS_DEVIATION = 3.0  # of one row's loss, about
 DEVIATIONS = {"sharp3.5": 3.5, "sharp8": 8.0}  # of logits, where all targets are one class
-ZIPF_SHIFT = 2.7  # of Mandelbrot's form of the law, which fits the most frequent words of English
+ZIPF_SHIFT = 2.7  # of Mandelbrot's form of the distribution, which fits the most frequent words of English
 
 
 def zipf_cdf(v: int) -> np.ndarray:
@@ -94,25 +94,25 @@ def expected_loss(lean_max: float, d: int, v: int, targets: str = "peaked") -> f
 
 @cache
 def lean_max(d: int, v: int, targets: str) -> float:
-    """Returns the largest lean: 0 for noise alone; otherwise the one whose mean loss is that of the distribution.
+    """Returns the largest lean: 0 if the input is only noise, else the one with the mean loss of the distribution.
 
-    A vocabulary so small that its loss lies below that without any lean gets none. A hidden size so small that no lean
-    makes the loss of "sharp" arrays that low gets the lean of the least loss.
+    If a small vocabulary has a lower loss without any lean, the lean is 0. If no lean gives "sharp" arrays such a low
+    loss, because the hidden size is small, the result is the lean with the lowest loss.
     """
-    wanted = SHARP_LOSS if targets == "sharp" else PEAKED_LOSS
-    if targets == "random" or targets in DEVIATIONS or expected_loss(0.0, d, v, targets) <= wanted:
+    expected = SHARP_LOSS if targets == "sharp" else PEAKED_LOSS
+    if targets == "random" or targets in DEVIATIONS or expected_loss(0.0, d, v, targets) <= expected:
         return 0.0
     low, high = 0.0, 4 * math.log(v)
     if targets == "sharp":  # the loss rises again where leans are so large that they make the other logits vary
         leans = np.linspace(0.0, 2 * high, 65)
         losses = [expected_loss(float(lean), d, v, targets) for lean in leans]
-        at = next((index for index, loss in enumerate(losses) if loss <= wanted), None)
+        at = next((index for index, loss in enumerate(losses) if loss <= expected), None)
         if at is None:
             return float(leans[int(np.argmin(losses))])
         low, high = float(leans[at - 1]), float(leans[at])
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if expected_loss(middle, d, v, targets) > wanted else (low, middle)
+        low, high = (middle, high) if expected_loss(middle, d, v, targets) > expected else (low, middle)
     return high
 
 

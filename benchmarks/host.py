@@ -1,6 +1,6 @@
 """What a call costs the host: the time until it returns, and the time of calls back to back.
 
-A GPU works while the host goes on, so a call has two times. `host_ms` is the time until it returns when the device has
+A GPU works asynchronously, so a call has two times. `host_ms` is the time until it returns when the device has
 nothing to do: the host waits for the device, then one call is timed and not waited for. `total_ms` is the time of one
 call among many back to back, with one wait at the end. Where both are equal, the device waits for Python.
 

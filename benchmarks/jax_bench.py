@@ -78,7 +78,7 @@ class JaxBench:
         return " ".join(f"{int(_digest(result)):08x}" for result in results)
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        raise UnavailableError("XLA makes CUDA graphs of a program by itself")
+        raise UnavailableError("XLA builds the CUDA graphs of a program")
 
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
@@ -118,7 +118,7 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
 
 @partial(jax.jit, static_argnames=("backward",))
 def _reference(x: Array, w: Array, y: Array, row_weight: Array, *, backward: bool) -> tuple[Array, ...]:
-    """Losses (N,), and d_input and d_weight in float32, from float32 products, a chunk of rows at a time."""
+    """Losses (N,), and d_input and d_weight in float32, from float32 matmuls, a chunk of rows at a time."""
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST)
     rows = math.gcd(len(x), REFERENCE_ROWS)
     w = w.astype(jnp.float32)
@@ -156,13 +156,13 @@ def _d_logits(x: Array, w: Array, y: Array) -> Array:
 
 
 @partial(jax.jit, static_argnames=("d_input", "d_weight"))
-def _products(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: bool) -> list[Array]:
-    products = [jnp.dot(x, w.T)]
+def _matmuls(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: bool) -> list[Array]:
+    matmuls = [jnp.dot(x, w.T)]
     if d_input:
-        products.append(jnp.dot(d_logits, w))
+        matmuls.append(jnp.dot(d_logits, w))
     if d_weight:
-        products.append(jnp.dot(d_logits.T, x))
-    return products
+        matmuls.append(jnp.dot(d_logits.T, x))
+    return matmuls
 
 
 @jax.jit
@@ -189,7 +189,7 @@ def _row_errors(result: Array, expected: Array) -> tuple[Array, Array]:
 
 
 class JaxProblem:
-    """Arrays of one shape on the device; references and floors are made when first asked for.
+    """Arrays of one shape on the device; references and floors are computed when first needed.
 
     Args:
         shape: N, D, V.
@@ -241,16 +241,16 @@ class JaxProblem:
         return reference
 
     def floor(self, mode: Mode) -> Callable[[], Any]:
-        """Returns the bare products, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time."""
+        """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time."""
         rows = math.gcd(self.shape.n, FLOOR_ROWS)
         x = self.input[:rows]
         if self._floor_d_logits is None:
             self._floor_d_logits = _d_logits(x, self.weight, self.target[:rows])
         arguments = (x, self.weight, self._floor_d_logits)
-        wanted = mode.d_input, mode.d_weight
-        if wanted not in self._floors:  # the same for every method: XLA picks its products by timing them
-            self._floors[wanted] = _products.lower(*arguments, d_input=wanted[0], d_weight=wanted[1]).compile()
-        compiled = self._floors[wanted]
+        needed = mode.d_input, mode.d_weight
+        if needed not in self._floors:  # the same for every method: XLA autotunes its matmuls
+            self._floors[needed] = _matmuls.lower(*arguments, d_input=needed[0], d_weight=needed[1]).compile()
+        compiled = self._floors[needed]
 
         def run() -> Any:
             result = None
@@ -267,15 +267,15 @@ class JaxProblem:
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)
         weight = self._weight_t if method.vocab_axis == 1 else self.weight
-        argnums = tuple(index for index, wanted in enumerate((mode.d_input, mode.d_weight)) if wanted)
+        argnums = tuple(index for index, needed in enumerate((mode.d_input, mode.d_weight)) if needed)
 
         def call(x: Array, w: Array, y: Array, upstream: Array | None) -> tuple[Array, ...]:
             if not argnums:
                 return (loss_fn(x, w, y),)
             arguments = [x, w]
 
-            def loss_of(*wanted: Array) -> Array:
-                for index, array in zip(argnums, wanted, strict=True):
+            def loss_of(*differentiated: Array) -> Array:
+                for index, array in zip(argnums, differentiated, strict=True):
                     arguments[index] = array
                 return loss_fn(*arguments, y)
 
@@ -318,8 +318,8 @@ class JaxProblem:
         gradients = list(results[1:])
         errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
         errors |= {"mean_loss": float(losses.mean()), "err_loss": float(_error(results[0], loss))}
-        for name, wanted, exact in zip(("d_input", "d_weight"), (mode.d_input, mode.d_weight), expected, strict=False):
-            if wanted:
+        for name, needed, exact in zip(("d_input", "d_weight"), (mode.d_input, mode.d_weight), expected, strict=False):
+            if needed:
                 gradient = gradients.pop(0)
                 gradient = gradient.T if name == "d_weight" and method.vocab_axis == 1 else gradient
                 errors[f"err_{name}"] = float(_error(gradient, exact))

@@ -47,11 +47,11 @@ def host_figures(
     figures: dict[str, Any] = {
         **host_times(step, wait, timing.seconds),
         "total_ms": total_time(step, wait, timing.seconds),
-        "graph_note": "XLA makes CUDA graphs of a program by itself",
+        "graph_note": "XLA builds the CUDA graphs of a program",
     }
     last[0] = None
     if not (gpu and trace):
-        return figures | {"trace_note": "not asked for" if gpu else "no GPU is measured"}, None
+        return figures | {"trace_note": "--no-trace was given" if gpu else "no GPU is measured"}, None
     return figures, lambda: _traced(function, arguments)
 
 

@@ -46,9 +46,9 @@ def _reduce(losses: Array, y: Array, mode: Mode) -> Array:
     return losses if mode.reduction == "none" else losses.sum() / (y != -100).sum()
 
 
-def _materialised(product: Callable[[Array, Array], Array]) -> Callable[[Mode], LossFn]:
+def _materialized(matmul: Callable[[Array, Array], Array]) -> Callable[[Mode], LossFn]:
     def build(mode: Mode) -> LossFn:
-        return lambda x, w, y: _reduce(_token_losses(product(x, w), y), y, mode)
+        return lambda x, w, y: _reduce(_token_losses(matmul(x, w), y), y, mode)
 
     return build
 
@@ -58,13 +58,13 @@ def _rounded_logits(x: Array, w: Array) -> Array:
 
 
 def _float32_logits(x: Array, w: Array) -> Array:
-    """Logits (N, V) float32; differentiated, the float32 d_logits meet a 16-bit operand in a TF32 product."""
+    """Logits (N, V) float32; in the backward pass float32 d_logits are multiplied with a 16-bit operand in TF32."""
     return jnp.dot(x, w.T, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
 def _float32_logits_rounded(x: Array, w: Array) -> Array:
-    """The same logits; d_logits are rounded to the operands' dtype before their products."""
+    """The same logits; d_logits are rounded to the operands' dtype before the gradient matmuls."""
     return _float32_logits(x, w)
 
 
@@ -97,7 +97,7 @@ def _scan(mode: Mode) -> LossFn:
 
 
 def _gradient_scan(mode: Mode) -> LossFn:
-    """Plan A by XLA alone: chunks that compute gradients with their loss, d_weight in the weight's dtype."""
+    """Plan A with XLA only: chunks that compute gradients with their loss, d_weight in the weight's dtype."""
     if mode.reduction == "none":
         raise UnavailableError("gradients of a forward pass are those of one scalar")
 
@@ -145,16 +145,16 @@ def _tokamax(mode: Mode) -> LossFn:
     return loss
 
 
-# In the order of measuring: ours and what it is judged against first.
+# In the order of measurement: our methods and the floor first.
 METHODS = by_name(
     [
         Method("floor", "floor", _floor, takes_budget=True),
         Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True),
         Method("pallas_triton", "ours", _jax_pallas("pallas_triton"), takes_budget=True),
         Method("chunked", "own-baseline", _jax_pallas("chunked"), takes_budget=True),
-        Method("bf16-logits", "peer", _materialised(_rounded_logits), host=True),
-        Method("float32-logits", "peer", _materialised(_float32_logits)),
-        Method("float32-logits-rounded-gradient", "peer", _materialised(_float32_logits_rounded)),
+        Method("bf16-logits", "peer", _materialized(_rounded_logits), host=True),
+        Method("float32-logits", "peer", _materialized(_float32_logits)),
+        Method("float32-logits-rounded-gradient", "peer", _materialized(_float32_logits_rounded)),
         Method("gradient-scan", "own-baseline", _gradient_scan),
         Method("checkpointed-scan", "peer", _scan),
         Method("tokamax-chunked_xla", "peer", _tokamax, "tokamax", vocab_axis=1),

@@ -1,7 +1,7 @@
-"""Measures the loss beside its peers: `python -m benchmarks.linear_ce --framework torch|jax`.
+"""Measures the loss and other implementations of it: `python -m benchmarks.linear_ce --framework torch|jax`.
 
-Every method is first held against float32 computed in chunks; one past the sanity bound is reported and not timed.
-Then it takes turns with the floor, the bare matmuls of its mode. how-to-measure.md has the definitions.
+Every method is first compared with float32 computed in chunks. If its errors are too large, it is reported and not
+timed. Then it alternates with the floor, the bare matmuls of its mode. how-to-measure.md has the definitions.
 """
 
 import argparse
@@ -24,18 +24,18 @@ DTYPES = ("bfloat16", "float16", "float32")
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the harness out")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V")
     parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="all by default; an unknown one lists them")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all; an unknown name lists them")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     usual = Timing()
     parser.add_argument(
-        "--seconds", type=float, default=usual.seconds, help="for the pairs of one row (default %(default)s)"
+        "--seconds", type=float, default=usual.seconds, help="seconds for the pairs of one row (default %(default)s)"
     )
     parser.add_argument(
-        "--pairs", type=int, default=usual.min_pairs, help="least number of them, however long it takes (%(default)s)"
+        "--pairs", type=int, default=usual.min_pairs, help="least number of pairs, however long they take (%(default)s)"
     )
     parser.add_argument(
         "--warmup", type=float, help=f"seconds before the first pair of a row ({usual.warmup:g}; 0 on a CPU)"
@@ -44,11 +44,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--energy-seconds",
         type=float,
         default=usual.energy_seconds,
-        help="of the block of calls whose energy is measured; 0: none (%(default)s)",
+        help="seconds of the block of calls whose energy is measured; 0: none (%(default)s)",
     )
-    parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: count no kernels")
+    parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
-    parser.add_argument("--commit", help="of the code, where git cannot tell")
+    parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
     warmup = options.warmup if options.warmup is not None else usual.warmup if options.device == "cuda" else 0.0
     options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
@@ -56,12 +56,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def open_bench(framework: str, device: str) -> Bench:
-    """Returns the framework's side of the benchmark; raises RuntimeError where the device is not there."""
+    """Returns the framework's side of the benchmark; raises RuntimeError if the device is missing."""
     if framework == "torch":
         from benchmarks.torch_bench import TorchBench
 
         return TorchBench(device)
-    # Peers that need most of the memory must not fail for JAX's default share of it.
+    # Methods that need most of the memory must not fail because of JAX's default share of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
     from benchmarks.jax_bench import JaxBench
 
@@ -102,10 +102,10 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
 def measure_safely(
     bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The same, with a failure of the method as its result; a failure of ours prints its traceback besides."""
+    """As `measure`, with a failure of the method as its result. A failure of our method also prints its traceback."""
     try:
         return measure(bench, problem, method, mode, options)
-    except Exception as error:  # a peer may fail in any way, and the others are still to be measured
+    except Exception as error:  # another library may fail in any way, and the others are still measured
         if method.kind != "peer":
             traceback.print_exc()
         return {"status": "failed", "note": describe(error)}
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
     if options.device == "cpu":
-        print("On a CPU: this tries the harness out, its times say nothing about the methods.")
+        print("On a CPU: this only tries the benchmark out. Its times say nothing about the methods.")
     else:
         for what, why in (("SM clock and power", options.sensor.why_not), ("energy", options.sensor.why_no_energy)):
             if why is not None:

@@ -58,7 +58,7 @@ class Method:
 
         Args:
             mode: the mode.
-            named: the method was asked for by name.
+            named: the method was selected by name.
         """
         if mode.measures.startswith("host") and self.kind == "floor":
             return False
@@ -82,7 +82,7 @@ class Prepared:
     Args:
         run: enqueues one call.
         figures: keys of its row: errors, bytes.
-        forward: enqueues the forward pass alone of a call whose gradients are wanted; None where it cannot be timed.
+        forward: enqueues only the forward pass of a call that needs gradients; None if it cannot be timed.
         program: PyTorch: the loss (input, linear_weight, target) -> loss. JAX: the jitted call. None for the floor.
         arguments: of `program`.
     """
@@ -95,10 +95,10 @@ class Prepared:
 
 
 class Problem(Protocol):
-    """The arrays of one shape, and the float32 results that methods are held against."""
+    """The arrays of one shape, and the float32 results that methods are compared with."""
 
     def floor(self, mode: Mode) -> Callable[[], Any]:
-        """Returns a function that enqueues the bare products of a mode."""
+        """Returns a function that enqueues the bare matmuls of a mode."""
         ...
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
@@ -124,7 +124,7 @@ class Bench(Protocol):
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
-        """Times floor, method and, if there is a third call, the forward pass alone, in that order of `calls`."""
+        """Times floor, method and, if there is a third call, the forward pass, in that order of `calls`."""
         ...
 
     def time_block(self, run: Callable[[], Any], calls: int) -> float:

@@ -30,13 +30,13 @@ COLORS = {"ours": "#c2410c", "own-baseline": "#f59e0b", "peer": "#475569", "floo
 LABELS = {
     "ours": "core_triton, jax_pallas",
     "own-baseline": "their baselines on cuBLAS and XLA matmuls",
-    "peer": "peers",
+    "peer": "other implementations",
 }
 MARKERS = {"torch": "o", "jax": "^"}
 RADIUS = 10  # of a point's mark, in pixels
 NEAR = 10  # from its point, in typographic points: a name further away is not seen as that point's
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
-# For the peers of a sweep; more lines than these cannot be told apart.
+# For the other implementations in a sweep; more lines than these cannot be distinguished.
 PEER_COLORS = ("#2563eb", "#7c3aed", "#0891b2", "#db2777", "#64748b", "#65a30d", "#1e293b")
 
 Row = dict[str, Any]
@@ -67,7 +67,7 @@ def load(paths: Iterable[Path]) -> tuple[list[Row], str]:
 
 
 def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
-    """One shape: each method a point, the floors vertical lines, the gradients alone a horizontal one."""
+    """One shape: each method a point, the floors vertical lines, the gradients a horizontal one."""
     first = rows[0]
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     points = [row for row in rows if row["kind"] != "floor" and row["peak_bytes"]]
@@ -110,11 +110,11 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
                 [],
                 color=COLORS["floor"],
                 linestyle="-" if row["framework"] == "torch" else "--",
-                label=f"{FRAMEWORKS[row['framework']]}'s three matmuls alone",
+                label=f"{FRAMEWORKS[row['framework']]}'s three matmuls",
             )
             for row in floors
         ),
-        Line2D([], [], color="#94a3b8", linestyle=":", label="the gradients alone"),
+        Line2D([], [], color="#94a3b8", linestyle=":", label="the gradients"),
     ]
     axes.legend(handles=handles, loc="upper right", fontsize=8, framealpha=0.95)
     _label(
@@ -213,10 +213,10 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
         x = [row[axis] for row in line]
         times.plot(x, [row["ratio"] for row in line], label=shown(method), **style)
         peaks.plot(x, [row["peak_bytes"] / MIB for row in line], **style)
-    times.axhline(1, color=COLORS["floor"], label="the three matmuls alone")
+    times.axhline(1, color=COLORS["floor"], label="the three matmuls")
     gradients = [2 * rows[0]["d"] * sum(sizes) / MIB for sizes in _sizes(rows, axis, values)]
-    peaks.plot(values, gradients, color="#94a3b8", linestyle=":", label="the gradients alone")
-    times.set_ylabel("forward + backward / the three matmuls alone")
+    peaks.plot(values, gradients, color="#94a3b8", linestyle=":", label="the gradients")
+    times.set_ylabel("forward + backward / the three matmuls")
     peaks.set_ylabel("peak memory above the inputs, MiB")
     for panel in (times, peaks):
         panel.set(xscale="log", yscale="log", xlabel={"n": "N, tokens", "v": "V, classes"}[axis])
@@ -234,7 +234,7 @@ def _sizes(rows: Sequence[Row], axis: str, values: Sequence[int]) -> list[tuple[
 
 
 def _importance(row: Row) -> tuple[int, float]:
-    """Ours first, then the peers that are fastest."""
+    """Our methods first, then the fastest of the others."""
     return ("floor", "ours", "own-baseline", "peer").index(row["kind"]), row["ratio"]
 
 

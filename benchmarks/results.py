@@ -54,11 +54,11 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResultFile:
-    """A file of rows that is written anew after each one, so that a run cut short keeps what it has measured.
+    """A file of rows that is rewritten after each row, so that an interrupted run keeps what it has measured.
 
     Rows of one device under one set of versions belong together: a file of other versions is started afresh, one of
     another device is refused. Every row says which commit it was measured on. A new row replaces the old one of the
-    same measurement, whatever its commit, except that a method which could not be tried replaces no row with a time.
+    same measurement of any commit, except that a method which could not be tried replaces no row with a time.
 
     Args:
         path: of the JSON file; None keeps the rows in memory only.
@@ -104,7 +104,7 @@ class ResultFile:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self.path.with_suffix(".part")
-            # Not at the top: `benchmarks.compare` loads this module beside an older checkout's parity.
+            # Not at the top: `benchmarks.compare` loads this module together with the parity of an older checkout.
             from parity.report import to_json
 
             scratch.write_text(to_json({**self.head, "rows": self.rows}, allow_nan=False))
@@ -156,7 +156,7 @@ HOST_WIDTHS = (31, 9, 17, 9, 10, 9, 9, 9, 9, 8, 9, 9, 9, 0)
 
 
 def heading(*, host: bool = False) -> str:
-    """Returns the heading of the printed table; of host times or of times beside the floor."""
+    """Returns the heading of the printed table; of host times, or of times and ratios to the floor."""
     return _line(HOST_HEADINGS, HOST_WIDTHS) if host else _line(HEADINGS, WIDTHS)
 
 

@@ -25,18 +25,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Mode:
-    """What is asked of a method.
+    """What a method computes, and what is measured.
 
     Args:
         name: as in the results.
         reduction: "mean", or "none" under a random upstream gradient.
-        d_input: the gradient of the input is wanted.
-        d_weight: the gradient of the weight is wanted. Without both it is evaluation: the forward pass alone.
+        d_input: computes the gradient of the input.
+        d_weight: computes the gradient of the weight. Without both, only the forward pass runs.
         memory_budget: bytes, for the methods that take one; only those are measured where it is given.
         ignored: share of the targets that are ignore_index.
-        measures: "pairs": time beside the floor. "graph": the same, both captured in CUDA graphs. "host": what a call
-            costs the host. "host-chunks": how much each further chunk adds to that. "host-compile": the same inside
-            torch.compile.
+        measures: "pairs": time and the ratio to the floor. "graph": the same, both captured in CUDA graphs. "host": the
+            host time of a call. "host-chunks": the host time of each further chunk. "host-compile": the host time
+            inside torch.compile.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Mode:
         return self.d_input or self.d_weight
 
     @property
-    def products(self) -> int:
+    def matmuls(self) -> int:
         """Matmuls of the floor: the logits, and one for each gradient."""
         return 1 + self.d_input + self.d_weight
 
@@ -176,12 +176,16 @@ def plan(
         [('seed', 'roomy', 'peaked')]
     """
     all_modes = MODES | CALL_MODES
-    for name, given, known in (("shapes", shapes, SHAPES), ("modes", modes, all_modes), ("targets", targets, TARGETS)):
+    for name, given, allowed in (
+        ("shapes", shapes, SHAPES),
+        ("modes", modes, all_modes),
+        ("targets", targets, TARGETS),
+    ):
         unknown = [
-            value for value in given or () if value not in known and not (known is SHAPES and shape_named(value))
+            value for value in given or () if value not in allowed and not (allowed is SHAPES and shape_named(value))
         ]
         if unknown:
-            raise ValueError(f"{name} must be among {', '.join(known)}, got {', '.join(unknown)}")
+            raise ValueError(f"{name} must be among {', '.join(allowed)}, got {', '.join(unknown)}")
     if shapes is modes is targets is None:
         names = list(PLAN)
     else:

@@ -1,6 +1,6 @@
 """Prints recorded results as Markdown tables: `python -m benchmarks.tables [--json FILE ...] [--modes NAME ...]`.
 
-Milliseconds stand beside every ratio. The time of the floor depends on what runs between its calls, so ratios to two
+Every ratio has its milliseconds. The time of the floor depends on what runs between its calls, so ratios to two
 floors cannot be compared without them.
 """
 
@@ -53,7 +53,7 @@ HOST: tuple[Column, ...] = (
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines of a table of rows that were all timed beside the floor, or all on the host.
+    """Returns the lines of a table of rows that all have a ratio to the floor, or all have host times.
 
     Columns in which no row has a value are left out.
     """

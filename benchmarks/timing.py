@@ -7,7 +7,7 @@ cancels in their ratio. Three rules make the figures those of a steady state:
   for some seconds, so a short burst after a pause shows a time that a training run never sees.
 - Every second pair runs in the opposite order. The second run of a pair meets the heat and the cache that the first one
   left. In both orders this cancels; in one order it would count for one of the two.
-- The forward pass alone is timed between the pairs, not after them. So it cannot seem longer than the whole call only
+- The forward pass is timed between the pairs, not after them. So it cannot seem longer than the whole call only
   because the GPU is hotter by then.
 """
 
@@ -65,7 +65,7 @@ class Pairs:
         floor: of each pair.
         method: of each pair.
         readings: SM clock (MHz) and power (W) meanwhile.
-        forward: of the forward pass alone, one beside each pair; empty where there is none.
+        forward: of the forward pass, one for each pair; empty if there is none.
         energy: of one call of the method.
     """
 
@@ -355,7 +355,7 @@ def host_pairs(
     for pair in range(pair_count(timing.seconds, pair_seconds, timing.min_pairs)):
         for index in pair_order(len(calls), pair):
             times[index].append(1000 * block(calls[index], counts[index]))
-    if sensor.why_not is None:  # in a block of its own: a reading takes host time
+    if sensor.why_not is None:  # in a separate block: a reading takes host time
         result = None
         for call, count in zip(calls, counts, strict=True):
             for _ in range(count):
@@ -423,7 +423,7 @@ def host_blocks(step: Callable[[], Any], wait: Callable[[], None], seconds: floa
     blocks = int(np.clip(seconds / max(steps * once, 1e-9), MIN_BLOCKS, MAX_BLOCKS))
     times = [block(steps) for _ in range(blocks)]
     readings: list[tuple[float, float]] = []
-    if sensor.why_not is None:  # in a block of its own: a reading takes host time
+    if sensor.why_not is None:  # in a separate block: a reading takes host time
         for _ in range(steps):
             step()
         readings += sensor.read()

@@ -30,14 +30,14 @@ from benchmarks.timing import (
 )
 from benchmarks.torch_host import HostBench, capture
 
-FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit beside them
+FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit too
 INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
 REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Losses (N,) and gradients in float32; the gradients None where they were not asked for."""
+    """Losses (N,) and gradients in float32; a gradient is None if it was not requested."""
 
     losses: Tensor
     d_input: Tensor | None
@@ -169,7 +169,7 @@ def _event() -> torch.cuda.Event:
 
 
 class TorchProblem:
-    """Arrays of one shape on the device; references and floors are made when first asked for.
+    """Arrays of one shape on the device; references and floors are computed when first needed.
 
     Raises:
         ValueError: the arrays drawn do not have the loss of their distribution.
@@ -246,9 +246,9 @@ class TorchProblem:
         return reference
 
     def floor(self, mode: Mode) -> Callable[[], Any]:
-        """Returns the bare products, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time.
+        """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time.
 
-        Later rows overwrite d_weight instead of adding to it: the floor moves no byte that the products do not need.
+        Later rows overwrite d_weight instead of adding to it: the floor moves no byte that the matmuls do not need.
         """
         if "d_logits" not in self._floors:
             rows = min(self.shape.n, FLOOR_ROWS)
@@ -282,7 +282,7 @@ class TorchProblem:
         loss_fn, target = method.build(mode), self.targets(mode)
         x = self.input.detach().requires_grad_(mode.d_input)
         w = self.weight.detach().requires_grad_(mode.d_weight)
-        wanted = [tensor for tensor in (x, w) if tensor.requires_grad]
+        differentiated = [tensor for tensor in (x, w) if tensor.requires_grad]
         upstream = self.upstream if mode.reduction == "none" else None
 
         def forward() -> Tensor:
@@ -291,10 +291,10 @@ class TorchProblem:
 
         def run() -> tuple[Tensor, ...]:
             loss = forward()
-            if not wanted:
+            if not differentiated:
                 return (loss,)
             d_loss = None if upstream is None else upstream.to(loss.dtype)
-            return loss.detach(), *torch.autograd.grad(loss, wanted, d_loss)
+            return loss.detach(), *torch.autograd.grad(loss, differentiated, d_loss)
 
         run()  # compiles, and leaves library workspaces behind, which are no method's own
         if self.device.type == "cuda":
@@ -320,8 +320,8 @@ class TorchProblem:
         errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
         errors |= {"mean_loss": float(losses.mean()), "err_loss": _error(results[0], expected)}
         gradients = list(results[1:])
-        for name, wanted in (("d_input", mode.d_input), ("d_weight", mode.d_weight)):
-            if wanted:
+        for name, needed in (("d_input", mode.d_input), ("d_weight", mode.d_weight)):
+            if needed:
                 gradient, exact = gradients.pop(0), getattr(reference, name)
                 errors[f"err_{name}"] = _error(gradient, exact)
                 errors |= row_figures(name, _row_errors(gradient, exact))

@@ -21,12 +21,12 @@ ONE_THREAD = "one_thread_"  # begins the names of figures of calls without autog
 
 
 class Steps:
-    """Calls of a loss with leaves of their own.
+    """Calls of a loss with separate leaves.
 
     Args:
         loss_fn: (input, linear_weight, target) -> loss.
         arrays: input, linear_weight, target.
-        mode: whether gradients are wanted.
+        mode: whether gradients are computed.
     """
 
     def __init__(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> None:
@@ -84,7 +84,7 @@ class HostBench:
     ) -> None:
         self._gpu, self._time_block, self._timing = gpu, time_block, timing
         self._trace = trace
-        self._why_no_trace = "not asked for" if gpu else "no GPU is measured"
+        self._why_no_trace = "--no-trace was given" if gpu else "no GPU is measured"
 
     def figures(self, prepared: Prepared, method: Method, mode: Mode) -> tuple[dict[str, Any], Later | None]:
         """Returns the figures of one row of a host mode, and what traces its calls afterwards."""
@@ -119,8 +119,8 @@ class HostBench:
         times = self._times(steps.step)
         if steps.mode.backward:
             with torch.autograd.set_multithreading_enabled(False):
-                alone = self._times(steps.step)
-            times |= {ONE_THREAD + key: alone[key] for key in ("host_ms", "total_ms")}
+                one_thread = self._times(steps.step)
+            times |= {ONE_THREAD + key: one_thread[key] for key in ("host_ms", "total_ms")}
         return times
 
     def _times(self, step: Callable[[], Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PyTorch methods: the floor, ours, our baseline, and the peers, which are imported only where they are measured."""
+"""PyTorch methods: the floor, ours, our baseline, and other libraries, which are imported only when measured."""
 
 from collections.abc import Callable
 
@@ -47,7 +47,7 @@ def _eager(mode: Mode) -> LossFn:
 
 
 class _Float32Logits(torch.autograd.Function):
-    """x @ w.T in float32 from 16-bit operands; its backward rounds d_logits to their dtype, as any product must."""
+    """x @ w.T in float32 from 16-bit operands; the backward pass rounds d_logits to the dtype of the operands."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def _quack(chunk_size: int) -> Callable[[Mode], LossFn]:
     return build
 
 
-# In the order of measuring: ours and what it is judged against first, risky peers last.
+# In the order of measurement: our methods and the floor first, methods that may crash last.
 METHODS = by_name(
     [
         Method("floor", "floor", _floor, takes_budget=True, host=True),

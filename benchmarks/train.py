@@ -1,4 +1,4 @@
-"""Measures training steps beside their peers: `python -m benchmarks.train`.
+"""Measures training steps of flax_models and of other trainers: `python -m benchmarks.train`.
 
 Rows of `benchmarks.train_rows` run one after the other. Each runs in its own process and is merged into the file of
 results when it ends. The processes share a JAX compilation cache: the folder JAX_COMPILATION_CACHE_DIR, or a temporary
@@ -178,12 +178,13 @@ def largest(attempt: Callable[[int], Mapping[str, Any]], first: int) -> dict[str
     """Returns the figures of the largest batch that fits, to a FINE-th of it.
 
     Args:
-        attempt: measures a batch in a process of its own; its figures may have an `estimate` of what fits.
+        attempt: measures a batch in a separate process; its figures may have an `estimate` of what fits.
         first: batch to begin with.
 
     Returns:
         The figures of the largest that ran, with `batch`, `tried`, and `too_large`, the smallest that did not run.
-        Without one that ran they are those of the last. An error that is not for memory ends the search, and is told.
+        If none ran, they are those of the last attempt. Any error other than running out of memory ends the search
+        and is reported.
     """
     fits, too_large, trial = 0, None, first
     tried: list[int] = []

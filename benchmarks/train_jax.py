@@ -1,7 +1,7 @@
 """JAX's side of `benchmarks.train`: the trainer as it is, and the same with optax's loss on the logits.
 
 The step is compiled from shapes, before anything is drawn: what XLA tries out while it compiles is then no part of the
-peak. Memory is that of the whole process: parameters, optimiser, batches and all.
+peak. Memory is that of the whole process: parameters, optimizer, batches and all.
 """
 
 import itertools
@@ -75,8 +75,8 @@ def make_trainer(row: Row, config: ModelConfig, train: TrainConfig, *, drawn: bo
     Args:
         row: its mode, its loss and its seed.
         config: of the model.
-        train: of the optimiser.
-        drawn: draw parameters; otherwise the trainer knows shapes alone.
+        train: of the optimizer.
+        drawn: draw parameters; otherwise the trainer has only shapes.
         loss: "fused" or "unfused" in the place of the row's.
     """
     kind = LogitsTrainer if (loss or row.loss) == "unfused" else Trainer
@@ -97,7 +97,7 @@ class Run:
         self.metrics: StepMetrics | None = None
 
     def by(self, trainer: Trainer) -> "Run":
-        """Returns the run as another trainer goes on with it."""
+        """Returns the run in the form in which another trainer continues it."""
         return Run(trainer, self._state, self._batches)
 
     def step(self) -> StepMetrics:
@@ -171,7 +171,7 @@ def _first_state(row: Row, config: ModelConfig, train: TrainConfig) -> TrainStat
 
 
 def _estimate(plan: Memory, batch: int, limit: int | None) -> int | None:
-    """Returns about how many rows fit, where parameters, their gradients and the optimiser do not grow with them."""
+    """Returns about how many rows fit, where parameters, their gradients and the optimizer do not grow with them."""
     if limit is None:
         return None
     fixed = 2 * plan.parameters + plan.optimizer
@@ -258,8 +258,8 @@ class Compared(NamedTuple):
 
 
 def _compare(fused: Trainer, unfused: Trainer, params: nnx.State, batch: Batch) -> Compared:
-    (loss, gradients), (expected, wanted) = (trainer._gradients(params, batch) for trainer in (fused, unfused))
-    pairs = list(zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True))
+    (loss, gradients), (expected, exact) = (trainer._gradients(params, batch) for trainer in (fused, unfused))
+    pairs = list(zip(jax.tree.leaves(gradients), jax.tree.leaves(exact), strict=True))
     squares = jnp.stack([jnp.stack([_squares(ours - theirs), _squares(theirs)]) for ours, theirs in pairs])  # (A, 2)
     moved = jnp.stack([jnp.all(jnp.stack([_moves(ours), _moves(theirs)])) for ours, theirs in pairs])
     whole = jnp.sqrt(jnp.sum(squares[:, 0]) / jnp.sum(squares[:, 1]))

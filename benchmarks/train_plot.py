@@ -1,4 +1,4 @@
-"""Makes the pictures of recorded training steps: speed and memory beside the peers, and convergence."""
+"""Draws recorded training steps: speed and memory compared with other trainers, and convergence."""
 
 import json
 from collections import defaultdict
@@ -36,7 +36,7 @@ Recorded = dict[str, Any]
 
 
 def draw_all(path: Path | None) -> None:
-    """Makes train-speed.png and train-convergence.png beside a file of results, of what there is in it.
+    """Draws train-speed.png and train-convergence.png in the folder of a file of results, from the rows that it has.
 
     Args:
         path: of the file; None: the recorded one.

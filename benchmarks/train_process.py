@@ -51,7 +51,7 @@ class Request:
 
 
 def ask(request: Request, limit: float) -> dict[str, Any]:
-    """Returns what a process of its own measured: `status` is ok, oom, skipped or failed, and `note` says why not ok.
+    """Returns what a separate process measured: `status` is ok, oom, skipped or failed, and `note` says why not ok.
 
     Args:
         request: what it is to do.
@@ -89,7 +89,7 @@ def _environment(request: Request) -> dict[str, str]:
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.93",
         "HF_HUB_OFFLINE": "1",
     }
-    if request.row is not None and request.row["kind"] == "check":  # finding the fastest products takes it minutes
+    if request.row is not None and request.row["kind"] == "check":  # autotuning matmuls takes it minutes
         variables["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
     if request.in_torch:
         variables["JAX_PLATFORMS"] = "cpu"  # what PyTorch's side takes of JAX needs no device
@@ -120,7 +120,7 @@ def answer(request: Request) -> dict[str, Any]:
                 side.measure(row, request, figures)
     except UnavailableError as error:
         return {**figures, "status": "skipped", "note": str(error)}
-    except Exception as error:  # whatever fails, its message is the result
+    except Exception as error:  # the message of any failure is the result
         traceback.print_exc()
         return {**figures, "status": "oom" if out_of_memory(error) else "failed", "note": describe(error)}
     return {"note": None, **figures, "status": "ok"}

@@ -25,7 +25,7 @@ LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
 CHECKED = (512, 2)
 LORA_RANK = 32
 BATCHES = 4  # different ones, taken in turn
-POOL = 1024  # examples that are packed beside each other, for a batch to draw rows from
+POOL = 1024  # examples that are packed together, for a batch to draw rows from
 SPREAD = 0.8  # of the logarithms of their lengths
 SEEDS, REPEATS = 4, 2  # runs on text of each loss
 SMOKE = ModelConfig(  # for the tests of the harness, on a CPU
@@ -62,11 +62,11 @@ class Row:
             speed; "converge": losses of a run on text.
         remat: what the backward pass computes again.
         attention: "cudnn" or "xla" in JAX, "sdpa" in PyTorch.
-        data: "whole" rows; "padded": an example and padding in each; "packed": examples beside each other.
+        data: "whole" rows; "padded": an example and padding in each; "packed": several examples in a row.
         optimizer: its name in `flax_models.train.config`.
         compile: have PyTorch compile the model; JAX always does.
-        scan_layers: compile one block and loop over the layers; otherwise each layer by itself.
-        cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does unless told
+        scan_layers: compile one block and loop over the layers; otherwise each layer separately.
+        cast_head: the fused loss takes a copy of the head in the computation's dtype, as the trainer does by default
             otherwise; the unfused one does so anyway, and so do all where the head is frozen.
         seed: of the parameters, and of the order of what a run on text reads.
         repeat: which of several rows that differ in nothing.
@@ -109,7 +109,7 @@ class Row:
         return _row(self.config, "fused", self.mode, CHECKED, kind="check")
 
     def model(self, dtype: Dtype = "bfloat16") -> ModelConfig:
-        """Returns the shape as it is trained: products in `dtype` over float32 parameters."""
+        """Returns the shape as it is trained: matmuls in `dtype`, float32 parameters."""
         shape = SMOKE if self.config == "smoke" else PUBLISHED[self.config]
         by = "cudnn" if self.attention == "cudnn" and dtype == "bfloat16" else "xla"
         how: dict[str, Any] = {"remat": self.remat, "scan_layers": self.scan_layers, "attention_implementation": by}
@@ -127,7 +127,7 @@ def _row(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LO
 
 
 def _trained(config: str, loss: Loss = "fused", mode: Mode = "full", size: Size = LONG, **options: Any) -> Row:
-    """Returns a row as published shapes train here: each layer compiled by itself, the head cast for the fused loss."""
+    """Returns a row with the defaults of published shapes: each layer compiled separately, the head cast."""
     if loss not in ("hf", "hf+liger"):
         options = {"scan_layers": False, "cast_head": (loss, mode) == ("fused", "full"), **options}
     return _row(config, loss, mode, size, **options)
@@ -231,8 +231,8 @@ def select(names: Sequence[str] | None = None) -> list[Row]:
         names = [group for group in GROUPS if group != "smoke"]
     chosen: set[Row] = set()
     for name in names:
-        known = rows if "smoke" in name else [row for row in rows if row.config != "smoke"]
-        found = GROUPS.get(name) or [row for row in known if fnmatchcase(row.name, name)]
+        candidates = rows if "smoke" in name else [row for row in rows if row.config != "smoke"]
+        found = GROUPS.get(name) or [row for row in candidates if fnmatchcase(row.name, name)]
         if not found:
             raise ValueError(f"rows must be of {', '.join(GROUPS)}, or names as {rows[0].name}, got {name}")
         chosen.update(found)

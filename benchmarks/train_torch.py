@@ -1,7 +1,7 @@
 """PyTorch's side of `benchmarks.train`: Hugging Face transformers, with Liger's kernels or without.
 
-Weights and gradients are bfloat16 beside a float32 master copy that the optimiser works on, which is what JAX's side
-does too: it rounds float32 parameters once a step. Autocast over float32 weights would round them for each product and
+Weights and gradients are bfloat16, with a float32 master copy for the optimizer, which is what JAX's side
+does too: it rounds float32 parameters once a step. Autocast over float32 weights would round them for each matmul and
 keep the residual stream in float32. On CUDA the model is compiled; where that fails, the row says so and the step runs
 uncompiled.
 """
@@ -42,7 +42,7 @@ def make_model(row: Row, config: ModelConfig, device: str) -> Any:
     """Returns transformers' model of a row's shape, in bfloat16, ready to train.
 
     Raises:
-        UnavailableError: what the row needs is not installed, or cannot be said to transformers.
+        UnavailableError: what the row needs is not installed, or transformers does not support it.
         ValueError: the model has another number of parameters than ours.
     """
     transformers = load("transformers")
@@ -197,7 +197,7 @@ def check_steps(step: Step, count: int) -> dict[str, Any]:
 
 
 def _estimate(step: Step, batch: int) -> int:
-    """Returns about how many rows fit, where weights, gradients and the optimiser do not grow with them."""
+    """Returns about how many rows fit, where weights, gradients and the optimizer do not grow with them."""
     trained = sum(weight.numel() for weight in step.weights)
     fixed = torch.cuda.memory_allocated() + 6 * trained  # gradients in bfloat16 and in float32
     free = torch.cuda.get_device_properties(0).total_memory - fixed
@@ -205,7 +205,7 @@ def _estimate(step: Step, batch: int) -> int:
 
 
 def _split(step: Step, wait: Callable[[], None]) -> dict[str, float]:
-    """Returns the milliseconds of a step's parts, each waited for by itself, which makes their sum the longer."""
+    """Returns the milliseconds of a step's parts, each ended by a wait, so their sum is longer than a step."""
     times: dict[str, float] = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
 
     def timed[T](part: str, call: Callable[[], T]) -> T:

@@ -82,7 +82,7 @@ def choose_chunked(
     """Returns the chunks of a call.
 
     Args:
-        gradients_in_forward: plan A: the gradients are made beside the loss, from kept logits where they fit.
+        gradients_in_forward: plan A: the gradients are computed with the loss, from kept logits if they fit.
         budget: bytes.
         tokens, ...: of `workspace_model`.
 

@@ -44,7 +44,7 @@ from core_triton.tile_config import ScaledExpConfig, StreamKSchedule
 # is loaded.
 PARTS = gl.constexpr(5)
 
-# Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held beside the sums.
+# Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held together with the sums.
 D_WEIGHT_REGISTERS = gl.constexpr(240)
 
 D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)

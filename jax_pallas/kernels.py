@@ -32,7 +32,7 @@ from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, Triton
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
-GROUP = 8  # row blocks beside each other on a block of classes
+GROUP = 8  # neighboring row blocks that share a block of classes
 REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
 ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address
 
@@ -100,7 +100,7 @@ def logits_tile(
     seen = (place < matmul.classes)[None, :] if matmul.classes % tile.block_v else None
     if matmul.ranged:
         first, skip = scalars_ref[1], scalars_ref[2]
-        if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded by itself
+        if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded separately
             before = lax.rem(first, jnp.int32(ALIGNED))
             place, first_place = place - before, first_place - before
             first = pl.multiple_of(first - before, ALIGNED)

@@ -166,8 +166,8 @@ def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, prog
 
 
 def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
-    """Returns the bytes that `d_input` takes beside its arguments, by `programs` programs; `most` is its argument of
-    that name."""
+    """Returns the bytes that `d_input` takes in addition to its arguments, with `programs` programs and its argument
+    `most`."""
     return choose_schedule(rows, hidden, classes, most, programs).bytes
 
 

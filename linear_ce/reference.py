@@ -1,4 +1,4 @@
-"""The loss and the log-probabilities in NumPy, with materialised logits and analytic gradients.
+"""The loss and the log-probabilities in NumPy, with materialized logits and analytic gradients.
 
 In float64 (`EXACT`) this is the reference for every backend. The same code in float32, with d_logits and the gradients
 rounded to the storage dtype (`unfused`), gives the error of an unfused computation of that dtype, and all tolerances

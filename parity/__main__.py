@@ -1,8 +1,9 @@
 """`python -m parity`: runs the cases on every backend of this machine and prints what share of its budget each uses.
 
-Each framework runs in processes of its own (`parity.backends`); outputs come back as .npz files. A framework whose
+Each framework runs in separate processes (`parity.backends`); outputs come back as .npz files. A framework whose
 default runs `chunked` gives one backend, not two. Exits with status 1 if a budget is exceeded, a case fails to run, or
-a default ran something else than it should on this machine. `python -m parity train` compares training runs instead.
+a default ran another implementation than it should on this machine. `python -m parity train` compares training runs
+instead.
 """
 
 import argparse
@@ -81,16 +82,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--backend", action="append", choices=BACKENDS, metavar="NAME", help="one of %(choices)s; may repeat"
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name holds this text")
-    parser.add_argument("--exhaustive", action="store_true", help="the full product of the options: takes hours in JAX")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run cases whose name contains this text")
+    parser.add_argument("--exhaustive", action="store_true", help="all combinations of the options: takes hours in JAX")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes of each framework")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors and budgets there")
-    parser.add_argument("--commit", metavar="NAME", help="of the code that is compared, for that file")
+    parser.add_argument("--commit", metavar="NAME", help="commit of the code, for that file")
     return parser.parse_args(arguments)
 
 
 def _obstacle(options: argparse.Namespace) -> str:
-    """Returns what stands against the run, naming the option; empty if nothing does."""
+    """Returns why the run cannot start, naming the option; empty if it can."""
     if options.jobs < 1:
         return f"--jobs must be at least 1, got {options.jobs}"
     if not any(True for _ in select(options.only, options.exhaustive)):
@@ -100,18 +101,18 @@ def _obstacle(options: argparse.Namespace) -> str:
     return report.file_obstacle("--json", options.json)
 
 
-def _available(asked: Sequence[str] | None) -> list[str]:
-    """Returns the backends to run; says which framework is missing, and raises if one was asked for by name."""
+def _available(selected: Sequence[str] | None) -> list[str]:
+    """Returns the backends to run. Prints which framework is missing, and raises if one was selected by name."""
     names = []
     for name, backend in BACKENDS.items():
-        if name not in asked if asked else not backend.runs_anywhere:
+        if name not in selected if selected else not backend.runs_anywhere:
             continue
         if installed(backend.framework):
             names.append(name)
-        elif asked:
+        elif selected:
             raise SystemExit(f"--backend {name} needs {FRAMEWORKS[backend.framework]}, which is not installed")
     for framework, title in FRAMEWORKS.items():
-        if not asked and not installed(framework):
+        if not selected and not installed(framework):
             print(f"{title} is not installed: its backends are left out")
     return names
 
@@ -145,7 +146,7 @@ class _Worker:
         self.names, self._folder = names, folder
         command = [sys.executable, "-m", "parity.backends", *names, "--folder", str(folder), "--only", options.only]
         command += ["--first", str(job), "--step", str(options.jobs), *["--exhaustive"] * options.exhaustive]
-        # Where the default is chunked, chunked by name is the same code: it runs twice only if asked for.
+        # If the default is chunked, chunked by name is the same code. It runs twice only if it was selected.
         command += ["--distinct"] * (options.backend is None)
         # Both frameworks may share one GPU: JAX must not take its memory ahead of need.
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
@@ -168,7 +169,7 @@ class _Worker:
         return outcome
 
     def stop(self) -> None:
-        """Ends the process, if it has not ended by itself."""
+        """Ends the process if it is still running."""
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._process.terminate()
@@ -184,7 +185,7 @@ def _row(case: Case, name: str, want: dict[str, Expected], outcome: dict[str, An
     if backend.implementation is None and ran not in should:
         failure = f"the default ran {ran!r} on {outcome['platform']}, where {' or '.join(map(repr, should))} should run"
     elif backend.implementation not in (None, ran):
-        failure = f"{ran!r} ran, where {backend.implementation!r} was asked for"
+        failure = f"{ran!r} ran, where {backend.implementation!r} was requested"
     try:
         judged = judge(case, want, outcome["outputs"])
     except ValueError as wrong:
@@ -193,7 +194,7 @@ def _row(case: Case, name: str, want: dict[str, Expected], outcome: dict[str, An
 
 
 def _pairs(case: Case, want: dict[str, Expected], outcomes: dict[str, dict[str, Any]]) -> list[report.Row]:
-    """Returns the rows of PyTorch against JAX, for each implementation that both were asked for."""
+    """Returns the rows of PyTorch against JAX, for each implementation that both ran."""
     rows = []
     for kind in dict.fromkeys(name.split("-", 1)[1] for name in outcomes):
         left, right = outcomes.get(f"torch-{kind}"), outcomes.get(f"jax-{kind}")

@@ -38,7 +38,7 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
     x = rng.standard_normal((n, d))
     w = rng.standard_normal((v, d)) * case.logit_std / np.sqrt(d)
     b = rng.standard_normal(v)
-    # Targets that follow a power law, as words do, fill few rows of d_weight with many terms.
+    # Targets with a power-law distribution, like words, fill few rows of d_weight with many terms.
     draws = rng.random(n) ** (4 if case.target == "skewed" else 1)
     if case.target == "one_class":
         draws[:] = rng.random()

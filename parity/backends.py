@@ -1,4 +1,4 @@
-"""Backends by name: NumPy arrays in, NumPy arrays out. The one module of the contract that reaches a framework.
+"""Backends by name: NumPy arrays in, NumPy arrays out. The only module of parity that uses a framework.
 
 Frameworks are imported when a backend runs, never at import. As a program (`python -m parity.backends`) it is the
 process of one framework: it runs the cases on the named backends, writes the outputs of each as .npz, and says so in
@@ -26,7 +26,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Outcome(NamedTuple):
-    """What a backend gave for a case, and which implementation ran."""
+    """The outputs of a backend for a case, and the implementation that ran."""
 
     implementation: str
     platform: str  # "cpu", "cuda", ...
@@ -36,9 +36,9 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """A framework, and the implementation asked for by name; None is the default.
+    """A framework, and the implementation requested by name; None is the default.
 
-    One that runs on some machines only, where it is the default, is left out unless it is asked for.
+    An implementation that some machines do not support is left out unless it is selected by name.
     """
 
     framework: str
@@ -57,7 +57,7 @@ BACKENDS = {
 }
 
 # What a default must run where it is not "chunked": there, "chunked" means that a kernel was left out. In float32 XLA's
-# products are two to three times as fast as a Pallas kernel's.
+# matmuls are two to three times as fast as those of a Pallas kernel.
 EXPECTED_DEFAULT = {
     ("torch", "cuda", "float32"): ("triton",),
     ("torch", "cuda", "float16"): ("triton",),
@@ -123,7 +123,7 @@ class _Run(NamedTuple):
 
 
 def _options(case: Case, implementation: str | None) -> dict[str, Any]:
-    """Returns the keyword arguments that are no arrays, by the public names."""
+    """Returns the keyword arguments that are not arrays, by their public names."""
     spec = case.spec
     options: dict[str, Any] = {
         "softcap": spec.softcap,
@@ -176,8 +176,8 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     if case.vocab_axis == 1:
         tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
     upstream = [tensors.pop(name) for name in arrays if name.startswith("d_")]
-    wanted = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
-    for name in wanted.values():
+    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
+    for name in argument_of.values():
         tensors[name].requires_grad_()
     function = {
         ("loss", True): core_triton.linear_cross_entropy_with_stats,
@@ -185,10 +185,10 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         ("log_probs", True): core_triton.linear_log_probs,
     }[case.function, case.with_stats]
     outputs = _outputs(case, function(**tensors, **_options(case, implementation)))
-    if wanted:
+    if argument_of:
         roots = [outputs[name] for name in (("loss",) if case.function == "loss" else ("log_prob", "entropy", "lse"))]
-        gradients = torch.autograd.grad(roots, [tensors[name] for name in wanted.values()], upstream)
-        outputs |= dict(zip(wanted, gradients, strict=True))
+        gradients = torch.autograd.grad(roots, [tensors[name] for name in argument_of.values()], upstream)
+        outputs |= dict(zip(argument_of, gradients, strict=True))
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
     def export(tensor: Any) -> tuple[np.ndarray, str]:
@@ -213,7 +213,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     if case.vocab_axis == 1:
         operands["linear_weight"] = operands["linear_weight"].T
     upstream = [operands.pop(name) for name in arrays if name.startswith("d_")]
-    wanted = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
+    argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
     function: Callable[..., Any] = {
         ("loss", True): linear_ce.linear_cross_entropy_with_stats,
         ("loss", False): linear_ce.linear_cross_entropy,
@@ -228,13 +228,13 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
 
     @jax.jit
     def run(differentiated: dict[str, Any], others: dict[str, Any], upstream: list[Any]) -> dict[str, Any]:
-        if not wanted:
+        if not argument_of:
             return call({}, others)[1]
         _, pull_back, outputs = jax.vjp(lambda d: call(d, others), differentiated, has_aux=True)
         gradients = pull_back(upstream)[0]
-        return outputs | {d: gradients[name] for d, name in wanted.items()}
+        return outputs | {d: gradients[name] for d, name in argument_of.items()}
 
-    differentiated = {name: operands[name] for name in wanted.values()}
+    differentiated = {name: operands[name] for name in argument_of.values()}
     others = {name: value for name, value in operands.items() if name not in differentiated}
     outputs = run(differentiated, others, upstream)
     ran = linear_ce.explain(
@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("backends", nargs="+", choices=BACKENDS, metavar="BACKEND")
     parser.add_argument("--folder", type=Path, required=True, help="where the .npz files go")
     parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--exhaustive", action="store_true", help="the full product of the options")
+    parser.add_argument("--exhaustive", action="store_true", help="all combinations of the options")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--step", type=int, default=1, help="every so many from there")
     parser.add_argument("--distinct", action="store_true", help="run an implementation once, under the first name")

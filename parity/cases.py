@@ -1,4 +1,4 @@
-"""The one table of named cases: what every backend is run on, every day (`cases`) or by command (`exhaustive_cases`).
+"""The one table of named cases: the cases of every backend, every day (`cases`) or by command (`exhaustive_cases`).
 
 A case is a frozen description; `arrays.make_arrays` turns it into arrays. Every-day cases are pairwise over the options
 for each dtype and reduction, plus sharp logits (`SHARP_FACTORS`), plus the edges of the contract, one by one. Shapes
@@ -19,7 +19,7 @@ Function = Literal["loss", "log_probs"]
 
 DTYPE_LABELS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-# fp16 gradients are taken under a loss scale, as training does; a mean leaves room for more of it than a sum.
+# fp16 gradients are computed under a loss scale, as in training. A mean allows a larger one than a sum.
 FP16_LOSS_SCALE = {"mean": 1024.0, "sum": 8.0, "none": 8.0}
 
 SHAPES = (((123,), 32, 507), ((4, 63), 64, 123), ((50,), 128, 1001))  # (leading axes, D, V)
@@ -66,7 +66,7 @@ class Case:
     tight_memory: bool = False
     upstream: Literal["one", "random"] = "one"
     with_stats: bool = True
-    frozen: tuple[str, ...] = ()  # arguments whose gradient is not asked for
+    frozen: tuple[str, ...] = ()  # arguments whose gradient is not computed
     strided: bool = False  # PyTorch: non-contiguous input
     loss_scale: float = 1.0
 
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def judges_rows(self) -> bool:
-        """Whether the gradients of single classes and tokens have budgets of their own (`tolerances.row_errors`)."""
+        """Whether the gradients of single classes and tokens have separate budgets (`tolerances.row_errors`)."""
         return self.target == "one_class"
 
     @property
@@ -135,8 +135,8 @@ LOSS_FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 # Logits of a standard deviation at which few classes of a row have most of the probability, and one class as the target
-# of all tokens. The gradient of every other class is then its softmax part alone. Elsewhere the targets' part hides it.
-# One table serves all dtypes and reductions. Exhaustive runs have the same cases.
+# of all tokens. The gradient of every other class is then only its softmax part. In other cases the targets' part hides
+# it. One table serves all dtypes and reductions. Exhaustive runs have the same cases.
 SHARP_FACTORS: dict[str, tuple[Any, ...]] = {
     # float16 at 8 is left out: a scalar loss stores its gradients before the loss scale is applied, where those of the
     # least likely classes are below float16's range. Range would decide their error, not rounding.
@@ -154,7 +154,7 @@ LOG_PROBS_FACTORS: dict[str, tuple[Any, ...]] = {
     )
 }
 
-# Factors that change the meaning; the exhaustive product is over these, while the others take turns.
+# Factors that change the meaning; exhaustive cases combine all of these, while the others rotate.
 MEANING = (
     *("label_smoothing", "z_loss_weight", "softcap", "logit_scale", "padded", "has_bias", "has_class_weight"),
     *("token_weight", "normalizer", "ignored"),
@@ -256,13 +256,13 @@ def cases() -> tuple[Case, ...]:
 
 
 def exhaustive_cases() -> Iterator[Case]:
-    """Yields the full product of the options that change the meaning, sharp logits, the edges: thousands of cases."""
+    """Yields all combinations of the options that change the meaning, sharp logits, the edges: thousands of cases."""
     for function, dtype, reduction in STRATA:
         factors = _factors(function, dtype, reduction)
         meaning = [name for name in factors if name in MEANING]
         turns = [name for name in factors if name not in MEANING]
         for index, values in enumerate(product(*(factors[name] for name in meaning))):
-            # A mixed radix on a scrambled counter, or the turns would go in step with the product's own.
+            # A mixed radix on a scrambled counter, or the rotation would be in step with that of the combinations.
             counter, row = index * 7919, dict(zip(meaning, values, strict=True))
             for name in turns:
                 counter, digit = divmod(counter, len(factors[name]))

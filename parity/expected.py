@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """The error of one output beside its budget."""
+    """The error of one output and its budget."""
 
     error: float
     budget: float
@@ -108,7 +108,7 @@ def _conditions(case: Case, arrays: Mapping[str, np.ndarray], exact: LossResult 
 
 
 def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.ndarray]) -> dict[str, Judgement]:
-    """Returns the error of every output of a backend beside its budget.
+    """Returns the error of every output of a backend, with its budget.
 
     Args:
         case: the description.
@@ -120,7 +120,7 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
         d_weight_class_p95, d_input_row_median and d_input_row_p95: the figures of `tolerances.row_errors`.
 
     Raises:
-        ValueError: an output is missing, not asked for, or of the wrong shape.
+        ValueError: an output is missing, unexpected, or of the wrong shape.
     """
     if set(outputs) != set(want):
         raise ValueError(f"outputs of {case.name} must be {', '.join(want)}, got {', '.join(outputs) or 'nothing'}")
@@ -136,7 +136,7 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
 def judge_pair(
     want: Mapping[str, Expected], left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
 ) -> dict[str, Judgement]:
-    """Returns how far two backends are from each other, in the units of `error`, beside twice the budget.
+    """Returns how far two backends are from each other, in the units of `error`, with twice the budget.
 
     Figures of rows are left out: medians and percentiles have no triangle inequality.
     """

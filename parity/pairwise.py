@@ -69,13 +69,13 @@ def _strike(missing: dict[Value, int], bit: Mapping[Value, int], row: Mapping[st
 
 def _draft(
     factors: Mapping[str, Sequence[Any]],
-    wanted: Mapping[str, int],
+    required: Mapping[str, int],
     missing: Mapping[Value, int],
     bit: Mapping[Value, int],
     rng: np.random.Generator,
 ) -> dict[str, int]:
-    """Returns a row that holds what is wanted; its other factors follow in random order, each greedily."""
-    names, fixed, bits = list(factors), dict(wanted), _bits(bit, wanted)
+    """Returns a row with the required levels. The other factors are chosen greedily, in random order."""
+    names, fixed, bits = list(factors), dict(required), _bits(bit, required)
     for name in (names[i] for i in rng.permutation(len(names))):
         if name in fixed:
             continue

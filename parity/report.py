@@ -101,7 +101,7 @@ def as_json(row: Row) -> dict[str, Any]:
 
 
 def file_obstacle(option: str, path: Path | None) -> str:
-    """Returns why an option's file cannot be written, to be known before anything runs; empty if it can."""
+    """Returns why the file of an option cannot be written, before anything runs; empty if it can."""
     if path is None or (path.parent.is_dir() and not path.is_dir()):
         return ""
     return f"{option} must be a file in a folder that exists, got {path}"

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# An equally good computation in another order draws its roundings anew. Over the every-day cases two such draws differ
-# by at most 5%; over the exhaustive ones by 20%, in the bias gradient of a sum over 50 tokens, where the norm of a
-# rounding error is that of some fifty draws and varies by a tenth.
+# An equally good computation in another order has other rounding errors. Over the every-day cases two such results
+# differ by at most 5%. Over the exhaustive ones they differ by up to 20%, in the bias gradient of a sum over 50 tokens,
+# where the norm of a rounding error comes from about fifty numbers and varies by a tenth.
 FACTOR = 1.25
 
 # Added to the budget of a gradient: where the unfused error is 0 or small by luck (few elements, powers of two)
@@ -28,7 +28,7 @@ GRADIENT_FLOOR = {
     "float16": 1.2e-5,  # 1/40 ulp: the same
 }
 
-# Added to the budget of what is float32 whatever the input is: the loss, lse, log-probabilities, statistics.
+# Added to the budget of outputs that are float32 for every input dtype: the loss, lse, log-probabilities, statistics.
 FLOAT32_FLOOR = 1e-6  # the every-day cases use 5e-7: a scalar's unfused error can be 0 by luck
 
 # A norm this small is the float64 reference's own rounding of an exact zero: the error is then absolute.

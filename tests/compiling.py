@@ -12,7 +12,7 @@ from jax._src import callback as callbacks
 
 @contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compiles with few optimisations: the tests' programs run for milliseconds and compile for seconds."""
+    """Compiles with few optimizations: the tests' programs run for milliseconds and compile for seconds."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -25,7 +25,7 @@ def quick_compilation() -> Iterator[None]:
 def quick_callbacks() -> Iterator[None]:
     """Gives the callbacks of Mosaic's interpreter NumPy arrays and Python's numbers.
 
-    JAX makes arrays of its own of all arguments, which the interpreter turns back: two thirds of the time.
+    JAX converts all arguments to its arrays, and the interpreter converts them back: two thirds of the time.
     """
 
     def call(*arguments: Any, callback: Any, **_: Any) -> Any:

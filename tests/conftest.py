@@ -68,13 +68,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
-# What a GPU runs has all optimisations, and so has what a test measures, and what rests on fused multiplications.
+# Programs on a GPU have all optimizations, as have programs that a test measures or that depend on fused multiply-add.
 WELL_COMPILED = ("_gpu", "_memory", "_sign")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles with few optimisations what runs a few times only: `python -m parity` compiles the cases as users do."""
+    """Compiles with few optimizations: each program runs only a few times. `python -m parity` compiles with all."""
     name = request.module.__name__
     if not name.startswith(QUICKLY_COMPILED):
         yield

@@ -185,7 +185,7 @@ LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that a re
 
 
 def run_repair(which: Literal["quick", "more"]) -> None:
-    """Logits far above the target's, in every block of rows or in one alone."""
+    """Logits far above the target's, in every block of rows or in only one."""
     for case in REPAIRED[:2] if which == "quick" else REPAIRED[2:]:
         case = replace(case, dtype="bfloat16")
         arrays = make_arrays(case)

@@ -73,7 +73,7 @@ def gradients(function: Any, arrays: dict[str, Any], names: tuple[str, ...] = AR
     return jax.grad(value)(chosen, {name: array for name, array in arrays.items() if name not in chosen})
 
 
-def materialised(arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
+def materialized(arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
     """Returns the (N, V) logits, in float32."""
     w = arrays["linear_weight"] if vocab_axis == 1 else arrays["linear_weight"].T
     with jax.default_matmul_precision("float32"):

@@ -31,7 +31,7 @@ VARIABLES = {
     "PYTHONPATH": PATHS,
 }
 
-LONG = 120.0  # seconds that a program takes beside others, if nothing is said: what is not known starts early
+LONG = 120.0  # default estimate of the seconds of a program: programs without an estimate start early
 
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name

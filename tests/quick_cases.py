@@ -14,9 +14,8 @@ from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
 
 FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
 
-# The edges of which jax_pallas runs a case: each is compiled anew. It has its own tests of the others by all functions,
-# of what the arrays hold in test_jax_pallas_edges.py, of what is frozen in test_jax_pallas_transforms.py; budgets that
-# are tight are an option of the tables.
+# The edge cases that jax_pallas runs: each is compiled separately. test_jax_pallas_edges.py tests the other edges that
+# are about values, test_jax_pallas_transforms.py tests frozen arguments, and tight budgets are an option of the tables.
 OF_JAX = (
     "log_probs-frozen_input",
     "log_probs-masked_target",

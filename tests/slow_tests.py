@@ -71,7 +71,7 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_micro_batches_make_the_gradients_of_the_whole_batch",
         "test_nothing_in_a_step_waits_for_the_device",
         "test_no_throughput_of_a_model_that_does_not_learn",
-        "test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens[1]",
+        "test_loss_of_a_step_is_that_of_materialized_logits_over_counted_tokens[1]",
         "test_a_known_peak_gives_a_share_of_it",
         # Of the loss: test_no_head_is_transposed in test_jax_pallas_transforms.py.
         "test_head_is_never_transposed_into_a_copy",
@@ -218,7 +218,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     # Two processes; the frameworks agree in this one too, and what the command says is tested with runs made up.
     "test_parity_train.py": ("test_the_command_trains_in_both_frameworks",),
     # JAX's methods also run in test_random_targets_and_float32; the modes are the harness's, for both frameworks.
-    "test_benchmarks.py": ("test_every_mode_runs_end_to_end[jax-peers1]",),
+    "test_benchmarks.py": ("test_every_mode_runs_end_to_end[jax-others1]",),
     # The same: the harness's modes are run with PyTorch.
     "test_benchmarks_host.py": ("test_host_time_of_jax",),
     # Half a minute of XLA and ptxas; test_jax_pallas_export.py lowers the same kernels, and checks shapes and layouts.

@@ -30,13 +30,13 @@ def run(framework: str, folder: Path, *arguments: str) -> tuple[int, list[dict[s
 
 
 @pytest.mark.parametrize(
-    ("framework", "peers"),
+    ("framework", "others"),
     [("torch", ["eager", "eager-float32-logits"]), ("jax", ["checkpointed-scan"])],
 )
 def test_every_mode_runs_end_to_end(
-    framework: str, peers: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    framework: str, others: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, rows = run(framework, tmp_path, "--modes", *MODES, "--methods", "floor", "chunked", *peers)
+    status, rows = run(framework, tmp_path, "--modes", *MODES, "--methods", "floor", "chunked", *others)
     assert status == 0
     for row in rows:
         assert row.keys() >= KEYS
@@ -50,15 +50,15 @@ def test_every_mode_runs_end_to_end(
             continue
         assert row["repeats"]
         assert row["err_loss"] < 2e-3
-        for name, wanted in (("err_d_input", mode.d_input), ("err_d_weight", mode.d_weight)):
-            assert (row[name] is not None) == wanted
+        for name, needed in (("err_d_input", mode.d_input), ("err_d_weight", mode.d_weight)):
+            assert (row[name] is not None) == needed
             figures = [row[key] for key in ROW_ERRORS if key.startswith(name)]
             assert len(figures) == 2
-            assert all((figure is not None) == wanted for figure in figures)
-            assert not wanted or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
+            assert all((figure is not None) == needed for figure in figures)
+            assert not needed or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
     measured = {(row["mode"], row["method"]) for row in rows}
     assert ("lean", "chunked") in measured
-    assert ("lean", peers[0]) not in measured  # it has no budget
+    assert ("lean", others[0]) not in measured  # it has no budget
     assert "times say nothing" in capsys.readouterr().out
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_run_is_reported_with_its_reason(
     monkeypatch.setattr(torch_methods, "METHODS", {method.name: method for method in methods})
     status, rows = run("torch", tmp_path)
     of = {row["method"]: row for row in rows}
-    assert status == 0  # peers alone failed
+    assert status == 0  # only other libraries failed
     assert (of["absent"]["status"], of["absent"]["ms"]) == ("skipped", None)
     assert "no_such_module" in of["absent"]["note"]
     assert of["crashes"]["note"] == "MemoryError: no room for the logits"

@@ -94,7 +94,7 @@ def test_host_time_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert min(row[key] for key in ("host_ms", "total_ms", "lower_s", "compile_s")) > 0
     assert row["trace_note"] == "no GPU is measured"
     assert row["framework"] == "jax"
-    assert of["graph"]["note"] == "XLA makes CUDA graphs of a program by itself"
+    assert of["graph"]["note"] == "XLA builds the CUDA graphs of a program"
     compiled = jax.jit(lambda x: x + 1)
     assert compiled.lower(1.0).compile({"xla_gpu_enable_command_buffer": ""})(1.0) == 2
 

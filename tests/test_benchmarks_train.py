@@ -23,7 +23,7 @@ from flax_models.train.accounting import flops_per_token
 KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
 FUSED = SMOKE["smoke/fused/full/64x2"]
-APART = "/scan_layers=false"  # each layer compiled by itself
+APART = "/scan_layers=false"  # each layer compiled separately
 CAST = "/cast_head=true"  # as the trainer does
 
 # What is measured.

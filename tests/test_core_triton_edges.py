@@ -1,4 +1,4 @@
-"""core_triton at the edges of the contract, and beside torch.nn.functional.cross_entropy on materialised logits."""
+"""Edge cases of core_triton, and the comparison with torch.nn.functional.cross_entropy on materialized logits."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_target_that_is_no_class(dtype: torch.dtype, target: int) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_as_cross_entropy_on_materialised_logits(reduction: Any, smoothing: float, weighted: bool) -> None:
+def test_as_cross_entropy_on_materialized_logits(reduction: Any, smoothing: float, weighted: bool) -> None:
     arrays = problem(30)
     arrays["target"][::7] = -100
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}

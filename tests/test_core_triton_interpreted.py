@@ -49,7 +49,7 @@ def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
 
 @pytest.fixture
 def results(request: pytest.FixtureRequest, program: Program) -> Results:
-    """What the test's program printed: a slow one in a process of its own."""
+    """What the program of a test printed. A slow program runs in a separate process."""
     if request.node.get_closest_marker("slow"):
         results = interpret([program])[0]
     else:

@@ -164,7 +164,7 @@ SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
-# Compiled for Hopper alone, to save time: the other GPUs' kernels differ by a switch from what they compile anyhow.
+# Compiled only for Hopper, to save time: the kernels of other GPUs differ by one switch from those that are compiled.
 FOR_HOPPER = (
     "train-long",
     "train-transposed",

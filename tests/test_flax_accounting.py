@@ -144,13 +144,13 @@ def test_nothing_is_known_of_a_backend_that_does_not_plan():
 
 
 def test_device_memory_where_it_is_reported():
-    class Told:
+    class Reporting:
         platform, device_kind = "gpu", "NVIDIA H200"
 
         def memory_stats(self) -> dict[str, int]:
             return {"bytes_limit": 5}
 
-    assert device_memory(Told()) == (5, "that JAX may use of NVIDIA H200", True)
+    assert device_memory(Reporting()) == (5, "that JAX may use of NVIDIA H200", True)
     found = device_memory(jax.devices()[0])
     assert found is not None
     assert found.size > 2**28

@@ -36,7 +36,7 @@ def hidden_states(model: Decoder, tokens: jax.Array) -> jax.Array:
 
 
 @nnx.jit
-def materialised_loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+def materialized_loss(model: Decoder, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     logits = model(tokens) @ model.head_weight().T
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean()
 
@@ -74,7 +74,7 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     targets = jnp.full((1, 4), 5)
 
     def loss(params):
-        return materialised_loss(nnx.merge(graph, params), tokens, targets)
+        return materialized_loss(nnx.merge(graph, params), tokens, targets)
 
     gradient = jax.grad(loss)(params)["embedding"][...]
     assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "as a head, every row has a gradient"
@@ -88,7 +88,7 @@ def test_untied_head_is_a_separate_parameter():
 def test_first_loss_is_near_uniform():
     model = make(dataclasses.replace(SMALL, vocab_size=1000, hidden_size=64))
     tokens = tokens_of(model.config, rows=4)
-    loss = float(materialised_loss(model, tokens, jnp.flip(tokens)))
+    loss = float(materialized_loss(model, tokens, jnp.flip(tokens)))
     assert abs(loss - math.log(1000)) < 1.0
 
 
@@ -248,19 +248,19 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_what_is_kept_for_the_backward_pass(lora_rank: int):
     """ "elementwise" saves the outputs of matmuls with weights; "full" saves only the input of a block."""
-    kept, products = {}, {}
+    kept, matmuls = {}, {}
     for remat in ("none", "elementwise", "full"):
         lora = LoraConfig(lora_rank=lora_rank)
         config = dataclasses.replace(SMALL, remat=remat, num_layers=3)
         trainer = Trainer(adapted_shapes(config, lora), TrainConfig(batch_size=4), lora)
         tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
         lowered = jax.jit(trainer._gradients).lower(trainer.initial.params, Batch(tokens, tokens, None))  # pyright: ignore[reportArgumentType]
-        products[remat] = lowered.as_text().count("dot_general")
+        matmuls[remat] = lowered.as_text().count("dot_general")
         memory = lowered.compile().memory_analysis()
         assert memory is not None
         kept[remat] = memory.temp_size_in_bytes
     assert kept["full"] < kept["elementwise"] < kept["none"]
-    assert products["none"] < products["full"]
+    assert matmuls["none"] < matmuls["full"]
 
 
 def test_logits_are_scaled_and_capped_as_the_config_says():

@@ -398,7 +398,7 @@ def test_micro_batches_make_the_gradients_of_the_whole_batch():
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_loss_of_a_step_is_that_of_materialised_logits_over_counted_tokens(accumulate):
+def test_loss_of_a_step_is_that_of_materialized_logits_over_counted_tokens(accumulate):
     trainer, batch = small_trainer(batch_size=4, accumulate=accumulate, z_loss_weight=0.01), unevenly_ignored(4)
     model = trainer.model(trainer.initial.params)
     logits = np.asarray(model(jnp.asarray(batch.tokens)) @ model.head_weight().T, np.float64)

@@ -1,6 +1,6 @@
 """JAX's own debugging modes around a call: `jax.debug_nans` finds real NaN and no other, `jax.disable_jit` runs.
 
-Each check has a program, or JAX's compiled functions, of its own: JAX no longer looks at what a compiled function
+Each check has a separate program, or separate compiled functions: JAX no longer looks at what a compiled function
 returns once a jitted function with a custom rule was differentiated.
 """
 
@@ -103,7 +103,7 @@ CHECKS = {
         (nothing_is_compiled, "log_probs", "chunked"),
     )
 }
-# Each check and implementation, and each function's gradients; the rest is compiled anew.
+# Each check and implementation, and each function's gradients; the rest is compiled again.
 EVERY_DAY = (
     "ignored_rows_raise_nothing none plain pallas_triton",
     "ignored_rows_raise_nothing stats weighted chunked",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialised, problem, total
+from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialized, problem, total
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
 
@@ -113,8 +113,8 @@ def test_targets_beyond_32_bits_are_no_classes() -> None:
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int16"])
 def test_targets_of_any_integer_dtype(dtype: str) -> None:
     arrays = problem()
-    want = -jnp.take_along_axis(jax.nn.log_softmax(materialised(arrays)), arrays["target"][:, None], 1)[:, 0]
-    values = arrays["target"].astype(dtype).at[0].set(np.iinfo(dtype).max)  # no class, whatever the sign bit says
+    want = -jnp.take_along_axis(jax.nn.log_softmax(materialized(arrays)), arrays["target"][:, None], 1)[:, 0]
+    values = arrays["target"].astype(dtype).at[0].set(np.iinfo(dtype).max)  # not a class in any sign
     loss = linear_cross_entropy(**arrays | {"target": values}, reduction="none")
     assert np.isnan(loss[0])
     np.testing.assert_allclose(loss[1:], want[1:], rtol=1e-5)
@@ -156,14 +156,14 @@ def test_an_array_that_is_no_normalizer_makes_the_loss_nan(normalizer: float) ->
 @pytest.mark.parametrize("normalizer", [7, 7.0, np.float64(7), np.int64(7), jnp.int32(7), jnp.float32(7)])
 def test_normalizer_of_any_type(normalizer: Any) -> None:
     arrays = problem()
-    log_p = jax.nn.log_softmax(materialised(arrays))
+    log_p = jax.nn.log_softmax(materialized(arrays))
     want = -jnp.take_along_axis(log_p, arrays["target"][:, None], 1).sum() / 7
     np.testing.assert_allclose(linear_cross_entropy(**arrays, normalizer=normalizer), want, rtol=1e-5)
 
 
 def test_statistics_of_a_loss() -> None:
     arrays = problem(30)
-    logits = np.asarray(materialised(arrays), np.float64)
+    logits = np.asarray(materialized(arrays), np.float64)
     target, token_weight = np.array(arrays["target"]), np.ones(30, np.float32)
     target[::7], target[2], token_weight[1::7] = -100, logits[2].argmax(), 0
     arrays["target"] = jnp.asarray(target)

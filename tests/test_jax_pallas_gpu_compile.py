@@ -1,5 +1,5 @@
 """What the GPU compiler makes of the loss, without a GPU: temporaries within the budget, no copied head, and kernels
-that spill no register and wait for no matmul that could go on."""
+that spill no register and do not wait for matmuls that could overlap."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def compile_all(
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"mode"')]
 
 
-# What is kept of a kernel, under one name: its source .ptx, the assembler's words .said, the machine code .cubin.
+# What is kept of a kernel, under one name: its source .ptx, the output of the assembler .said, the machine code .cubin.
 # XLA, and so "pallas_triton", runs CUDA_ROOT's `ptxas SOURCE -o CODE ...`; Mosaic has one within, and prints.
 KEPT = """#!/bin/sh
 "{assembler}" -v "$@" 2> "{kept}/$$.said"
@@ -181,7 +181,7 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     assert found[0]["launches"] <= 57, f"{found[0]['launches']} launches for 5 chunks"
     names = ("exponentials", "d_weight", "d_input")
     check_kernels(tmp_path, *names, *(f"{name}_kernel" for name in ("pick", "repair", "finish_rows", "target_rows")))
-    # And d_input's sum: its last chunk is shorter, and has no kernels of its own.
+    # And d_input's sum: its last chunk is shorter, but it uses the same kernels.
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "compiling takes a second for each kernel"
 
 

@@ -117,7 +117,7 @@ VOCAB_CHUNKS = {
 
 
 def cases(names: Iterable[str], every_day: Collection[str]) -> list[Any]:
-    """Returns parameters of which those that are not for every day are slow: each is compiled anew."""
+    """Returns parameters of which those that are not for every day are slow: each is compiled separately."""
     return [pytest.param(name, marks=() if name in every_day else pytest.mark.slow) for name in names]
 
 
@@ -126,7 +126,7 @@ def float64(array: Array) -> np.ndarray:
 
 
 def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
-    """Compares elementwise, relative to the largest value wanted."""
+    """Compares elementwise, relative to the largest expected value."""
     found_ = float64(found)
     assert found_.shape == expected.shape
     error = np.abs(found_ - expected).max() / max(np.abs(expected).max(), 1e-30)

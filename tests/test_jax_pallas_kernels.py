@@ -64,7 +64,7 @@ CASES = [
 
 
 def cases(*every_day: int) -> list[Any]:
-    """Returns CASES as parameters, slow but for those of these places: the interpreter compiles each anew."""
+    """Returns CASES as parameters, slow but for those of these places: the interpreter compiles each separately."""
     return [pytest.param(case, marks=() if i in every_day else SLOW, id=str(case)) for i, case in enumerate(CASES)]
 
 

@@ -55,7 +55,7 @@ CASES = [
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the Hopper kernels run in Pallas' interpreter, each to its end: what its caller would start meanwhile can
-    wait for the kernel, and the interpreter, which starts operations of its own, for that."""
+    wait for the kernel, and the interpreter, which starts other operations, for that."""
     for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
@@ -68,7 +68,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel whose caller goes on when it is done."""
+    """Returns a kernel whose caller continues when the kernel is done."""
     return lambda *arrays, **options: jax.block_until_ready(kernel(*arrays, **options))
 
 

@@ -1,5 +1,5 @@
 """The sign and the accuracy of the loss of confident tokens: never below 0, and as close to float64 as the loss of
-materialised float32 logits."""
+materialized float32 logits."""
 
 import itertools
 import sys
@@ -62,7 +62,7 @@ def nll_of(logits: np.ndarray, target: Array) -> np.ndarray:
 
 
 def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
-    """Returns the same of materialised float32 logits."""
+    """Returns the same of materialized float32 logits."""
     log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
     return -np.asarray(log_probs[jnp.arange(len(target)), target], np.float64)
 

@@ -1,4 +1,4 @@
-"""jax_pallas under jit, grad of each argument, vmap and jax.checkpoint, beside jax.grad of materialised logits."""
+"""jax_pallas under jit, grad of each argument, vmap and jax.checkpoint, against jax.grad on materialized logits."""
 
 import itertools
 import re
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialised, problem, total
+from jax_problem import ARGUMENTS, FUNCTIONS, gradients, materialized, problem, total
 
 from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with_stats, linear_log_probs
 from jax_pallas.ops import RESIDUAL
@@ -27,8 +27,8 @@ MATMULS = {
 
 
 def expected(function: str, arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
-    """`total` of materialised logits, for jax.grad to differentiate."""
-    logits = materialised(arrays, vocab_axis)
+    """`total` of materialized logits, for jax.grad to differentiate."""
+    logits = materialized(arrays, vocab_axis)
     log_p = jax.nn.log_softmax(logits)
     log_prob = jnp.take_along_axis(log_p, arrays["target"][:, None], 1)[:, 0]
     if function in ("mean", "sum"):
@@ -109,11 +109,11 @@ def batched_problem() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def of_each(function: Any, shared: dict[str, Any], rows: dict[str, Any]) -> Array:
-    """The function of each batch element, from materialised logits."""
+    """The function of each batch element, from materialized logits."""
 
     def one(x: Array, y: Array) -> Array:
         valid = y != -100
-        log_p = jax.nn.log_softmax(materialised({**shared, "input": x}))
+        log_p = jax.nn.log_softmax(materialized({**shared, "input": x}))
         losses = -jnp.where(valid, jnp.take_along_axis(log_p, jnp.where(valid, y, 0)[:, None], 1)[:, 0], 0.0)
         if function == "entropy":
             return jnp.where(valid, -(jnp.exp(log_p) * log_p).sum(1), 0.0)

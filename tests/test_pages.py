@@ -16,19 +16,24 @@ REPLACED = {
     r"graphics cards?|the cards?|cards": "GPU",
     r"unsaid|said plainly": "nothing",
     r"anchored": "scaled exponentials",
-    r"library's products?|library products?|matrix products?": "matmul",
+    r"library's products?|library products?|matrix products?|bare products?": "matmul",
+    r"law of|power law|zipf law": "distribution",
+    r"stretch(?:es)? of": "vocabulary chunk",
+    r"by itself|of their own": "nothing, or separately",
+    r"anew|mend|for people|at hand|said and made": "a plain verb",
+    r"held against|passed over": "compared with, skipped",
+    r"materialise\w*|optimis\w+|normalis\w+|initialis\w+|tokenis\w+": "the American spelling",
     r"NOTES\.md": "how-to-measure.md or experiments.md",
 }
 # The same for words that the sources still contain.
 REPLACED_IN_PAGES = {
     r"laws?": "distribution",
-    r"stretch(?:es)?": "vocabulary chunk",
     r"peers": "other libraries",
     r"to the bit": "bit for bit",
     r"goes on|go on": "continues",
     r"nowhere": "never stored",
-    r"by (?:itself|themselves)": "alone or separately",
-    r"(?:process|program|kernel|table|line|file|folder)(?:s|es)? of (?:its|their) own": "a separate ...",
+    r"by themselves": "separately",
+    r"(?:process|program|kernel|table|line|file|folder)(?:s|es)? of its own": "a separate ...",
 }
 
 

@@ -182,7 +182,7 @@ def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def round_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "chunked" round logits to bfloat16, as a loss on materialised bfloat16 logits does."""
+    """Makes "chunked" round logits to bfloat16, as a loss on materialized bfloat16 logits does."""
     right = chunked.logits_tile
     monkeypatch.setattr(chunked, "logits_tile", lambda *arguments: right(*arguments).bfloat16().float())
 

@@ -94,7 +94,7 @@ def test_log_probs_gradients_are_those_of_finite_differences(
 
 
 def torch_logits(arrays: dict[str, Any], spec: LossSpec) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Returns the leaves (input, head, bias) and the materialised logits in float64."""
+    """Returns the leaves (input, head, bias) and the materialized logits in float64."""
     names = ("input", "linear_weight", "linear_bias")
     leaves = [torch.tensor(arrays[name], requires_grad=True) for name in names]
     x, w, b = leaves

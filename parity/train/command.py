@@ -1,8 +1,8 @@
 """`python -m parity train`: one training run in PyTorch and in JAX, with the fused loss and with the logits.
 
 The same weights and batches, the same AdamW: the four loss curves must agree at every step. Each framework runs in a
-process of its own. Exits with status 1 if two curves disagree, a run fails, or a fused loss ran something else than it
-should on this machine.
+separate process. Exits with status 1 if two curves disagree, a run fails, or a fused loss ran another
+implementation than it should on this machine.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m parity train",
-        description="Trains a small decoder in PyTorch and in JAX, each with the fused loss and with materialised "
+        description="Trains a small decoder in PyTorch and in JAX, each with the fused loss and with materialized "
         "logits, from the same weights on the same batches in float32, and compares the four losses of every step: "
         f"they must agree within {compare.BOUND:.0e}. On a GPU the fused losses run the kernels, by name.",
     )

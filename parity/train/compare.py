@@ -8,7 +8,7 @@ import numpy as np
 
 from parity.train.run import CHUNKED, CURVES, KERNELS, Run
 
-# Relative, at each step. Rounding alone comes to 4e-7 to 5e-7 in 50 steps (two cores, eight seeds), and to 2e-6 where
+# Relative, at each step. Rounding causes 4e-7 to 5e-7 in 50 steps (two cores, eight seeds), and to 2e-6 where
 # every gradient is off by a random 3e-6 of its root mean square. Operands rounded to TF32 come to 5e-5.
 BOUND = 1e-5
 
@@ -95,7 +95,7 @@ def line(name: str, outcome: Run | str) -> str:
 
 
 def table(outcomes: Mapping[str, Run | str]) -> list[str]:
-    """Returns the losses of every step beside each other, with the largest relative difference of any two."""
+    """Returns a table of the losses of every step, with the largest relative difference of any two."""
     runs = _ran(outcomes)
     columns = np.asarray([run.losses for run in runs.values()])  # (curves, steps)
     apart = np.max([difference.relative for difference in differences(runs)], axis=0)  # (steps,)

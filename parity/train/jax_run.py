@@ -8,7 +8,7 @@ from typing import Any
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, parameter_shapes
 from parity.train.run import KERNELS, Run
 
-type Array = Any  # jax.Array; JAX itself is imported inside functions alone
+type Array = Any  # jax.Array; JAX is imported only inside functions
 
 
 def train(problem: Problem, *, fused: bool) -> Run:
@@ -30,10 +30,10 @@ def train(problem: Problem, *, fused: bool) -> Run:
     weights = {name: jnp.asarray(array) for name, array in problem.weights.items()}
     loss_of, ran = _unfused_cross_entropy, "cross_entropy"
     if fused:
-        asked = KERNELS.get(("jax", jax.default_backend()))
-        loss_of = partial(linear_ce.linear_cross_entropy, implementation=asked)
+        kernels = KERNELS.get(("jax", jax.default_backend()))
+        loss_of = partial(linear_ce.linear_cross_entropy, implementation=kernels)
         like_hidden_states = weights["embedding"][problem.tokens[0]]
-        ran = linear_ce.explain(like_hidden_states, decoder_of(weights).head_weight(), implementation=asked).name
+        ran = linear_ce.explain(like_hidden_states, decoder_of(weights).head_weight(), implementation=kernels).name
 
     def loss_at(weights: dict[str, Array], tokens: Array, target: Array) -> Array:
         model = decoder_of(weights)
@@ -46,7 +46,7 @@ def train(problem: Problem, *, fused: bool) -> Run:
         return optax.apply_updates(weights, updates), state, loss
 
     losses = []
-    with jax.default_matmul_precision("highest"):  # float32 products, not TF32
+    with jax.default_matmul_precision("highest"):  # float32 matmuls, not TF32
         state = optimizer.init(weights)
         for tokens, target in zip(problem.tokens, problem.targets, strict=True):
             weights, state, loss = take_step(weights, state, tokens, target)

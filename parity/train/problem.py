@@ -1,17 +1,17 @@
-"""What is trained, in NumPy alone: the decoder's shape, its first weights, every batch, the optimiser's numbers.
+"""What is trained, in NumPy: the shape of the decoder, its first weights, every batch, the options of the optimizer.
 
 The decoder is flax_models' default one. With h = rms(x) * scale, rms(x) = x / sqrt(mean(x**2) + eps), each block does
 
     x <- x + softmax(q . k / sqrt(head_dim)) v @ W_o     q, k, v = h @ W_q, h @ W_k, h @ W_v; q and k rotated, causal
     x <- x + (silu(h @ W_gate) * (h @ W_up)) @ W_down
 
-and a step of the optimiser, on the gradient g of all parameters, does
+and a step of the optimizer, on the gradient g of all parameters, does
 
     g <- g * min(1, clip_norm / norm(g))
     m <- beta1 * m + (1 - beta1) * g,   v <- beta2 * v + (1 - beta2) * g**2
     p <- p - rate(s) * (m / (1 - beta1**(s + 1)) / (sqrt(v / (1 - beta2**(s + 1))) + eps) + weight_decay * p)
 
-with weight_decay on matrices alone. Both frameworks' own AdamW is that: eps outside the root and after the bias
+with weight_decay on matrices only. This is the AdamW of both frameworks: eps outside the root and after the bias
 correction, the decay from p before the step.
 """
 

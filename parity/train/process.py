@@ -23,7 +23,7 @@ RUNNERS = {"torch": torch_run.train, "jax": jax_run.train}
 
 
 def run_all(problem: Problem, folder: Path) -> Iterator[tuple[str, Run | str]]:
-    """Runs all curves, each framework in a process of its own, both at once.
+    """Runs all curves, each framework in a separate process, both at once.
 
     Args:
         problem: what is trained.

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 # What a fused loss asks for by name, (framework, platform) -> implementation: the kernels, where the machine has a GPU.
-# In float32 JAX's default there is XLA's own products, which are faster and would tell nothing of the kernels. On any
+# In float32 the default of JAX there is XLA GEMMs, which are faster and would not test the kernels. On any
 # other platform it is the default that runs, which is CHUNKED.
 KERNELS = {("torch", "cuda"): "triton", ("jax", "gpu"): "pallas_triton"}
 CHUNKED = "chunked"

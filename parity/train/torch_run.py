@@ -11,7 +11,7 @@ from typing import Any
 from parity.train.problem import IGNORED, Problem, Setup, is_decayed, learning_rate
 from parity.train.run import KERNELS, Run
 
-type Tensor = Any  # torch.Tensor; torch itself is imported inside functions alone
+type Tensor = Any  # torch.Tensor; torch is imported only inside functions
 
 
 def train(problem: Problem, *, fused: bool) -> Run:
@@ -21,7 +21,7 @@ def train(problem: Problem, *, fused: bool) -> Run:
     import core_triton
 
     start = time.perf_counter()
-    torch.set_float32_matmul_precision("highest")  # float32 products, not TF32
+    torch.set_float32_matmul_precision("highest")  # float32 matmuls, not TF32
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = {name: torch.tensor(array, device=device, requires_grad=True) for name, array in problem.weights.items()}
     tokens = torch.tensor(problem.tokens, dtype=torch.int64, device=device)
@@ -30,10 +30,10 @@ def train(problem: Problem, *, fused: bool) -> Run:
     head = weights["embedding" if setup.tie_embeddings else "head"]
     loss_of, ran = _unfused_cross_entropy, "cross_entropy"
     if fused:
-        asked = KERNELS.get(("torch", device))
-        loss_of = partial(core_triton.linear_cross_entropy, implementation=asked)
+        kernels = KERNELS.get(("torch", device))
+        loss_of = partial(core_triton.linear_cross_entropy, implementation=kernels)
         like_hidden_states = weights["embedding"][tokens[0]]
-        ran = core_triton.explain(like_hidden_states, head, implementation=asked).name
+        ran = core_triton.explain(like_hidden_states, head, implementation=kernels).name
     optimizer = _optimizer(weights, setup)
     losses = []
     for step in range(setup.steps):
