@@ -135,7 +135,7 @@ class RunConfig:
     """Train a language model with the fused linear + cross-entropy loss."""
 
     config: ConfigName | None = "tiny"
-    """Named config, which sets the defaults of all other options: tiny (about two minutes on two cores), micro
+    """Named config, which sets the defaults of all other options: tiny (three to six minutes on two cores), micro
     (seconds), or the shape of a published model, for a large GPU; none: the shape of the model in --weights."""
     weights: Path | None = None
     """Hugging Face folder whose weights and tokenizer the run starts from; none: random weights."""
