@@ -1,4 +1,4 @@
-"""How tests have JAX compile and interpret."""
+"""How tests compile and interpret JAX programs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

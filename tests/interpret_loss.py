@@ -1,9 +1,9 @@
-"""Runs the loss through its Triton kernels in Triton's interpreter: in its own process, for Triton chooses when it is
-imported. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`: a JSON list of lists, each a
-program's name and its arguments. Prints one JSON line a call, with the index of its program.
+"""Runs the loss through its Triton kernels in Triton's interpreter. It needs its own process, because Triton decides at
+import whether to interpret. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`: a JSON list
+of lists, each a program's name and its arguments. Prints one JSON line per call, with the index of its program.
 
-Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which takes gradients to two and a half times
-the error of rounding. Here its casts round to nearest, so interpreted results keep the budgets of real ones.
+Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which gives gradients two and a half times the
+error of rounding. Here its casts round to nearest, so interpreted results have the same budgets as those of a GPU.
 """
 
 import functools

@@ -1,4 +1,5 @@
-"""Layouts of an array that hold the same values: what a strided argument gives is held against its contiguous copy."""
+"""Layouts of an array with the same values: results for a strided argument are compared with those for its contiguous
+copy."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,9 +1,10 @@
-"""Breaks the code in one place at a time and says whether the quick tests notice: `make test-mutations`.
+"""Breaks the code in one place at a time and reports whether the quick tests notice: `make test-mutations`.
 
-Each mutation is one change of one line of kernels, row math or plans. The command copies the tree to a folder of its
-own, makes the change there, runs the tests named beside it (the quick ones of them), and prints "caught" or "SURVIVED".
-It ends with 1 if one survives, or if the text to change is not in its file exactly once: then the code has moved, and
-the table below with it. `python tests/mutations.py TEXT...` runs the mutations whose file or text holds one of these.
+Each mutation is one change of one line of kernels, row math or plans. The command copies the tree to a separate folder,
+makes the change there, runs the quick ones of the tests that the mutation names, and prints "caught" or "SURVIVED". It
+exits with 1 if a mutation survives, or if the text to change is not in its file exactly once: then the code has
+changed, and the table below must follow. `python tests/mutations.py TEXT...` runs the mutations whose file or text
+holds one of these.
 """
 
 import os

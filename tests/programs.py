@@ -1,10 +1,10 @@
-"""Programs that run side by side while the tests that want what they print wait: compiling is what takes long.
+"""Runs programs in parallel, and lets tests wait for their output. Most of their time is compilation.
 
-A test has its programs in a mark, `pytest.mark.programs(python("file.py", ...), seconds=...)` or by `each`, and takes
-the fixture `printed`. Those of all selected tests start before the first test, the longest first, as many at a time as
-there are cores; the tests that wait for none run meanwhile. Under pytest-xdist a program starts when the first test of
-a worker asks for it. With --durations pytest says how long each took. A program
-prints JSON objects with a "name", one a line; what tools around it print is passed over.
+A test names its programs in a mark, `pytest.mark.programs(python("file.py", ...), seconds=...)` or through `each`, and
+uses the fixture `printed`. The programs of all selected tests start before the first test, the longest first, as many
+at a time as there are cores. Tests without programs run in the meantime. Under pytest-xdist a program starts when the
+first test of a worker requests it. With --durations pytest prints how long each program took. A program prints JSON
+objects with a "name", one per line. Other lines, for example of tools, are ignored.
 """
 
 import json
@@ -22,8 +22,8 @@ import pytest
 
 HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
-# One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need. XLA
-# would compile each matmul in dozens of ways, and time them beside the other programs.
+# Each program has one thread, because programs share the cores. They also share the memory of a GPU, most of which JAX
+# would otherwise allocate at once. XLA's autotuning would time each matmul while other programs run.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
@@ -46,14 +46,14 @@ def each(commands: Mapping[str, Command], seconds: float = LONG) -> list[Any]:
     """Returns names as the parameters of a test, each with the program that prints its result.
 
     Args:
-        seconds: about how long one of the programs takes beside others.
+        seconds: about how long one of the programs takes while others run.
     """
     marks = ((name, pytest.mark.programs(command, seconds=seconds)) for name, command in commands.items())
     return [pytest.param(name, marks=mark) for name, mark in marks]
 
 
 class Programs:
-    """Runs commands side by side."""
+    """Runs commands in parallel."""
 
     def __init__(self) -> None:
         self.times: dict[Command, tuple[float, float]] = {}  # start and end, in seconds from now
@@ -63,7 +63,7 @@ class Programs:
         self._outcomes: dict[Command, Future[Printed]] = {}
 
     def start(self, commands: Iterable[Command]) -> None:
-        """Starts commands in their order, but for those that were started before."""
+        """Starts commands in their order, except those that were started before."""
         for command in commands:
             if command not in self._outcomes:
                 self._outcomes[command] = self._pool.submit(self._run, command)

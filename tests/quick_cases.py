@@ -1,4 +1,4 @@
-"""Which cases of the table the quick suite runs where a case costs half a second or more.
+"""Selects the cases of the table that the quick suite runs where a case takes half a second or more.
 
 `python -m parity`, `make test-slow` and the tests of the cheap backend (torch-chunked) run every case.
 """

@@ -1,4 +1,4 @@
-"""Small decoders for the tests, with random parameters made by NumPy: JAX's own initialisation compiles for seconds."""
+"""Small decoders for the tests, with random parameters from NumPy: the initialization of JAX compiles for seconds."""
 
 import jax
 import jax.numpy as jnp

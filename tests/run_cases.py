@@ -1,5 +1,5 @@
-"""Runs cases of the contract on a backend and prints, one JSON line a case, the percentage of its budget that each
-output used: `python run_cases.py BACKEND NAME...`. Tests on a GPU run several side by side (programs.py)."""
+"""Runs cases of the contract on a backend and prints one JSON line per case, with the percentage of its budget that
+each output used: `python run_cases.py BACKEND NAME...`. Tests on a GPU run several in parallel (programs.py)."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
-"""Tests that `make test` leaves out and `make test-slow` runs: what they exercise, a quicker test exercises too.
+"""Tests that `make test` leaves out and `make test-slow` runs. A quicker test exercises the same code.
 
-By file: names of tests, or of single cases of a test with their parameters. conftest.py gives them the mark `slow`, and
-refuses a name that no test of the file has. Tests that have the mark where they stand take longer still.
+The table has, for each file, names of tests, or of single cases of a test with their parameters. conftest.py gives them
+the mark `slow`, and refuses a name that no test of the file has. Tests with the mark in their own file take longer.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""One small problem in float64, for tests of the contract's own mathematics."""
+"""One small problem in float64, for tests of the equations."""
 
 from typing import Any
 

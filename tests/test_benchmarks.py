@@ -1,4 +1,4 @@
-"""The benchmark harness on a CPU: what it reports, never how fast anything is."""
+"""The benchmark on a CPU: what it reports, not how fast anything is."""
 
 import json
 from itertools import product

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts on a CPU, with stub packages of a few lines in their place."""
+"""The comparison of two checkouts on a CPU. Stub packages of a few lines take the place of the checkouts."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The modes of host time and of CUDA graphs on a CPU: what they report, never how fast anything is."""
+"""The modes of host time and of CUDA graphs on a CPU: what they report, not how fast anything is."""
 
 import json
 from functools import partial

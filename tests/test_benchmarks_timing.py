@@ -1,4 +1,4 @@
-"""How the benchmark times: order, warm-up and energy, with calls that only note that they ran."""
+"""How the benchmark times: order, warm-up and energy, with calls that only record that they ran."""
 
 import time
 from collections.abc import Callable

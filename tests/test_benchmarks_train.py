@@ -1,4 +1,4 @@
-"""The benchmark of training steps on a CPU: what it measures and reports, never how fast anything is."""
+"""The benchmark of training steps on a CPU: what it measures and reports, not how fast anything is."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""The table of cases: what it covers, and that its arrays are what they say."""
+"""The table of cases: what it covers, and that its arrays match their description."""
 
 from collections import Counter
 from itertools import product

@@ -1,5 +1,5 @@
-"""The choice of chunks, for both frameworks: pure functions, so what they promise is tested over drawn shapes and the
-shapes of models."""
+"""The choice of chunks, for both frameworks: pure functions, which are tested with random shapes and with the shapes of
+models."""
 
 import itertools
 import re

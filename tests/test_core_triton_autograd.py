@@ -1,4 +1,4 @@
-"""core_triton under autograd: which gradients, how often, and what PyTorch puts around a call."""
+"""core_triton under autograd: which gradients are computed, how often, and under checkpointing, autocast and hooks."""
 
 import gc
 import itertools

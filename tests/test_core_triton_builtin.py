@@ -1,4 +1,4 @@
-"""The loss against PyTorch's own `linear_cross_entropy`, where the version has it: same names, same meaning."""
+"""The loss compared with `linear_cross_entropy` of PyTorch, if the version has it: same names, same meaning."""
 
 from typing import Any
 

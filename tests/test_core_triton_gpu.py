@@ -1,4 +1,4 @@
-"""core_triton on an NVIDIA GPU: every case of the contract, memory, and what PyTorch puts around a call.
+"""core_triton on an NVIDIA GPU: every case of the contract, memory, and calls inside PyTorch's transformations.
 
 Runs with `pytest -m gpu`.
 """

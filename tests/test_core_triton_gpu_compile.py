@@ -1,8 +1,8 @@
-"""core_triton on an NVIDIA GPU, what takes long to compile: its operators under torch.library.opcheck, a model around
+"""core_triton on an NVIDIA GPU, tests that compile for long: the operators under torch.library.opcheck, a model with
 the loss in torch.compile, and two runs that are bitwise equal.
 
-Runs with `pytest -m gpu`. Run as a program, this file runs the checks that it is given; the tests have it do so side by
-side.
+Runs with `pytest -m gpu`. As a program, this file runs the checks of its arguments. The tests run several such programs
+in parallel.
 """
 
 import sys

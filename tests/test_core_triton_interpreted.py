@@ -1,6 +1,6 @@
 """The Triton kernels in Triton's interpreter, against the float64 reference: no GPU is needed.
 
-One process runs the programs of all quick tests: to start one costs as much as ten cases.
+One process runs the programs of all quick tests, because starting a process takes as long as ten cases.
 """
 
 import json

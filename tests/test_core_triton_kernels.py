@@ -1,7 +1,7 @@
-"""The Triton kernels compiled for GPUs that are not there, as calls of the shapes of models launch them, and the memory
-that these calls take; the scaling kernel (mark gpu) on a GPU that is there.
+"""The Triton kernels compiled for GPUs that the machine does not have, as calls with the shapes of models launch them,
+and the memory of these calls; the scaling kernel on a GPU (mark gpu).
 
-The quick suite compiles one launch of each kernel, the one with the most switches on; `make test-slow` compiles all.
+The quick suite compiles one launch of each kernel, with most switches on. `make test-slow` compiles all of them.
 """
 
 import re

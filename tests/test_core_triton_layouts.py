@@ -1,5 +1,5 @@
-"""Every array argument in every layout gives what its contiguous copy gives; kinds of tensors that look like others are
-refused; the loss of a confident token is never negative, and as accurate as from materialized float32 logits."""
+"""Every array argument in every layout gives the same result as its contiguous copy. Unsupported kinds of tensors are
+refused. The loss of a confident token is never negative, and as accurate as that of materialized float32 logits."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""What a call of core_triton allocates above its arguments and gradients stays within memory_budget, in every plan."""
+"""The memory that a call of core_triton allocates, without arguments and gradients, is within memory_budget in every
+plan."""
 
 import itertools
 from collections.abc import Sequence

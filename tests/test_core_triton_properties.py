@@ -1,4 +1,4 @@
-"""core_triton over drawn shapes, options, strides, budgets and shards of the vocabulary, against the reference."""
+"""core_triton with random shapes, options, strides, budgets and shards of the vocabulary, against the reference."""
 
 from collections.abc import Mapping
 from typing import Any

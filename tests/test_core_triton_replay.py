@@ -1,4 +1,4 @@
-"""Recorded launches: a replayed call gives what the first gave, on other arrays, streams, threads and devices."""
+"""Recorded launches: a replayed call gives the results of the first, on other arrays, streams, threads and devices."""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Imports go one way: flax_models -> jax_pallas -> linear_ce <- core_triton, with parity and benchmarks above all."""
+"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton; parity and benchmarks are on top."""
 
 import ast
 import json

@@ -1,7 +1,7 @@
-"""JAX's own debugging modes around a call: `jax.debug_nans` finds real NaN and no other, `jax.disable_jit` runs.
+"""The debugging modes of JAX: `jax.debug_nans` reports real NaN and nothing else, and `jax.disable_jit` works.
 
-Each check has a separate program, or separate compiled functions: JAX no longer looks at what a compiled function
-returns once a jitted function with a custom rule was differentiated.
+Each check has a separate program, or separate compiled functions: JAX no longer checks the results of a compiled
+function after a jitted function with a custom rule was differentiated.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""jax_pallas at the edges of the contract."""
+"""Edge cases of jax_pallas."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""jax_pallas lowered for devices that are not there: jax.export for a CPU and a GPU, and the kernels of each program.
+"""jax_pallas lowered for devices that the machine does not have: jax.export for a CPU and a GPU, and the kernels of
+each program.
 
 Mosaic and Triton kernels are lowered without a driver; none of them runs here.
 """

@@ -1,8 +1,8 @@
-"""jax_pallas on an NVIDIA Hopper GPU by its Mosaic kernels: the cases of the contract, accuracy beside float32, what
-JAX puts around a call, and training.
+"""jax_pallas on an NVIDIA Hopper GPU with its Mosaic kernels: cases of the contract, accuracy compared with float32,
+the transformations of JAX, and training.
 
-Runs with `pytest -m gpu`. Run as a program, this file runs the checks that it is given; the tests have it do so side by
-side. `python -m parity` runs every case of the contract, this file a part of them.
+Runs with `pytest -m gpu`. As a program, this file runs the checks of its arguments. The tests run several such programs
+in parallel. `python -m parity` runs every case of the contract, and this file a part of them.
 """
 
 import sys

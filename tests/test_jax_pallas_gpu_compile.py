@@ -1,5 +1,5 @@
-"""What the GPU compiler makes of the loss, without a GPU: temporaries within the budget, no copied head, and kernels
-that spill no register and do not wait for matmuls that could overlap."""
+"""The loss compiled for a GPU, without a GPU: temporaries are within the budget, the head is not copied, and kernels
+do not spill registers or wait for matmuls that could overlap."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Unusual arguments: 64-bit integers that 32 bits do not hold, and dtypes that are not admitted."""
+"""Unusual arguments: 64-bit integers that do not fit into 32 bits, and dtypes that are not supported."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""The kernels of "pallas_triton" against NumPy in float64, in Pallas' interpreter, and compiled for GPUs that are not
-there: what they lower to fits each GPU and spills no register. Run as a program, this file compiles them."""
+"""The kernels of "pallas_triton" against NumPy in float64, in Pallas' interpreter, and compiled for GPUs that the
+machine does not have: the code fits each GPU and spills no register. As a program, this file compiles them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every array argument in every layout gives, bit for bit, what its contiguous copy gives."""
+"""Every array argument in every layout gives bitwise the result of its contiguous copy."""
 
 import sys
 from collections.abc import Callable

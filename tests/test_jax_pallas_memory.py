@@ -1,6 +1,6 @@
 """Temporaries of the compiled JAX loss stay within memory_budget, in float32 on the CPU.
 
-Of 16-bit programs the CPU compiler makes float32 copies; test_jax_pallas_gpu_compile.py holds those on a GPU's.
+The CPU compiler makes float32 copies in 16-bit programs. test_jax_pallas_gpu_compile.py checks those for a GPU.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""jax_pallas against the float64 reference: the table's cases (the quick suite runs a part, for each one compiles its
-own program), and float16 where it would underflow."""
+"""jax_pallas against the float64 reference: the cases of the table (the quick suite runs a part, because each one
+compiles a program), and float16 where it would underflow."""
 
 import pytest
 from assertions import check, check_many_logits

@@ -1,4 +1,4 @@
-"""jax_pallas over drawn shapes, options, budgets and shards of the vocabulary, against the float64 reference."""
+"""jax_pallas with random shapes, options, budgets and shards of the vocabulary, against the float64 reference."""
 
 from typing import Any
 

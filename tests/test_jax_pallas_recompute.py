@@ -1,5 +1,5 @@
-"""jax_pallas.recompute and jax_pallas.scaled_exp through the public functions: what chunks, options and gradients make
-of the kernels, which run in Pallas' interpreter, and where a call goes."""
+"""jax_pallas.recompute and jax_pallas.scaled_exp through the public functions, with kernels in Pallas' interpreter:
+chunks, options and gradients, and the path that a call takes."""
 
 import itertools
 import re

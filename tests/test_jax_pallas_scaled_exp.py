@@ -1,8 +1,8 @@
 """Plans A and B with scaled exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
 on the CPU.
 
-Its calls have side effects, which neither a loop nor the loss's own operators let through: the plans are run as they
-stand, their chunks and vocabulary chunks in a Python loop.
+The calls of the interpreter have side effects, which neither a loop nor the operators of the loss support. Therefore
+the plans run directly, with their chunks and vocabulary chunks in a Python loop.
 """
 
 from collections.abc import Callable

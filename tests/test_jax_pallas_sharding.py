@@ -1,4 +1,5 @@
-"""jax_pallas on a mesh of devices: within jax.shard_map it is each device's own loss, sharded arrays are refused.
+"""jax_pallas on a mesh of devices: inside jax.shard_map each device computes the loss of its tokens, and sharded arrays
+are refused.
 
 The tests that need several devices run in a separate process, whose program is this file: a CPU counts as several
 devices only if this is configured before JAX starts.

@@ -1,4 +1,4 @@
-"""Shards of a vocabulary by kernels: partial results under an offset merge into the loss and gradients of the whole."""
+"""Shards of a vocabulary with kernels: partial results at an offset merge into the loss and gradients of the whole."""
 
 import sys
 from dataclasses import replace

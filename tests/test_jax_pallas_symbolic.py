@@ -1,4 +1,4 @@
-"""jax.export with a symbolic number of tokens: "chunked" serves any number, the kernels name what they refuse."""
+"""jax.export with a symbolic number of tokens: "chunked" supports it, and the kernels refuse it by name."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The judgement of backends: budgets admit honest arithmetic and catch wrong ones, and the command says so."""
+"""The comparison of backends: budgets accept rounding errors and catch wrong results, and the command reports them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`python -m parity train`: the four curves agree, a change in one framework is caught, and the command says so."""
+"""`python -m parity train`: the four curves agree, a change in one framework is caught, and the command reports it."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Options and arrays that a call does not admit, and what the message says."""
+"""Options and arrays that a call refuses, and the messages."""
 
 import re
 from typing import Any

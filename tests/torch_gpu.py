@@ -1,4 +1,4 @@
-"""Problems and a small model on a GPU, and comparisons, for the tests of core_triton there."""
+"""Problems and a small model on a GPU, and comparisons, for the tests of core_triton on a GPU."""
 
 from typing import Any
 
