@@ -1,4 +1,4 @@
-"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton; parity and benchmarks are on top."""
+"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton; parity and benchmarks on top."""
 
 import ast
 import json
