@@ -154,7 +154,7 @@ CONTRACT = (
         "linear_ce/chunking.py",
         "if kept.rows >= tokens:",
         "if kept.rows > tokens:",
-        tests("chunking", "fits_whole"),
+        tests("chunking", "problem_that_fits"),
     ),
     Mutation(
         "linear_ce/chunking.py",
@@ -289,8 +289,8 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
         return "caught", seconds
     if done.returncode == 0:
         return "SURVIVED", seconds
-    said = "no test was chosen" if done.returncode == NOTHING_RAN else done.stdout[-500:] + done.stderr[-500:]
-    return f"FAILED TO RUN: pytest ended with {done.returncode}: {said}", seconds
+    result = "no test was chosen" if done.returncode == NOTHING_RAN else done.stdout[-500:] + done.stderr[-500:]
+    return f"FAILED TO RUN: pytest ended with {done.returncode}: {result}", seconds
 
 
 def main() -> int:
@@ -298,9 +298,9 @@ def main() -> int:
     chosen = [m for m in MUTATIONS if not texts or any(text in m.file or text in m.old for text in texts)]
     wrong = 0
     with ThreadPoolExecutor(WORKERS) as pool:
-        for mutation, (said, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
-            wrong += said != "caught"
-            print(f"{said:<9} {seconds:4.0f} s  {mutation.file}: {mutation.old!r} -> {mutation.new!r}", flush=True)
+        for mutation, (result, seconds) in zip(chosen, pool.map(outcome, chosen), strict=True):
+            wrong += result != "caught"
+            print(f"{result:<9} {seconds:4.0f} s  {mutation.file}: {mutation.old!r} -> {mutation.new!r}", flush=True)
     print(f"{len(chosen) - wrong} of {len(chosen)} mutations are caught")
     return int(wrong > 0 or not chosen)
 

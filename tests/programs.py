@@ -22,8 +22,9 @@ import pytest
 
 HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
-# One thread each, for they share the cores; and a GPU's memory, of which JAX would else take most ahead of need. XLA
-# would compile each matmul in dozens of ways, and time them beside the other programs.
+# Each program uses one thread, because the programs share the cores. JAX would preallocate most of the GPU's memory,
+# which they share too. XLA's autotuning would compile each matmul in dozens of ways, and time them while the other
+# programs run.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
@@ -31,7 +32,7 @@ VARIABLES = {
     "PYTHONPATH": PATHS,
 }
 
-LONG = 120.0  # seconds that a program takes beside others, if nothing is said: what is not known starts early
+LONG = 120.0  # seconds that a program takes beside others, by default: a program of unknown duration starts early
 
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name
@@ -63,7 +64,7 @@ class Programs:
         self._outcomes: dict[Command, Future[Printed]] = {}
 
     def start(self, commands: Iterable[Command]) -> None:
-        """Starts commands in their order, but for those that were started before."""
+        """Starts commands in their order, except those that were started before."""
         for command in commands:
             if command not in self._outcomes:
                 self._outcomes[command] = self._pool.submit(self._run, command)
@@ -90,7 +91,7 @@ class Programs:
         wait(self._outcomes.values())
 
     def stop(self) -> None:
-        """Ends those that still run and starts no other."""
+        """Terminates the running commands and starts no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._running.copy():
             process.terminate()

@@ -61,7 +61,7 @@ def test_case(name: str, printed: Printed) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # pieces, and one piece of 5 GB
+@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # several chunks, and one chunk of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
     arrays = gpu_problem(20000, 64, 128256)

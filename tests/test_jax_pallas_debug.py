@@ -1,7 +1,7 @@
 """JAX's own debugging modes around a call: `jax.debug_nans` finds real NaN and no other, `jax.disable_jit` runs.
 
-Each check has a program, or JAX's compiled functions, of its own: JAX no longer looks at what a compiled function
-returns once a jitted function with a custom rule was differentiated.
+Each check runs in a separate program, or with separate compiled functions: after a jitted function with a custom rule
+was differentiated, JAX no longer checks the results of compiled functions.
 """
 
 import sys
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def ignored_rows_raise_nothing(function: str, options: str, implementation: str) -> None:
-    """Neither their targets, which are no class, nor the NaN that they hold."""
+    """Neither the targets of ignored rows, which are not classes, nor NaN in these rows raise an error."""
     arrays, with_nan = drawn(3)
     raises_nothing(function, with_nan, arrays, options, implementation)
 

@@ -40,10 +40,10 @@ def float64(array: Any) -> np.ndarray:
 
 
 def close(found: Array, expected: np.ndarray, tolerance: float = ROUNDED) -> None:
-    """Compares elementwise, relative to the largest value wanted."""
+    """Compares elementwise, relative to the largest expected value."""
     assert found.shape == expected.shape
     error = np.abs(float64(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
-    assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
+    assert error <= tolerance, f"error is {error / tolerance:.0%} of its budget"
 
 
 class Sizes(NamedTuple):

@@ -1,7 +1,7 @@
 """jax_pallas on a mesh of devices: within jax.shard_map it is each device's own loss, sharded arrays are refused.
 
-The tests that need several devices run in a process of their own, which this file is the program of: a CPU counts as
-several only if that is said before JAX starts.
+The tests that need several devices run this file as a program in a separate process, because the number of CPU devices
+must be set before JAX starts.
 """
 
 import json
