@@ -146,7 +146,7 @@ def printed(request: pytest.FixtureRequest, programs: Programs) -> Printed:
 
 
 @pytest.fixture
-def alone(programs: Programs) -> None:
+def no_other_programs(programs: Programs) -> None:
     """Waits for all programs to end before the test, which measures or needs much of a GPU's memory."""
     programs.wait()
 
@@ -158,7 +158,7 @@ def turn(item: pytest.Item) -> tuple[bool, float]:
     start in this order. Tests that wait for all programs run last.
     """
     seconds = [mark.kwargs.get("seconds", LONG) for mark in item.iter_markers("programs")]
-    return "alone" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
+    return "no_other_programs" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
