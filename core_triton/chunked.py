@@ -6,7 +6,7 @@ tile of the logits exists at a time:
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where the second pass recomputes them
     plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
+    plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
 `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are
@@ -240,8 +240,8 @@ def chunk_gradients(
             add_matmul(d_input, d_logits, w, first=False)
         if sums.d_weight is not None:
             sums.d_weight.put_matmul(vocab_chunk, d_logits.T, x_head, head_scale, first=first)
-        del w, d_logits  # else they stay alive until the next chunk's exist
-    if sums.d_input is not None and d_input is None:  # a shard of nothing but padding
+        del w, d_logits  # otherwise they stay alive until those of the next chunk exist
+    if sums.d_input is not None and d_input is None:  # a shard that is all padding
         sums.d_input[chunk] = 0
     elif sums.d_input is not None and d_input is not None:
         if input_scale is not None:

@@ -113,7 +113,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
         pointers.append(False)
         if kind is int:
             values.append(argument)
-            # Triton specializes on these: 1 becomes a constant, and multiples of 16 are known to be so.
+            # Triton specializes on these: 1 becomes a constant, and multiples of 16 are marked as divisible.
             key.append((argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31))
         elif kind is float or argument is None:
             values.append(argument)
@@ -153,7 +153,7 @@ def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:
         raise RuntimeError(f"{compiled.name} takes scratch memory of Triton's, which direct launches do not give")
     raw, descriptors = launcher.launch, ()
     kinds = [kind for kind in compiled.src.signature.values() if str(kind).startswith("tensordesc")]
-    if kinds:  # Triton's C function, without what makes descriptors of its own kind of argument
+    if kinds:  # Triton's C function, without the wrapper that makes descriptors of Triton's own arguments
         raw = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
         made = getattr(metadata, "tensordesc_meta", None) or [None] * len(kinds)
         descriptors = tuple(

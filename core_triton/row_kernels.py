@@ -667,7 +667,7 @@ def merge_kernel(
         mask = (blocks < class_blocks)[:, None] & inside[None, :]
         place = blocks.to(tl.int64)[:, None] * rows + row_ids[None, :]
         part_top = tl.load(max_ptr + place, mask=mask, other=float("-inf"))
-        masked = part_top == float("-inf")  # a block of nothing but -inf logits: its sums are 0
+        masked = part_top == float("-inf")  # all logits of the block are -inf: its sums are 0
         shift = tl.where(masked, 0.0, part_top - top[None, :])
         factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
         part = tl.load(sum_ptr + place, mask=mask, other=0.0)

@@ -77,7 +77,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     top = torch.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Tensor, Tensor]:
-        masked = part.max == -torch.inf  # a vocabulary chunk of nothing but -inf logits: its sums are 0
+        masked = part.max == -torch.inf  # all logits of the chunk are -inf: its sums are 0
         shift = torch.where(masked, 0.0, part.max - top)
         return torch.where(masked, 0.0, torch.exp(shift)), shift
 
@@ -199,7 +199,7 @@ def log_prob_coefficients(
 
 
 def saved_scales(row_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns () powers of two for float16 gradients made before the upstream gradient is known: of d_input, and of
+    """Returns () powers of two for float16 gradients computed before the upstream gradient exists: of d_input, and of
     the head's.
 
     The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor

@@ -6,7 +6,7 @@ tile of the logits exists at a time:
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where the second pass recomputes them
     plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
-    plan C  `gradients`           any upstream gradient: the logits are recomputed after lse is known: 1 + 3 matmuls
+    plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
 `vocab_offset` on, and the first pass returns partial statistics, so the shards of a vocabulary are

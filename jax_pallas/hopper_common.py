@@ -24,13 +24,13 @@ MULTIPROCESSORS = 132  # of an H100 SXM and an H200: what is compiled for where 
 
 
 def transforms(columns: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Returns the layout in shared memory of an array whose minor axis has so many columns, as TMA and wgmma want."""
+    """Returns the shared-memory layout that TMA and wgmma require for an array whose minor axis has so many columns."""
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def two_views(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
-    """Returns shared memory (..., columns) of 32 or 64 columns of 16 bits, as TMA moves it and as wgmma wants it.
+    """Returns shared memory (..., columns) of 32 or 64 columns of 16 bits, as TMA copies it and wgmma reads it.
 
     The same bytes, one swizzled row after the other; but TMA refuses to cut an array into the tiles of 8 rows that
     wgmma names where they do not divide it, or where a copy starts elsewhere than at a multiple of 8. So there are two
@@ -138,7 +138,7 @@ def pauses(steps: int) -> Array:
     """Returns (2 * PIECES,) int32: after which steps of a tile each warpgroup turns to the pieces of the one before.
 
     The pauses are spaced evenly, and those of the two warpgroups alternate. Kernels read them from memory
-    (`own_pauses`), because the compiler would unroll loops of known length and spill registers.
+    (`own_pauses`), because the compiler would unroll loops of static length and spill registers.
     """
     parts = 2 * PIECES + 1
     return jnp.array([1 + (steps - 1) * (2 * i + j) // parts for j in (1, 2) for i in range(PIECES)], jnp.int32)

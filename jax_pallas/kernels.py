@@ -100,7 +100,7 @@ def logits_tile(
     seen = (place < matmul.classes)[None, :] if matmul.classes % tile.block_v else None
     if matmul.ranged:
         first, skip = scalars_ref[1], scalars_ref[2]
-        if axis == 1:  # from a multiple of ALIGNED on, or else each column would be loaded separately
+        if axis == 1:  # from a multiple of ALIGNED on, otherwise each column would be loaded separately
             before = lax.rem(first, jnp.int32(ALIGNED))
             place, first_place = place - before, first_place - before
             first = pl.multiple_of(first - before, ALIGNED)
@@ -211,7 +211,7 @@ def exponentials(
         w: (V, D), or (D, V) where `vocab_axis` is 1; the first `classes` are classes.
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
-        start: a number, or an int32 scalar of the device; what follows it is known when the call is traced.
+        start: a number, or an int32 scalar of the device; the arguments after it are static.
         stores, largest: whether the exponentials, the largest logits are computed.
     """
     crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)

@@ -22,7 +22,7 @@ class DeviceInfo(NamedTuple):
     """The properties of a device that a plan depends on."""
 
     type: str  # "cuda", "cpu", ...
-    capability: int  # 80, 90, ...; 0 where it is not known
+    capability: int  # 80, 90, ...; 0 if unknown
     multiprocessors: int
 
 
@@ -32,7 +32,7 @@ def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str
         return f"the Hopper kernels multiply bfloat16 or float16, not {jnp.dtype(x_dtype).name}"
     if not 0 < hidden < 2**30 or not 0 < vocab < 2**30:  # indices are int32 and run a tile past the end
         return f"the Hopper kernels need sizes from 1 to 2**30 - 1, got a hidden size of {hidden} and {vocab} classes"
-    if hidden % 8:  # TMA wants rows that start at multiples of 16 bytes
+    if hidden % 8:  # TMA requires rows that start at multiples of 16 bytes
         return f"the Hopper kernels need a hidden size that is a multiple of 8, got {hidden}"
     if vocab_axis not in (0, 1):
         return f"the Hopper kernels need vocab_axis 0 or 1, got {vocab_axis}"
@@ -105,7 +105,7 @@ def choose(
 
     Args:
         platform: that a program is lowered for, "cuda" for an NVIDIA GPU.
-        capability: of its GPU, None where it is not known.
+        capability: of its GPU, None if unknown.
         dtype, hidden, vocab, vocab_axis: of input and linear_weight.
     """
     if platform != "cuda":

@@ -325,8 +325,8 @@ def explain(
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
-    Without a name that depends on the device, which under jit is known only when the call is lowered: of arrays that
-    are traced or have no device, it tells what runs on the mesh's or the default device.
+    Unless `implementation` names one, the choice depends on the device, which jit determines only when it lowers the
+    call. For arrays that are traced or have no device, the answer is for the device of the mesh, or the default device.
 
     Args:
         input: (..., D).

@@ -90,7 +90,7 @@ def plan_of(problem: Problem) -> ExecutionPlan:
 def layout_of(matrix: Array) -> MatrixLayout:
     """Returns the properties of a matrix that a plan depends on."""
     rows, columns = matrix.shape
-    # As many rows as a symbolic number stands for: at most a chunk of them is computed in vain.
+    # As many rows as a symbolic number stands for: at most one chunk of rows is computed without need.
     return MatrixLayout(
         (SYMBOLIC_TOKENS if is_symbolic(rows) else rows, columns), matrix.dtype.itemsize, matrix.dtype.name
     )

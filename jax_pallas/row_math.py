@@ -81,7 +81,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     top = jnp.maximum(a.max, b.max)
 
     def shifted(part: Partial) -> tuple[Array, Array]:
-        masked = part.max == -jnp.inf  # a vocabulary chunk of nothing but -inf logits: its sums are 0
+        masked = part.max == -jnp.inf  # all logits of the chunk are -inf: its sums are 0
         shift = jnp.where(masked, 0.0, part.max - top)
         return jnp.where(masked, 0.0, jnp.exp(shift)), shift
 
@@ -126,8 +126,8 @@ def nll_and_lse(
 ) -> tuple[Array, Array]:
     """Returns each row's negative log-likelihood, never below 0, and its lse, (n,) each: (27).
 
-    The difference of two float32 numbers as large as the logits can be below 0, and says little of a confident token.
-    The ratio of a sum to one of its own summands is at least 1.
+    The difference of two float32 numbers as large as the logits can be below 0, and is inaccurate for a confident
+    token. The ratio of a sum to one of its summands is at least 1.
 
     Args:
         sum_exp: sums of exponentials of logits, less each row's `reference`.
@@ -243,7 +243,8 @@ def log_prob_coefficients(
 
 
 def saved_scales(row_weight: Array) -> tuple[Array, Array]:
-    """Returns () powers of two for float16 gradients made before the upstream gradient is known: d_input's, the head's.
+    """Returns () powers of two for float16 gradients computed before the upstream gradient exists: of d_input, and
+    of the head's.
 
     The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor
     overflows for any N. A gradient of the head is a sum of up to N rows, so the second power has half the exponent: the

@@ -18,7 +18,7 @@ SYMBOLIC_TOKENS = 1024  # plans assume this many tokens where the number is symb
 
 
 def is_symbolic(size: Any) -> bool:
-    """Returns whether a size is symbolic (`jax.export`), so that it is known only when the program runs."""
+    """Returns whether a size is symbolic (`jax.export`), so that it has a value only when the program runs."""
     return not isinstance(size, int)
 
 

@@ -27,7 +27,7 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        inputs = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if func.namespace == "linear_ce":
             with self:
                 return operators.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
@@ -35,7 +35,7 @@ class Meter(TorchDispatchMode):
         if func.overloadpacket.__name__ in MATMULS:
             self.matmuls.append(func.overloadpacket.__name__)
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in known:
+            if isinstance(tensor, Tensor) and id(storage := tensor.untyped_storage()) not in inputs:
                 self._add(storage)
         return out
 

@@ -1,6 +1,6 @@
-"""Compiles the JAX loss for a GPU without having one, and prints temporaries and launches, one JSON line per program.
+"""Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
-Run by test_jax_pallas_gpu_compile.py in a separate process: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
+Run by test_jax_pallas_gpu_compile.py in a subprocess: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
 PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v, vocab_axis and implementation.
 """
 

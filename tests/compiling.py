@@ -25,12 +25,12 @@ def quick_compilation() -> Iterator[None]:
 def quick_callbacks() -> Iterator[None]:
     """Gives the callbacks of Mosaic's interpreter NumPy arrays and Python's numbers.
 
-    JAX converts all arguments to its arrays, and the interpreter converts them back: two thirds of the time.
+    JAX converts all arguments to JAX arrays, and the interpreter converts them back. That takes two thirds of the time.
     """
 
     def call(*arguments: Any, callback: Any, **_: Any) -> Any:
-        plain = (np.array(argument) if np.ndim(argument) else argument.item() for argument in arguments)
-        return jax.tree.map(np.asarray, callback(*plain))
+        converted = (np.array(argument) if np.ndim(argument) else argument.item() for argument in arguments)
+        return jax.tree.map(np.asarray, callback(*converted))
 
     with mock.patch.object(callbacks, "io_callback_impl", call):
         yield

@@ -146,16 +146,19 @@ def printed(request: pytest.FixtureRequest, programs: Programs) -> Printed:
 
 
 @pytest.fixture
-def alone(programs: Programs) -> None:
-    """Lets no program run beside the test: it measures, or takes much of a GPU's memory."""
+def no_other_programs(programs: Programs) -> None:
+    """Waits for all programs to end before the test, which measures or needs much of a GPU's memory."""
     programs.wait()
 
 
 def turn(item: pytest.Item) -> tuple[bool, float]:
-    """First the tests that wait for no program, then those that wait for some, long programs first, for so they start;
-    last those that wait for all."""
+    """Returns the sort key of a test.
+
+    Tests that need no program run first. Then follow those that need some, with long programs first, because programs
+    start in this order. Tests that wait for all programs run last.
+    """
     seconds = [mark.kwargs.get("seconds", LONG) for mark in item.iter_markers("programs")]
-    return "alone" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
+    return "no_other_programs" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose

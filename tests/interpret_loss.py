@@ -148,7 +148,7 @@ def say(**fields: Any) -> None:
     print(json.dumps({"program": Running.program, **fields}), flush=True)
 
 
-def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
+def print_budget_used(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
     """Runs a case and prints the percentage of its budget that each output used."""
     outcome = run_case("torch-triton", case, arrays)
     assert outcome.implementation == "triton"
@@ -158,17 +158,17 @@ def say_judged(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> N
 
 def run_table(*names: str) -> None:
     """Cases of the contract."""
-    known = {case.name: case for case in cases()}
-    for case in map(known.__getitem__, names):
-        say_judged(case, make_arrays(case))
+    by_name = {case.name: case for case in cases()}
+    for case in map(by_name.__getitem__, names):
+        print_budget_used(case, make_arrays(case))
 
 
 def run_fewer_rows(*names: str) -> None:
     """The same cases with two fifths of their rows: kernels with a program for each row take most of the time."""
-    known = {case.name: case for case in cases()}
-    for case in map(known.__getitem__, names):
+    by_name = {case.name: case for case in cases()}
+    for case in map(by_name.__getitem__, names):
         smaller = replace(case, lead=(case.n * 2 // 5,)) if len(case.lead) == 1 and case.n > 100 else case
-        say_judged(smaller, make_arrays(smaller))
+        print_budget_used(smaller, make_arrays(smaller))
 
 
 # Reference exponents that have to be repaired.
@@ -189,12 +189,12 @@ def run_repair(which: Literal["quick", "more"]) -> None:
     for case in REPAIRED[:2] if which == "quick" else REPAIRED[2:]:
         case = replace(case, dtype="bfloat16")
         arrays = make_arrays(case)
-        say_judged(case, arrays, far=far_rows(case, arrays))
+        print_budget_used(case, arrays, far=far_rows(case, arrays))
     case = Case(name="far-in_one_block", logit_std=60.0, dtype="bfloat16", lead=(150,))
     arrays = make_arrays(case)
     near = [row for row in range(150) if row != 140]
     arrays["input"][near] /= 64  # a power of two: exact
-    say_judged(case, arrays, far=far_rows(case, arrays))
+    print_budget_used(case, arrays, far=far_rows(case, arrays))
 
 
 def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
@@ -298,7 +298,7 @@ SHARDED = (
     Case(name="plain"),
     Case(name="bias-softcap", has_bias=True, spec=LossSpec("sum", softcap=4.0, z_loss_weight=0.01)),
     Case(name="smoothing", has_class_weight=True, spec=LossSpec("sum", label_smoothing=0.2, logit_scale=0.5)),
-    Case(name="padded", has_bias=True, spec=LossSpec("sum", vocab_size=380)),  # the last shard is nothing but padding
+    Case(name="padded", has_bias=True, spec=LossSpec("sum", vocab_size=380)),  # the last shard is all padding
     Case(name="axis1", vocab_axis=1),
 )
 SIZES = (300, 100, 107)

@@ -155,7 +155,7 @@ CONTRACT = (
         "linear_ce/chunking.py",
         "if kept.rows >= tokens:",
         "if kept.rows > tokens:",
-        tests("chunking", "fits_whole"),
+        tests("chunking", "problem_that_fits"),
     ),
     Mutation(
         "linear_ce/chunking.py",
@@ -290,8 +290,8 @@ def outcome(mutation: Mutation) -> tuple[str, float]:
         return "caught", seconds
     if done.returncode == 0:
         return "SURVIVED", seconds
-    reason = "no test was selected" if done.returncode == NOTHING_RAN else done.stdout[-500:] + done.stderr[-500:]
-    return f"FAILED TO RUN: pytest ended with {done.returncode}: {reason}", seconds
+    result = "no test was chosen" if done.returncode == NOTHING_RAN else done.stdout[-500:] + done.stderr[-500:]
+    return f"FAILED TO RUN: pytest ended with {done.returncode}: {result}", seconds
 
 
 def main() -> int:

@@ -22,8 +22,9 @@ import pytest
 
 HERE = Path(__file__).parent
 PATHS = pathsep.join([str(HERE.parent), environ.get("PYTHONPATH", "")]).rstrip(pathsep)
-# Each program has one thread, because programs share the cores. They also share the memory of a GPU, most of which JAX
-# would otherwise allocate at once. XLA's autotuning would time each matmul while other programs run.
+# Each program uses one thread, because the programs share the cores. JAX would preallocate most of the GPU's memory,
+# which they share too. XLA's autotuning would compile each matmul in dozens of ways, and time them while the other
+# programs run.
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "XLA_FLAGS": f"{environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip(),
@@ -31,7 +32,7 @@ VARIABLES = {
     "PYTHONPATH": PATHS,
 }
 
-LONG = 120.0  # default estimate of the seconds of a program: programs without an estimate start early
+LONG = 120.0  # seconds that a program takes beside others, by default: a program of unknown duration starts early
 
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name
@@ -90,7 +91,7 @@ class Programs:
         wait(self._outcomes.values())
 
     def stop(self) -> None:
-        """Ends those that still run and starts no other."""
+        """Terminates the running commands and starts no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for process in self._running.copy():
             process.terminate()

@@ -33,8 +33,8 @@ def assert_passed(result: dict[str, Any], ran: tuple[str, str]) -> None:
 
 def main() -> None:
     backend, *names = sys.argv[1:]
-    known = {case.name: case for case in cases()}
-    for case in map(known.__getitem__, names):
+    by_name = {case.name: case for case in cases()}
+    for case in map(by_name.__getitem__, names):
         arrays = make_arrays(case)
         result: dict[str, object] = {"name": case.name}
         try:

@@ -1,14 +1,14 @@
-"""Tests that `make test` leaves out and `make test-slow` runs. A quicker test exercises the same code.
+"""Tests that only `make test-slow` runs. A quicker test in `make test` covers the same code.
 
-The table has, for each file, names of tests, or of single cases of a test with their parameters. conftest.py gives them
-the mark `slow`, and refuses a name that no test of the file has. Tests with the mark in their own file take longer.
+By file: names of tests, or of single cases of a test with their parameters. conftest.py gives them the mark `slow`, and
+raises an error for a name that no test of the file has. Tests that have the mark in their own file take even longer.
 """
 
 import re
 from collections.abc import Iterable
 
 SLOW: dict[str, tuple[str, ...]] = {
-    # The same steps and files as a run of plain text, whose resumption test_flax_resume.py holds to the bit; rows of
+    # The same steps and files as a run of plain text, whose resumption test_flax_resume.py compares bitwise. Rows of
     # dialogues and adapters: test_examples.py.
     "test_flax_lora.py": (
         "test_the_first_output_is_the_base_models_to_the_bit[bfloat16]",
@@ -31,7 +31,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_flax_finetune.py": (
         "test_the_first_steps_loss_is_that_of_transformers_on_its_batch",
         "test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transformers",
-        # Training that starts from a folder: test_examples.py; resumption to the bit: test_flax_resume.py.
+        # Training that starts from a folder: test_examples.py; bitwise equal resumption: test_flax_resume.py.
         "test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_gives",
         "test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_folders_weights",
     ),
@@ -85,48 +85,48 @@ SLOW: dict[str, tuple[str, ...]] = {
     "test_jax_pallas_transforms.py": (
         "test_vmap_over_tokens[none]",
         "test_donated_arrays_become_their_gradients[bfloat16]",
-        "test_gradient_of_each_argument_alone[linear_bias-none]",
-        "test_gradient_of_each_argument_alone[linear_weight-none]",
-        "test_gradient_of_each_argument_alone[input-linear_weight-none]",
-        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-none]",
-        "test_gradient_of_each_argument_alone[input-log_probs]",
-        "test_gradient_of_each_argument_alone[linear_bias-log_probs]",
-        "test_gradient_of_each_argument_alone[input-linear_bias-log_probs]",
-        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-log_probs]",
+        "test_gradient_of_each_single_argument[linear_bias-none]",
+        "test_gradient_of_each_single_argument[linear_weight-none]",
+        "test_gradient_of_each_single_argument[input-linear_weight-none]",
+        "test_gradient_of_each_single_argument[linear_weight-linear_bias-none]",
+        "test_gradient_of_each_single_argument[input-log_probs]",
+        "test_gradient_of_each_single_argument[linear_bias-log_probs]",
+        "test_gradient_of_each_single_argument[input-linear_bias-log_probs]",
+        "test_gradient_of_each_single_argument[linear_weight-linear_bias-log_probs]",
         "test_jit[65536-none]",
         "test_jit[None-none]",
-        "test_results_repeat_bit_for_bit[log_probs]",
+        "test_results_are_bitwise_repeatable[log_probs]",
         "test_checkpoint[False-none]",
         "test_checkpoint[True-log_probs]",
         "test_checkpoint[False-log_probs]",
         "test_scan_over_micro_batches[False-none]",
         "test_vmap_keeps_no_head_gradient_for_each_element[none]",
         "test_second_axis_as_vocabulary[none]",
-        "test_gradient_of_each_argument_alone[input-sum]",
-        "test_gradient_of_each_argument_alone[linear_weight-sum]",
-        "test_gradient_of_each_argument_alone[linear_bias-sum]",
-        "test_gradient_of_each_argument_alone[input-linear_weight-sum]",
-        "test_gradient_of_each_argument_alone[input-linear_bias-sum]",
-        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-sum]",
+        "test_gradient_of_each_single_argument[input-sum]",
+        "test_gradient_of_each_single_argument[linear_weight-sum]",
+        "test_gradient_of_each_single_argument[linear_bias-sum]",
+        "test_gradient_of_each_single_argument[input-linear_weight-sum]",
+        "test_gradient_of_each_single_argument[input-linear_bias-sum]",
+        "test_gradient_of_each_single_argument[linear_weight-linear_bias-sum]",
         "test_vmap_over_tokens[sum]",
         "test_vmap_keeps_no_head_gradient_for_each_element[sum]",
         "test_jit[None-sum]",
         "test_jit[65536-sum]",
-        "test_results_repeat_bit_for_bit[sum]",
-        "test_results_repeat_bit_for_bit[none]",
+        "test_results_are_bitwise_repeatable[sum]",
+        "test_results_are_bitwise_repeatable[none]",
         "test_scan_over_micro_batches[True-none]",
         "test_checkpoint[False-sum]",
         "test_checkpoint[True-sum]",
         "test_second_axis_as_vocabulary[sum]",
-        "test_gradient_of_each_argument_alone[linear_weight-log_probs]",
-        "test_gradient_of_each_argument_alone[input-linear_bias-mean]",
-        "test_gradient_of_each_argument_alone[linear_weight-linear_bias-mean]",
-        "test_gradient_of_each_argument_alone[input-linear_weight-linear_bias-sum]",
+        "test_gradient_of_each_single_argument[linear_weight-log_probs]",
+        "test_gradient_of_each_single_argument[input-linear_bias-mean]",
+        "test_gradient_of_each_single_argument[linear_weight-linear_bias-mean]",
+        "test_gradient_of_each_single_argument[input-linear_weight-linear_bias-sum]",
         "test_scan_over_micro_batches[False-mean]",
         "test_checkpoint[True-none]",
         "test_vmap_over_tokens[entropy]",
-        "test_gradient_of_each_argument_alone[input-linear_weight-log_probs]",
-        "test_gradient_of_each_argument_alone[input-linear_weight-mean]",
+        "test_gradient_of_each_single_argument[input-linear_weight-log_probs]",
+        "test_gradient_of_each_single_argument[input-linear_weight-mean]",
         "test_jit[65536-log_probs]",
         # An option of the tables: test_jax_pallas_numeric.py.
         "test_second_axis_as_vocabulary[mean]",
@@ -141,9 +141,9 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_results_stay_float32_where_jax_has_64_bits[float16-12-sum]",
         "test_results_stay_float32_where_jax_has_64_bits[float16-12-none]",
         "test_results_stay_float32_where_jax_has_64_bits[float16-12-log_probs]",
-        "test_everything_ignored[0.0-sum]",
-        "test_everything_ignored[nan-sum]",
-        "test_everything_ignored[inf-sum]",
+        "test_all_targets_ignored[0.0-sum]",
+        "test_all_targets_ignored[nan-sum]",
+        "test_all_targets_ignored[inf-sum]",
         "test_zero_denominator_or_weights[options1]",
         # The options and dtypes that have their own ways through a loss of log-probabilities have one here.
         "test_results_stay_float32_where_jax_has_64_bits[float32-12-log_probs]",
@@ -188,7 +188,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # Mosaic's interpreter: one shape for each kernel and each of its branches.
     "test_jax_pallas_hopper_logits.py": (
-        "test_sums_alone[deep]",
+        "test_sums_without_stored_exponentials[deep]",
         "test_d_logits[vocab_chunk-True]",
         "test_statistics[vocab_chunk]",
         "test_statistics_of_masked_classes",
@@ -231,10 +231,10 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # Another padded head.
     "test_jax_pallas_properties.py": (
-        "test_shards_of_the_vocabulary_make_the_whole[7-sizes2-12-1-3-options2-False-1]",
-        "test_shards_of_the_vocabulary_make_the_whole[7-sizes1-0-7-40-options1-True-1]",
+        "test_vocabulary_shards_give_the_whole_loss[7-sizes2-12-1-3-options2-False-1]",
+        "test_vocabulary_shards_give_the_whole_loss[7-sizes1-0-7-40-options1-True-1]",
     ),
-    # Resumption at another moment than the one that is held to the bit.
+    # Resumption at another step than in the test that compares bitwise.
     "test_flax_resume.py": (
         "test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies",
         # One way to break a checkpoint stands for the others.
@@ -299,6 +299,6 @@ def is_slow(file: str, name: str) -> bool:
 
 
 def unknown(file: str, names: Iterable[str]) -> set[str]:
-    """Returns what `SLOW` names of a file that is none of its tests."""
-    known = {form for name in names for form in (name, re.sub(r"\[.*", "", name))}
-    return {*SLOW.get(file, ())} - known
+    """Returns the names in `SLOW` for a file that none of its tests has."""
+    existing = {form for name in names for form in (name, re.sub(r"\[.*", "", name))}
+    return {*SLOW.get(file, ())} - existing

@@ -75,7 +75,7 @@ def test_choice_covers_and_fits(p: Drawn) -> None:
 
 
 @given(drawn())
-def test_less_than_the_least_is_refused(p: Drawn) -> None:
+def test_a_budget_below_the_smallest_is_refused(p: Drawn) -> None:
     chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.least)
     chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least)
     message = f"memory_budget must be at least {p.least} bytes .* got {p.least - 1}"
@@ -105,7 +105,7 @@ def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
 
 
 @given(drawn())
-def test_what_fits_whole_is_not_cut(p: Drawn) -> None:
+def test_a_problem_that_fits_is_not_split(p: Drawn) -> None:
     tokens = max(p.tokens, 1)
     budget = p.keeping.bytes(tokens, p.classes)
     config = chunking.choose_plan_a(p.keeping, p.recomputing, tokens, p.classes, budget)
@@ -194,7 +194,7 @@ def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes beyond the least budget: the product of two numbers
+MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes above the smallest budget: one number times the other
 
 
 @settings(max_examples=200)
@@ -237,7 +237,7 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
 
 @settings(max_examples=200)
 @given(st.data(), st.sampled_from(("choose_scaled_exp", "choose_recomputed")))
-def test_less_than_the_least_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
+def test_a_budget_below_the_smallest_of_the_kernels_is_refused(data: st.DataObject, name: str) -> None:
     choose = getattr(core_triton.tile_config, name)
     options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     least = refusal(choose, options)

@@ -44,7 +44,7 @@ def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("frozen", [f for k in range(1, 4) for f in itertools.combinations(ARGUMENTS, k)])
-def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_frozen_arguments_need_no_matmul(function: str, frozen: tuple[str, ...], dtype: torch.dtype) -> None:
     arrays = problem(dtype=dtype)
     needed = [name for name in ARGUMENTS if name not in frozen]
     everything = dict(zip(ARGUMENTS, gradients(function, arrays), strict=True))
@@ -53,13 +53,13 @@ def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dt
         value = total(function, arrays)
         found = torch.autograd.grad(value, leaves(arrays)) if needed else ()
     assert value.requires_grad == bool(needed)
-    # The way to a gradient can depend on which others are asked for, and with it the order of the roundings.
+    # How a gradient is computed, and so its rounding, can depend on which other gradients are needed.
     step = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(list(found), [everything[name] for name in needed], rtol=step, atol=step)
     expected = MATMULS[function]["input" in needed, "linear_weight" in needed] if needed else 1
-    # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
+    # Scaling the rows by an upstream gradient avoids the second logits matmul only if the whole head is frozen.
     expected += function == "none" and needed == ["input", "linear_bias"]
-    # float16 takes the bias's gradient as a vector-matrix product.
+    # float16 computes the bias gradient as a vector-matrix multiplication.
     expected += dtype == torch.float16 and "linear_bias" in needed
     assert len(meter.matmuls) == expected
 
@@ -68,7 +68,7 @@ def test_what_is_frozen_costs_nothing(function: str, frozen: tuple[str, ...], dt
 @pytest.mark.parametrize(("frozen", "n", "v"), [("linear_weight", 17, 600), ("input", 600, 70)])
 def test_no_buffer_for_a_frozen_argument(function: str, frozen: str, n: int, v: int) -> None:
     arrays = freeze(problem(n, 64, v), frozen)
-    # A budget that lets only pieces of rows and of the vocabulary exist at once.
+    # With this budget, only chunks of rows and vocabulary chunks fit in memory.
     with Meter() as meter:
         gradients(function, arrays, memory_budget=arrays[frozen].nbytes // 2 + 40000)
     other = arrays["input" if frozen == "linear_weight" else "linear_weight"]

@@ -190,7 +190,7 @@ def test_a_compiled_function_chooses_as_an_eager_one(obstacle: str | None, name:
         assert torch.compile(chosen, fullgraph=True, backend="aot_eager")(x, w) == 1
 
 
-def test_bad_input_is_refused_in_a_compiled_function_too() -> None:
+def test_bad_input_raises_in_a_compiled_function_too() -> None:
     compiled = torch.compile(lambda arrays: total("mean", arrays, softcap=-1.0), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match=r"softcap must be positive or None, got -1\.0"):
         compiled(problem())

@@ -38,7 +38,7 @@ def test_empty_batch(function: str, dtype: torch.dtype, shape: tuple[int, ...]) 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("held", [0.0, float("nan"), float("inf")])
-def test_everything_ignored(function: str, dtype: torch.dtype, held: float) -> None:
+def test_all_targets_ignored(function: str, dtype: torch.dtype, held: float) -> None:
     arrays = problem(dtype=dtype)
     arrays["input"] = torch.full((12, 8), held, dtype=dtype, requires_grad=True)
     arrays["target"] = torch.full((12,), -100)
@@ -77,7 +77,7 @@ def test_no_upstream_gradient_reaches_an_ignored_row(function: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("target", [50, -1, 2**31 - 1, -(2**31), 2**40])
-def test_target_that_is_no_class(dtype: torch.dtype, target: int) -> None:
+def test_out_of_range_target(dtype: torch.dtype, target: int) -> None:
     arrays = problem(dtype=dtype)
     arrays["target"][3] = target
     others = torch.arange(12) != 3
@@ -98,7 +98,7 @@ def test_target_that_is_no_class(dtype: torch.dtype, target: int) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_as_cross_entropy_on_materialized_logits(reduction: Any, smoothing: float, weighted: bool) -> None:
+def test_equals_cross_entropy_of_materialized_logits(reduction: Any, smoothing: float, weighted: bool) -> None:
     arrays = problem(30)
     arrays["target"][::7] = -100
     options: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing}
@@ -114,7 +114,7 @@ def test_as_cross_entropy_on_materialized_logits(reduction: Any, smoothing: floa
 
 @pytest.mark.parametrize("held", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", ["bias", "target's bias", "input"])
-def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where: str) -> None:
+def test_non_finite_values_propagate_as_in_cross_entropy(held: float, where: str) -> None:
     arrays = problem()
     arrays["target"][:] = torch.arange(12)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where:
 
 
 @pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf")])
-def test_a_tensor_that_is_no_normalizer_makes_the_loss_nan(normalizer: float) -> None:
+def test_an_invalid_normalizer_tensor_makes_the_loss_nan(normalizer: float) -> None:
     arrays = problem()
     value = core_triton.linear_cross_entropy(**arrays, normalizer=torch.tensor(normalizer))
     assert value.isnan()
@@ -169,7 +169,7 @@ def test_statistics_of_a_loss() -> None:
     assert stats.n_valid == n_valid
 
 
-def test_ties_count_as_right() -> None:
+def test_ties_count_as_correct() -> None:
     x, w = torch.ones(4, 3), torch.ones(6, 3)
     _, stats = core_triton.linear_cross_entropy_with_stats(x, w, torch.tensor([0, 5, 2, -100]))
     assert stats.accuracy.item() == 1
@@ -184,7 +184,7 @@ def test_an_implementation_may_be_named(implementation: str | None) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_results_repeat_bit_for_bit(function: str) -> None:
+def test_results_are_bitwise_repeatable(function: str) -> None:
     arrays = problem(60, 16, 200, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):

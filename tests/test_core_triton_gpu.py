@@ -60,8 +60,8 @@ def test_case(name: str, printed: Printed) -> None:
 # More than 2**31 logits.
 
 
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # pieces, and one piece of 5 GB
+@pytest.mark.usefixtures("no_other_programs")
+@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # several chunks, and one chunk of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
     arrays = gpu_problem(20000, 64, 128256)
@@ -98,7 +98,7 @@ KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("no_other_programs")
 @pytest.mark.parametrize("model", MODELS)
 def test_workspace_is_within_budget(model: str) -> None:
     d, v = MODELS[model]

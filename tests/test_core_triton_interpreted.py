@@ -49,7 +49,7 @@ def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
 
 @pytest.fixture
 def results(request: pytest.FixtureRequest, program: Program) -> Results:
-    """What the program of a test printed. A slow program runs in a separate process."""
+    """Returns what the test's program printed. A slow program runs in a separate process."""
     if request.node.get_closest_marker("slow"):
         results = interpret([program])[0]
     else:
@@ -134,7 +134,7 @@ def test_nothing_is_written_outside_and_everything_inside(results: Results) -> N
 
 
 @pytest.mark.parametrize("program", [quick("shards", "float32"), slow("shards", "bfloat16")])
-def test_shards_of_the_vocabulary_make_the_whole(results: Results) -> None:
+def test_vocabulary_shards_give_the_whole_loss(results: Results) -> None:
     assert_within_budget(results)
 
 

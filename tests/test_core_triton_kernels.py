@@ -164,7 +164,7 @@ SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
-# Compiled only for Hopper, to save time: the kernels of other GPUs differ by one switch from those that are compiled.
+# Compiled only for Hopper, to save time: on other GPUs these kernels differ by one switch from others compiled there.
 FOR_HOPPER = (
     "train-long",
     "train-transposed",
@@ -352,8 +352,8 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         problem = call.problem()
         with Meter() as meter:
             found = call.run(budget)
-        known = [t for t in problem.__dict__.values() if isinstance(t, Tensor)]
-        return meter.peak - bytes_of(*found) - bytes_of(*known)
+        inputs = [t for t in problem.__dict__.values() if isinstance(t, Tensor)]
+        return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
 def test_launches_are_recorded_as_triton_specialises_them() -> None:

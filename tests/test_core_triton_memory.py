@@ -91,13 +91,13 @@ def test_options_of_the_loss_within_budget() -> None:
     assert_within(least, workspace("mean", arrays, least, **options))
 
 
-def test_default_budget_is_within_itself() -> None:
+def test_small_workspace_is_within_the_default_budget() -> None:
     arrays = problem(20, 8, 50)
     assert workspace("mean", arrays, None) <= 2**20 < DEFAULT_MEMORY_BUDGET
 
 
 @pytest.mark.parametrize(("function", "dtype"), in_turn(2, FUNCTIONS, DTYPES))
-def test_the_least_budget_is_the_least(function: str, dtype: torch.dtype) -> None:
+def test_the_error_names_the_smallest_budget(function: str, dtype: torch.dtype) -> None:
     arrays = problem(40, 8, 120, dtype=dtype)
     least = least_budget(lambda budget: total(function, arrays, memory_budget=budget))
     total(function, arrays, memory_budget=least).backward()  # neither pass refuses it

@@ -112,7 +112,7 @@ SHARDS = {
 
 
 @EXAMPLES
-def test_shards_of_the_vocabulary_make_the_whole(examples: int) -> None:
+def test_vocabulary_shards_give_the_whole_loss(examples: int) -> None:
     settings(max_examples=examples)(given(**SHARDS)(check_shards))()
 
 
@@ -127,7 +127,7 @@ def check_shards(
     weighted: bool,
 ) -> None:
     vocab = sum(sizes)
-    classes = max(vocab - padding, 1)  # the last shards can be nothing but padding
+    classes = max(vocab - padding, 1)  # the last shards can be all padding
     case = Case(
         name="shards",
         lead=(n,),

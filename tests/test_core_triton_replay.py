@@ -58,7 +58,7 @@ def recordings() -> list[replay.Recording]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 900_000}, {"softcap": 5.0, "z_loss_weight": 0.1}], ids=str)
-def test_a_replay_gives_the_same_bits(options: dict[str, Any]) -> None:
+def test_a_replay_is_bitwise_equal(options: dict[str, Any]) -> None:
     want = [fresh(seed, **options) for seed in range(3)]
     for _ in range(3):
         for seed in range(3):
@@ -69,7 +69,7 @@ def test_a_replay_gives_the_same_bits(options: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bias", "padding", "class weights", "statistics"])
-def test_what_adds_launches_alone_is_recorded(kind: str) -> None:
+def test_calls_that_only_launch_kernels_are_recorded(kind: str) -> None:
     x, w, target = arrays_of(0)
     bias = torch.randn(len(w), generator=torch.Generator().manual_seed(1)).bfloat16().cuda().requires_grad_()
     options: dict[str, Any] = {
@@ -130,7 +130,7 @@ def test_a_recording_holds_no_tensor() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_more_than_launches_is_not_recorded() -> None:
+def test_calls_that_do_more_than_launch_are_not_recorded() -> None:
     want = fresh(0, label_smoothing=0.1)  # a path with GEMMs of the library
     for _ in range(2):
         assert_same(results(0, label_smoothing=0.1), want)

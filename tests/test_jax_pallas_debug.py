@@ -1,7 +1,7 @@
 """The debugging modes of JAX: `jax.debug_nans` reports real NaN and nothing else, and `jax.disable_jit` works.
 
-Each check has a separate program, or separate compiled functions: JAX no longer checks the results of a compiled
-function after a jitted function with a custom rule was differentiated.
+Each check runs in a separate program, or with separate compiled functions: after a jitted function with a custom rule
+was differentiated, JAX no longer checks the results of compiled functions.
 """
 
 import sys
@@ -53,7 +53,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def ignored_rows_raise_nothing(function: str, options: str, implementation: str) -> None:
-    """Neither their targets, which are no class, nor the NaN that they hold."""
+    """Neither the targets of ignored rows, which are not classes, nor NaN in these rows raise an error."""
     arrays, with_nan = drawn(3)
     raises_nothing(function, with_nan, arrays, options, implementation)
 

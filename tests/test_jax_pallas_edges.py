@@ -32,7 +32,7 @@ def test_empty_batch(function: str, dtype: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("held", [0.0, float("nan"), float("inf")])
-def test_everything_ignored(function: str, held: float) -> None:
+def test_all_targets_ignored(function: str, held: float) -> None:
     arrays = problem()
     arrays |= {"input": jnp.full((12, 8), held), "target": jnp.full(12, -100)}
     assert total(function, arrays) == 0
@@ -68,7 +68,7 @@ def test_no_upstream_gradient_reaches_an_ignored_row(function: str, names: tuple
 
 @pytest.mark.parametrize("target", [50, -1, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("budget", [None, 2**15])
-def test_target_that_is_no_class(target: int, budget: int | None) -> None:
+def test_out_of_range_target(target: int, budget: int | None) -> None:
     arrays = problem()
     arrays["target"] = arrays["target"].at[3].set(target)
     others = np.arange(12) != 3
@@ -99,7 +99,7 @@ def test_results_stay_float32_where_jax_has_64_bits(function: str, n: int, dtype
         np.testing.assert_allclose(gradient, want[name], rtol=tolerance, atol=tolerance)
 
 
-def test_targets_beyond_32_bits_are_no_classes() -> None:
+def test_targets_beyond_32_bits_are_not_classes() -> None:
     arrays = problem()
     with jax.enable_x64(True):
         arrays["target"] = np.array([3, 2**32 + 3, -(2**32), *[0] * 9])
@@ -122,7 +122,7 @@ def test_targets_of_any_integer_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize("held", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("where", ["bias", "target's bias", "input"])
-def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where: str) -> None:
+def test_non_finite_values_propagate_as_in_cross_entropy(held: float, where: str) -> None:
     arrays = problem()
     arrays["target"] = jnp.arange(12)
     if where == "input":
@@ -140,7 +140,7 @@ def test_not_finite_values_go_where_cross_entropy_takes_them(held: float, where:
 
 
 @pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf")])
-def test_an_array_that_is_no_normalizer_makes_the_loss_nan(normalizer: float) -> None:
+def test_an_invalid_normalizer_array_makes_the_loss_nan(normalizer: float) -> None:
     arrays = problem()
 
     def loss(changed: dict[str, Any]) -> jax.Array:
@@ -180,7 +180,7 @@ def test_statistics_of_a_loss() -> None:
     assert stats.n_valid == n_valid
 
 
-def test_ties_count_as_right() -> None:
+def test_ties_count_as_correct() -> None:
     _, stats = linear_cross_entropy_with_stats(jnp.ones((4, 3)), jnp.ones((6, 3)), jnp.array([0, 5, 2, -100]))
     assert stats.accuracy == 1
 

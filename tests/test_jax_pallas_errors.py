@@ -161,7 +161,7 @@ def test_refusals_come_at_tracing_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "token_weight", "normalizer"])
-def test_what_is_not_differentiated_says_so(name: str) -> None:
+def test_non_differentiable_arguments_raise(name: str) -> None:
     value = {"weight": jnp.ones(50), "token_weight": jnp.ones(12), "normalizer": jnp.ones(())}[name]
     with pytest.raises(ValueError, match=rf"{name} is not differentiated .* pass jax.lax.stop_gradient\({name}\)"):
         jax.grad(lambda value: linear_cross_entropy(**problem(), **{name: value}))(value)

@@ -77,7 +77,7 @@ def test_a_gpu_gets_its_kernels(kind: str) -> None:
         assert not kernels_in(exported(gradients_of(), arrays, "cpu").mlir_module())
 
 
-def test_no_gpu_to_ask_means_no_kernel() -> None:
+def test_no_kernel_without_a_gpu() -> None:
     arrays = problem(40, 64, 128, dtype="bfloat16")
     assert not kernels_in(exported(gradients_of(), arrays, "cpu", "cuda").mlir_module())
 

@@ -36,8 +36,8 @@ ROUNDING = 4e-3  # of gradients in bfloat16
 
 # Cases of the contract.
 
-# Of every day: the plain ones, those with all options at once and some more, and the edges, of one dtype but where both
-# take the kernels of every matmul.
+# Cases that run every day: the cases without options, with all options and some others, and the edge cases. They
+# have one dtype, except where both dtypes use the kernels of every matmul.
 EVERY_DAY = ("16-n123", "strided-n123", "edge-hidden64")
 SHARES = 12  # of them, each a process
 
@@ -67,7 +67,7 @@ def test_case(name: str, printed: Printed) -> None:
         assert refusal in printed[name]["failure"]
 
 
-def test_what_is_run_every_day_covers_the_contract() -> None:
+def test_cases_of_every_day_cover_the_contract() -> None:
     served = [case for case in OFTEN if limits(case) is None]
     assert {case.dtype for case in served} == {"bfloat16", "float16"}
     assert {case.vocab_axis for case in OFTEN} == {0, 1}

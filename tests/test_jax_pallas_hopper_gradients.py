@@ -43,7 +43,7 @@ def close(found: Array, expected: np.ndarray, tolerance: float = ROUNDED) -> Non
     """Compares elementwise, relative to the largest expected value."""
     assert found.shape == expected.shape
     error = np.abs(float64(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
-    assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
+    assert error <= tolerance, f"error is {error / tolerance:.0%} of its budget"
 
 
 class Sizes(NamedTuple):

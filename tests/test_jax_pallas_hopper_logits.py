@@ -130,7 +130,7 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
     found_ = float64(found)
     assert found_.shape == expected.shape
     error = np.abs(found_ - expected).max() / max(np.abs(expected).max(), 1e-30)
-    assert error <= tolerance, f"error is {error / tolerance:.0%} of what is allowed"
+    assert error <= tolerance, f"error is {error / tolerance:.0%} of its budget"
 
 
 def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
@@ -188,7 +188,7 @@ def test_exponentials(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", cases(("odd", "deep"), ("deep",)))
-def test_sums_alone(name: str) -> None:
+def test_sums_without_stored_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()
     e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, largest=False)

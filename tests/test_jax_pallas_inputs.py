@@ -25,7 +25,7 @@ def test_integers_of_every_width(dtype: Any) -> None:
 @pytest.mark.parametrize(
     "bad", [np.int64(2**32), np.int64(-(2**40)), np.uint64(2**32), np.uint64(2**63), np.uint32(2**31)], ids=repr
 )
-def test_a_target_that_int32_does_not_hold_is_no_class(bad: np.integer[Any]) -> None:
+def test_a_target_outside_int32_is_not_a_class(bad: np.integer[Any]) -> None:
     """JAX keeps the lowest 32 bits of NumPy's 64: 2**32 would be class 0."""
     target = Y.astype(bad.dtype)
     target[3] = bad
@@ -34,7 +34,7 @@ def test_a_target_that_int32_does_not_hold_is_no_class(bad: np.integer[Any]) -> 
     assert np.array_equal(np.delete(found, 3), np.delete(loss(Y), 3))
 
 
-def test_what_becomes_the_ignore_index_in_int32_is_not_ignored() -> None:
+def test_a_target_that_wraps_to_ignore_index_is_not_ignored() -> None:
     target = Y.copy()
     target[3] = 2**32 - 100
     assert np.isnan(loss(target)[3])

@@ -39,7 +39,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     vocab_axis: int = 0
     hidden: int = 48
-    vocab: int = 331  # neither this nor `classes` is a multiple of anything
+    vocab: int = 331  # neither this nor `classes` is a multiple of a tile size
     classes: int = 310
     bias: bool = False
     scale: float = 1.0
@@ -98,8 +98,8 @@ def wide(array: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(array, jnp.float32), np.float64)
 
 
-def judge(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None:
-    """Holds the largest error to a share of the largest magnitude."""
+def assert_close(name: str, found: Any, expected: np.ndarray, tolerance: float) -> None:
+    """Fails if the largest error is above `tolerance` times the largest magnitude."""
     error = np.abs(wide(found) - expected).max() / max(np.abs(expected).max(), 1e-30)
     assert error <= tolerance, f"{name}: error {error:.1e} is {error / tolerance:.0%} of its budget"
 
@@ -129,25 +129,25 @@ def test_exponentials(case: Case) -> None:
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
     assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
-    judge("sums", sums, expected.sum(1), FLOAT32)
-    judge("tops", tops, problem.logits.max(1), FLOAT32)
+    assert_close("sums", sums, expected.sum(1), FLOAT32)
+    assert_close("tops", tops, problem.logits.max(1), FLOAT32)
     at = np.flatnonzero(target >= 0), np.asarray(target)[target >= 0]
-    judge("target_exp", target_exp[at[0]], expected[at], FLOAT32)
-    judge("target_logit", target_logit[at[0]], problem.logits[at], FLOAT32)
-    judge("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
+    assert_close("target_exp", target_exp[at[0]], expected[at], FLOAT32)
+    assert_close("target_logit", target_logit[at[0]], problem.logits[at], FLOAT32)
+    assert_close("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
     error = np.abs(wide(e)[:, : case.classes] - expected * problem.slope)
     assert (error <= 2.0**-8 * expected + 1e-5).all(), "each of e is rounded once"
 
 
 @SLOW
-def test_sums_alone() -> None:
+def test_sums_without_stored_exponentials() -> None:
     case = CASES[0]
     problem = Problem(case)
     options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
     e, sums, tops, *_ = exponentials(problem, problem.ref_exponent, START, **options)
     assert e is None
     assert tops is None
-    judge("sums", sums, np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
+    assert_close("sums", sums, np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def called(tokens: int, target: Any, flag: Any) -> CallRows:
@@ -176,14 +176,14 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
     rows, e, again = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
     expected = np.exp2(problem.logits * LOG2_E - ref_exponent[:, None])
-    judge("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
+    assert_close("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
     assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
-    judge("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
-    judge("target_exp", again.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
-    judge("target_logit", again.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
+    assert_close("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
+    assert_close("target_exp", again.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
+    assert_close("target_logit", again.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
     if stores:
         assert (e[:128] == 7).all()
-        judge("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
+        assert_close("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
         _, e, _ = run(jnp.asarray([1, 1, 1, 0, 1, 1], jnp.int32))
         assert (e == 7).all(), "the chunk's first flag is that of all"
 
@@ -204,7 +204,7 @@ def test_sort_by_target(segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (np.asarray(got) == expected).all()
 
 
-def test_what_is_not_finite_stays_in_its_row() -> None:
+def test_non_finite_values_stay_in_their_row() -> None:
     case = Case("float32")
     problem = Problem(case)
     x = problem.x.at[START + 3].set(jnp.nan).at[START + 140, 5].set(jnp.inf)
@@ -215,12 +215,12 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
     e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **static_args)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
-    judge("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
+    assert_close("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
     assert not np.isfinite(np.asarray(sums)[bad]).any()
     assert not wide(e)[~bad, :300].any()
     assert not wide(e)[:, case.classes :].any()
     found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **static_args)
-    judge("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
+    assert_close("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
     assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class of no probability adds nothing to the entropy"
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
 
@@ -248,10 +248,10 @@ def test_statistics(case: Case, class_weights: bool) -> None:
         top = logits.max(1, keepdims=True)
         weights = wide(problem.class_weight)[vocab_chunk] if class_weights else np.ones(logits.shape[1])
         terms = np.exp(logits - top)
-        judge("max", found[0], top[:, 0], FLOAT32)
-        judge("sum_exp", found[1], terms.sum(1), FLOAT32)
-        judge("weighted_sum", found[2], (logits * weights).sum(1), FLOAT32)
-        judge("sum_exp_log", found[3], (terms * (logits - top)).sum(1), FLOAT32)
+        assert_close("max", found[0], top[:, 0], FLOAT32)
+        assert_close("sum_exp", found[1], terms.sum(1), FLOAT32)
+        assert_close("weighted_sum", found[2], (logits * weights).sum(1), FLOAT32)
+        assert_close("sum_exp_log", found[3], (terms * (logits - top)).sum(1), FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_d_logits(case: Case, form: str) -> None:
         vocab_chunk = np.zeros((ROWS, 320))
         vocab_chunk[:, skip:width] = expected[:, first + skip : first + width]
         assert not wide(found)[vocab_chunk == 0].any(), "what is skipped, masked or padding is 0"
-        judge("d_logits", found, vocab_chunk, EPSILON[case.dtype] + FLOAT32)
+        assert_close("d_logits", found, vocab_chunk, EPSILON[case.dtype] + FLOAT32)
 
 
 @pytest.mark.parametrize("vocab_axis", [0, 1])
@@ -316,7 +316,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
         if 0 <= y < classes and t:
             expected[y] += t * wide(x[i])
     assert found.dtype == DTYPES[dtype]
-    judge("d_weight", found if vocab_axis == 0 else found.T, expected, EPSILON[dtype] + 1e-6)
+    assert_close("d_weight", found if vocab_axis == 0 else found.T, expected, EPSILON[dtype] + 1e-6)
     assert (np.asarray(found if vocab_axis == 0 else found.T)[[0, 1, 5]] == np.asarray(before)[[0, 1, 5]]).all()
 
 
@@ -330,8 +330,8 @@ def test_vmap_runs_one_after_the_other() -> None:
 
     ref_exponents = jnp.asarray(problem.ref_exponent) + jnp.arange(2.0)[:, None]
     sums = jax.vmap(run)(ref_exponents)
-    judge("sums", sums[1] * 2, wide(sums[0]), 1e-7)
-    judge("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
+    assert_close("sums", sums[1] * 2, wide(sums[0]), 1e-7)
+    assert_close("sums", sums[0], np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None]).sum(1), FLOAT32)
 
 
 def test_limits() -> None:

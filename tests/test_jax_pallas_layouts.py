@@ -129,7 +129,7 @@ def check(
     others = {"vocab_axis": arrays.pop("vocab_axis")}
     run = jax.jit(lambda arrays: call(function, {**arrays, **others}, implementation))
     expected = run(arrays)
-    alone = call(function, {**arrays, **others}, implementation) if eager else expected
+    expected_eager = call(function, {**arrays, **others}, implementation) if eager else expected
     for layout, made in layouts.items():
         every = {name: made(array) for name, array in arrays.items()}
         if layout in OUTSIDE:
@@ -139,7 +139,7 @@ def check(
         for name in arrays:
             one = {**arrays, name: every[name]}
             found = call(function, {**one, **others}, implementation) if eager else run(one)
-            same(found, alone, f"{layout} {name}")
+            same(found, expected_eager, f"{layout} {name}")
 
 
 def within(made: Callable[[Array], Any], run: Any, arrays: dict[str, Array]) -> Any:

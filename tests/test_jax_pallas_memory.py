@@ -101,7 +101,7 @@ def test_default_budget_at_a_models_shape(n: int, function: str) -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_least_budget_is_the_least(function: str) -> None:
+def test_the_error_names_the_smallest_budget(function: str) -> None:
     arrays = shapes_of(40, 8, 120)
     least = least_budget(lambda budget: program(function, arrays, budget, ARGUMENTS))
     program(function, arrays, least, ARGUMENTS)  # neither pass refuses it

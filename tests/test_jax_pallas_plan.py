@@ -179,7 +179,7 @@ def test_explain_prints_the_plan() -> None:
         explain(x, w.T)
 
 
-def test_explain_of_a_gpu_that_is_not_there() -> None:
+def test_explain_of_a_gpu_that_is_not_present() -> None:
     def shape(*sizes: int) -> Any:
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 

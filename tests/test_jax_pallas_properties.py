@@ -44,11 +44,11 @@ SMOOTHED: dict[str, Any] = {"label_smoothing": 0.2, "logit_scale": 2.0}
     [
         (20, (5, 17, 40), 3, 6, 8, CAPPED, False, 0),
         (7, (30, 1, 12), 0, 7, 40, SMOOTHED, True, 1),
-        (7, (8, 9, 10), 12, 1, 3, PLAIN, False, 1),  # the last shard is nothing but padding
+        (7, (8, 9, 10), 12, 1, 3, PLAIN, False, 1),  # the last shard is all padding
         (1, (8, 9, 10), 26, 1, 8, SMOOTHED, False, 0),  # one class is left
     ],
 )
-def test_shards_of_the_vocabulary_make_the_whole(
+def test_vocabulary_shards_give_the_whole_loss(
     n: int,
     sizes: tuple[int, ...],
     padding: int,

@@ -1,8 +1,8 @@
 """Plans A and B with scaled exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
 on the CPU.
 
-The calls of the interpreter have side effects, which neither a loop nor the operators of the loss support. Therefore
-the plans run directly, with their chunks and vocabulary chunks in a Python loop.
+The interpreter's calls have side effects, which JAX loops and the loss's operators do not allow. The plans are
+therefore run directly, with Python loops over the chunks of rows and the vocabulary chunks.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,8 @@ CASES = [
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the Hopper kernels run in Pallas' interpreter, each to its end: what its caller would start meanwhile can
-    wait for the kernel, and the interpreter, which starts other operations, for that."""
+    """Runs the Hopper kernels in Pallas' interpreter, and waits for each kernel to end. Otherwise there is a deadlock:
+    an operation of the caller waits for the kernel, and the interpreter's operations wait for the caller's."""
     for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
@@ -112,7 +112,7 @@ def by_xla(
     return chunked.XLA_TILES, problem, plan_of(problem).chunk_config
 
 
-def judge(found: Gradients, expected: Gradients, tolerance: float = 3e-3) -> None:
+def assert_close(found: Gradients, expected: Gradients, tolerance: float = 3e-3) -> None:
     for got, value in zip(found, expected, strict=True):
         assert got is not None
         assert value is not None
@@ -150,11 +150,11 @@ def test_scaled_exp(
     pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
-    judge(gradients, exact_gradients)
+    assert_close(gradients, exact_gradients)
 
 
 def over_slices(body: Any, carry: Any, length: int, size: int) -> Any:
-    """As `pieces.over_slices`, for what its plans make of pieces: rows' values, in order."""
+    """As `slicing.over_slices`, for per-row results in order."""
     found = []
     for first in range(0, length, size):
         start, size = min(first, length - size), min(size, length)
@@ -204,5 +204,5 @@ def test_recomputed(
     config = ChunkConfig(rows, vocab_chunk, float32_sum=False)
     loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
-    judge(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
-    judge(chunked.gradients(recompute.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)
+    assert_close(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
+    assert_close(chunked.gradients(recompute.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)

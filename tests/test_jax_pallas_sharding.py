@@ -1,8 +1,8 @@
 """jax_pallas on a mesh of devices: inside jax.shard_map each device computes the loss of its tokens, and sharded arrays
 are refused.
 
-The tests that need several devices run in a separate process, whose program is this file: a CPU counts as several
-devices only if this is configured before JAX starts.
+The tests that need several devices run this file as a program in a separate process, because the number of CPU devices
+must be set before JAX starts.
 """
 
 import json

@@ -67,8 +67,11 @@ def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
     return -np.asarray(log_probs[jnp.arange(len(target)), target], np.float64)
 
 
-def judge(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:
-    """Holds each loss to at least 0, and the largest error of those `below` to 3 times the unfused one's."""
+def assert_accurate(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:
+    """Fails if a loss is below 0, or if the largest error is above 3 times that of the unfused loss.
+
+    Only losses below `below` count in the errors.
+    """
     found, expected = np.asarray(found, np.float64), nll_of(logits, target)
     assert (found >= 0).all(), f"{(found < 0).sum()} losses are below 0, the least is {found.min()}"
     counted = expected < below
@@ -120,14 +123,14 @@ def test_confident_tokens_are_as_accurate_as_from_float32_logits(implementation:
         x, w, y = exact(160, 700, largest=largest)
         shape = {key: value for key, value in static_args.items() if key != "implementation"}
         logits = logits_of(x, w, **shape)
-        judge(linear_cross_entropy(x, w, y, reduction="none", **static_args), logits, y)
+        assert_accurate(linear_cross_entropy(x, w, y, reduction="none", **static_args), logits, y)
 
 
 def test_vocab_chunks() -> None:
     x, w, y = exact(160, 3000)
     budget = 2**21
     found = linear_cross_entropy(x, w, y, reduction="none", memory_budget=budget, implementation="chunked")
-    judge(found, logits_of(x, w), y)
+    assert_accurate(found, logits_of(x, w), y)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -148,20 +151,20 @@ def test_shards_of_the_vocabulary(implementation: str) -> None:
         return row_math.finish(row_math.merge(row_math.merge(parts[0], parts[1]), parts[2]), y, jnp.ones(160), 700)
 
     found = merged()
-    judge(found.nll, logits_of(x, w), y)
+    assert_accurate(found.nll, logits_of(x, w), y)
     np.testing.assert_allclose(found.lse, logits_of(x, w).max(1), rtol=1e-3)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repaired_rows(implementation: str) -> None:
-    """A row whose target is far below the largest logit, beside confident ones, which its repair leaves as they are."""
+    """A row whose target is far below the largest logit, beside confident rows, which its repair does not change."""
     x, w, _ = exact(160, 700)
     w = w.at[0, :32].add(-0.25)  # 128 below the others
     logits = logits_of(x, w)
     y = jnp.asarray(logits.argmax(1), jnp.int32).at[::7].set(0)
     confident = np.setdiff1d(np.arange(160), np.arange(0, 160, 7))
     found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
-    judge(found[confident], logits[confident], y[confident])
+    assert_accurate(found[confident], logits[confident], y[confident])
     expected = nll_of(logits, y)
     assert (expected[::7] > 40).all(), "these leave the range"
     np.testing.assert_allclose(found[::7], expected[::7], rtol=1e-5)
@@ -204,7 +207,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     assert (sum_exp >= target_exp).all()
     confident = np.asarray(y) == logits.argmax(1)
     nll, _ = row_math.nll_and_lse(sum_exp, target_exp, target_logit, top, jnp.log(sum_exp))
-    judge(np.asarray(nll)[confident], logits[confident], y[confident])
+    assert_accurate(np.asarray(nll)[confident], logits[confident], y[confident])
 
 
 def test_the_gradient_of_a_confident_token_is_accurate() -> None:
@@ -249,9 +252,9 @@ def check_at_size(implementation: str, dtype: str) -> None:
         x, w, y = exact(512, 4096, DTYPES[dtype], size)
         confident = nll_of(logits_of(x, w), y) < 1.0
         losses = linear_cross_entropy(x, w, y, reduction="none", **static_args)
-        judge(np.asarray(losses)[confident], logits_of(x, w)[confident], y[confident])
+        assert_accurate(np.asarray(losses)[confident], logits_of(x, w)[confident], y[confident])
         log_prob = linear_log_probs(x, w, y, **static_args).log_prob
-        judge(-np.asarray(log_prob)[confident], logits_of(x, w)[confident], y[confident])
+        assert_accurate(-np.asarray(log_prob)[confident], logits_of(x, w)[confident], y[confident])
 
 
 def unfused_in_float32(x: Array, w: Array, y: Array) -> np.ndarray:

@@ -55,7 +55,7 @@ def matmuls_in(function: Any, *arguments: Any) -> int:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("names", SUBSETS, ids="-".join)
-def test_gradient_of_each_argument_alone(function: str, names: tuple[str, ...]) -> None:
+def test_gradient_of_each_single_argument(function: str, names: tuple[str, ...]) -> None:
     arrays = problem()
     assert_close(gradients(function, arrays, names), expected_gradients(function, arrays, names))
     count = MATMULS[function]["input" in names, "linear_weight" in names]
@@ -173,7 +173,7 @@ def test_vmap_over_the_head() -> None:
     assert "tensor<2x12x50xf32>" not in of_each_head.lower(heads).as_text()  # a budget holds the logits of one
 
 
-def test_vmap_over_targets_alone() -> None:
+def test_vmap_over_targets_only() -> None:
     shared, rows = batched_problem()
     x = rows["input"][0]
     got = jax.vmap(lambda y: linear_cross_entropy(x, target=y, **shared))(rows["target"])
@@ -348,7 +348,7 @@ def test_numpy_arrays_are_taken() -> None:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_results_repeat_bit_for_bit(function: str) -> None:
+def test_results_are_bitwise_repeatable(function: str) -> None:
     arrays = problem(60, 8, 200, dtype="bfloat16")
     run = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16))
     jax.tree.map(np.testing.assert_array_equal, run(arrays), run(arrays))

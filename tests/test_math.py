@@ -43,7 +43,7 @@ def merge(a: list[np.ndarray], b: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("cuts", [[], [4], [1, 5, 6], [0, 3, 3, 11]])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_partials_of_vocab_chunks_merge_into_the_whole(cuts: list[int], reverse: bool) -> None:
+def test_partial_statistics_of_vocab_chunks_merge(cuts: list[int], reverse: bool) -> None:
     arrays, c = problem(10), np.random.default_rng(10).uniform(0.5, 2, V)
     z, target = logits_of(arrays, SPEC), arrays["target"]
     edges = [0, *cuts, V]

@@ -183,7 +183,7 @@ def test_masked_classes_are_as_if_absent() -> None:
 
 
 @pytest.mark.parametrize("non_finite", ["inf_bias", "masked_target", "inf_input", "nan_input"])
-def test_non_finite_values_go_where_pytorch_takes_them(non_finite: str) -> None:
+def test_non_finite_values_propagate_as_in_pytorch(non_finite: str) -> None:
     arrays = problem(6)
     if non_finite == "inf_bias":
         arrays["linear_bias"][3] = np.inf
@@ -209,7 +209,7 @@ NOTHING_COUNTED = [
 
 
 @pytest.mark.parametrize(("reduction", "nothing"), NOTHING_COUNTED)
-def test_nothing_counted_is_zero(reduction: Any, nothing: str) -> None:
+def test_loss_is_zero_without_contributing_rows(reduction: Any, nothing: str) -> None:
     arrays, options = problem(7), dict[str, Any]()
     if nothing == "ignored":
         arrays["target"][:] = -100
@@ -233,7 +233,7 @@ def test_nothing_counted_is_zero(reduction: Any, nothing: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [V, V + 100, -1, 2**40])
-def test_out_of_range_target_poisons_its_row_alone(bad: int) -> None:
+def test_out_of_range_target_makes_only_its_row_nan(bad: int) -> None:
     arrays = problem(8)
     clean = reference_loss(**arrays, spec=LossSpec("none"))
     arrays["target"][3] = bad
@@ -270,7 +270,7 @@ def test_too_large_vocab_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "ulp"), [("float32", 2.0**-23), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
-def test_unfused_errs_by_its_dtype(dtype: str, ulp: float) -> None:
+def test_error_of_unfused_depends_on_its_dtype(dtype: str, ulp: float) -> None:
     arrays: dict[str, Any] = {name: round_to(a, dtype) if a.dtype.kind == "f" else a for name, a in problem(15).items()}
     exact, same_dtype = (reference_loss(**arrays, arithmetic=a) for a in (EXACT, unfused(dtype)))
     assert same_dtype.loss.dtype == np.float32
