@@ -15,7 +15,7 @@ from benchmarks.trace import trace_torch
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 REPLAYS_MS = 20.0  # of a block of graph replays
-CHUNK_SHARES = (2, 4, 8)  # of the scaled exponentials of all rows, 2 N V bytes, the budget is to hold one in so many
+CHUNK_SHARES = (2, 4, 8)  # divisors: a budget holds this part of the scaled exponentials of all rows, 2 N V bytes
 CHUNK_SLACK = 2**24  # bytes of a budget for everything else
 ONE_THREAD = "one_thread_"  # begins the names of figures of calls without autograd's thread
 

@@ -129,7 +129,8 @@ def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
         if not files:
             raise RuntimeError("the profiler wrote no trace")
         with warnings.catch_warnings():
-            # The reader's first use makes a type that Python warns of; made an error, that ends the process.
+            # The first use of the reader creates a type that Python warns about. With warnings as errors, that ends the
+            # process.
             warnings.simplefilter("ignore", DeprecationWarning)
             planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
             planes = list(planes)

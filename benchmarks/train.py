@@ -25,7 +25,7 @@ from benchmarks.train_rows import GROUPS, Row, select
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"  # JAX reads this variable
 FRAMEWORKS = ("jax", "jaxlib", "torch")  # results of other versions are dropped
-FINE = 8  # it ends once less than an 8th is open: a try of so many rows takes a minute
+FINE = 8  # a search ends once the interval is less than an eighth of the batch: an attempt takes a minute
 # The keys that every row has, None where they were not measured.
 MEASURED = ("tokens_per_s", "mfu", "step_ms", "peak_bytes", "split", "note")
 
@@ -40,7 +40,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a process (default %(default)s)")
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
-    parser.add_argument("--first", type=int, default=16, help="first batch of a search of the largest (default 16)")
+    parser.add_argument(
+        "--first", type=int, default=16, help="first batch of a search of the largest (%(default)s)"
+    )
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
@@ -155,7 +157,7 @@ def measure(row: Row, file: results.ResultFile, options: argparse.Namespace) -> 
     found = attempt(row.batch)
     others = [other for other in file.rows if other["commit"] == file.head["commit"] and other["name"] != row.name]
     wrong = disagreement(row, found, others) if found["status"] == "ok" else None
-    # A loss that is another than its sibling's says nothing of which of the two is wrong: no speed of this one, then.
+    # If first losses disagree, it is not known which of the two is wrong. The row then has no speed.
     return found if wrong is None else {"status": "failed", "note": wrong, "first_loss": found["first_loss"]}
 
 
@@ -208,7 +210,7 @@ def largest(attempt: Callable[[int], Mapping[str, Any]], first: int) -> dict[str
 
 
 def _next(fits: int, too_large: int | None, step: int, estimate: int | None) -> int:
-    if too_large is None:  # what was estimated, or else twice as much, but never a leap into nowhere
+    if too_large is None:  # the estimate, at most 16 times as many rows, or else twice as many
         return max(fits + step, min(estimate, 16 * fits) if estimate else 2 * fits)
     if estimate and fits < estimate < too_large:
         return estimate

@@ -40,7 +40,7 @@ from flax_models.train.step import StepMetrics, Trainer, TrainState
 WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
 VARIANTS: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
-SEEN = 0.9  # of a step's time, or a split says nothing
+SEEN = 0.9  # least share of a step's time that the operations of a split must cover
 
 
 class LogitsTrainer(Trainer):
@@ -208,9 +208,9 @@ def _split(run: Run, program: str) -> dict[str, float]:
 
 
 def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) -> None:
-    """Holds the fused loss and its gradients against the unfused ones, in float32 and in bfloat16.
+    """Compares the fused loss and its gradients with the unfused ones, in float32 and in bfloat16.
 
-    In bfloat16 with the head in float32 and, where it trains, with a copy of it in bfloat16.
+    In bfloat16 the head is float32 and, if it trains, also a copy of it in bfloat16.
 
     Args:
         row: of kind "check".
@@ -275,7 +275,7 @@ def _moves(gradient: jax.Array) -> jax.Array:
 
 
 def _opened(params: nnx.State) -> nnx.State:
-    """Returns parameters whose adapters are no longer zero, for only then has each array of them a gradient."""
+    """Returns parameters with nonzero adapters, because every array has a gradient only then."""
 
     def opened(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         return 0.02 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) if "lora_b" in str(path) else leaf

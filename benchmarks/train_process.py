@@ -1,4 +1,4 @@
-"""A process for each measurement of `benchmarks.train`: its memory's peak, and running out of it, are its own.
+"""The process of one measurement of `benchmarks.train`, with its own memory peak. It may run out of memory.
 
     python -m benchmarks.train_process REQUEST ANSWER
 

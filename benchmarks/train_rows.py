@@ -219,7 +219,7 @@ def select(names: Sequence[str] | None = None) -> list[Row]:
             None: all groups but smoke.
 
     Raises:
-        ValueError: nothing is called so; says what is.
+        ValueError: no row has such a name; the message lists the names.
 
     Example:
         >>> [row.name for row in select(["qwen2.5-0.5b/*fused/full/512x16"])]

@@ -463,7 +463,7 @@ def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: 
     assert rows["tokamax-mosaic"]["note"] in capsys.readouterr().out
 
 
-# Everything by itself.
+# The whole command.
 
 
 @pytest.mark.slow
