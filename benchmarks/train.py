@@ -40,9 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="for the timed steps of a row (default %(default)s)")
     parser.add_argument("--limit", type=float, default=300.0, help="most seconds of a process (default %(default)s)")
     parser.add_argument("--until", type=float, metavar="SECONDS", help="begin no row later than this")
-    parser.add_argument(
-        "--first", type=int, default=16, help="first batch of a search of the largest (%(default)s)"
-    )
+    parser.add_argument("--first", type=int, default=16, help="first batch of a search of the largest (%(default)s)")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="pretend that JAX has no more than this")
     parser.add_argument("--weights", action="store_true", help="checks: have transformers compute the loss too")
     parser.add_argument("--split", action="store_true", help="divide steps' times over their parts")
