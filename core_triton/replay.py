@@ -4,7 +4,7 @@ For each launch of a call Python creates views, packs arguments and looks up ker
 call of a kind does this, and records its launches and its memory. Later calls allocate memory of the same sizes, insert
 the new addresses, and launch. A recording holds kernels, numbers and sizes, and no tensors.
 
-A call is recorded only if it only launches kernels. The recorder watches PyTorch's operators. An operator
+A call is recorded only if all it does is launch kernels. The recorder watches PyTorch's operators. An operator
 that is neither an allocation nor a view ends the recording, and such calls are never replayed.
 """
 

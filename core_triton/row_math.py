@@ -200,7 +200,7 @@ def log_prob_coefficients(
 
 def saved_scales(row_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns () powers of two for float16 gradients computed before the upstream gradient exists: of d_input, and of
-    the head's.
+    d_weight.
 
     The first power scales the largest row weight (1/N for a mean) to [1, 2), so that d_input neither underflows nor
     overflows for any N. A gradient of the head is a sum of up to N rows, so the second power has half the exponent: the

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-# What Python says of text that is no number, and the kind of number that was expected.
+# Python's messages for text that is not a number, and the kind of number that is expected.
 NUMBERS = {"invalid literal for int() with base 10": "an integer", "could not convert string to float": "a number"}
 
 

@@ -154,7 +154,7 @@ def check_adapter(folder: Path, config: ModelConfig, lora: LoraConfig) -> None:
 
     Args:
         folder: holds adapter_model.safetensors.
-        config: of the model.
+        config: config of the model.
         lora: what `read_adapter_config` returns for the folder.
 
     Raises:
