@@ -179,6 +179,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
+            second_d_weight=0 if multiplies or not key.d_weight else x.itemsize * hidden * vocab,
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.

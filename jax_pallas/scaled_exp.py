@@ -212,7 +212,9 @@ def _add_gradients(
     if d_weight is not None:
         d_weight = _add_d_weight(problem, chunk, e, x, start, d_weight, first=first)
     if held is not None:
-        x, d_weight = lax.optimization_barrier((x, d_weight))  # x's place is taken after it was read
+        # The rows of d_input, and before them the targets' rows of the head, replace those of x after it was read.
+        x, d_weight, target = lax.optimization_barrier((x, d_weight, rows.target))
+        rows = rows._replace(target=target)
         held = _store_d_input(problem, rows, chunk, e, x, rho)
     return Carry(rows, held, d_weight, d_bias)
 

@@ -222,6 +222,7 @@ def choose_scaled_exp(
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
+    second_d_weight: int,
     budget: int,
 ) -> ScaledExpConfig:
     """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
@@ -238,13 +239,16 @@ def choose_scaled_exp(
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
+        second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
+            place only inside a loop, and XLA inlines a loop of one step.
         budget: bytes.
 
     Raises:
         ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
     """
     tokens = max(tokens, 1)
-    least_rows = min(tokens, MIN_ROWS)
+    # Two chunks of at most MIN_ROWS would take more than one chunk of all rows.
+    least_rows = tokens if second_d_weight and tokens <= 2 * MIN_ROWS else min(tokens, MIN_ROWS)
     # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
@@ -257,13 +261,14 @@ def choose_scaled_exp(
         sums = (4 * max((1 + statistics) * blocks, again) + TARGET_BYTES * hopper + 32) * padded_rows
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
-        size = fixed + places + itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
+        size = fixed + places + second_d_weight * (chunks == 2)
+        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
         most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
         last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
-    chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
+    chunks = 1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
     densely = chunks + 16
     while True:
         for multiple in (ROW_BLOCK, MIN_ROWS):

@@ -172,6 +172,7 @@ MORE_OF_KERNELS = {
         ("none", 1000, 320, 50257, 0),
         ("eval", 77, 72, 999, 0),
     ],
+    "few": [("train", n, *LLAMA, axis) for n in (1024, 2048, 4000) for axis in (0, 1)],  # one chunk to three
 }
 
 

@@ -53,6 +53,7 @@ def grown(tokens: int, budget: int, **changes: Any) -> Any:
         "block_v": 192,
         "hopper": True,
         "scratch": lambda rows, most: 0,
+        "second_d_weight": 0,
     }
     return choose_scaled_exp(**numbers | {"stores": True, "holds": True, "tokens": tokens, "budget": budget} | changes)
 
@@ -69,6 +70,22 @@ def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
     left = grown(8192, 2**29, scratch=lambda rows, most: most)  # what adapts gets what is left
     assert left.rows == 2048
     assert left.bytes <= 2**29
+
+
+def test_two_chunks_count_a_second_d_weight() -> None:
+    second = {"second_d_weight": 2 * 4096 * 128256, "hopper": False}
+    assert grown(4096, 2**29, hopper=False).rows == 2048
+    assert grown(4096, 2**29, **second).rows < 2048
+    assert grown(4096, 2**31, **second).rows == 4096
+    assert grown(1024, 2**29, **second).rows == 1024
+    for tokens in (17, 32):  # two chunks of 16 rows would take more than one of all rows
+        least = grown(tokens, 2**30, **second).bytes
+        assert grown(tokens, least, **second).rows == tokens
+        with pytest.raises(ValueError, match=f"at least {least} bytes"):
+            grown(tokens, least - 1, **second)
+    for tokens in (33, 100):
+        assert grown(tokens, 2**30, **second).rows == tokens
+        assert grown(tokens, 2**23, **second).rows == 16
 
 
 def test_a_last_chunk_takes_the_kernels_of_the_others_where_that_costs_little() -> None:
