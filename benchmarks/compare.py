@@ -38,7 +38,6 @@ CHILD = Path(__file__).parent / "compare_child.py"
 PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "parity")
 KEY = ("shape", "dtype", "targets", "mode", "old", "new")
 NAMES = ("old", "new")
-LAST_LINES = 30  # of a failed process that are printed
 
 
 class ChildError(Exception):
@@ -159,7 +158,7 @@ class Child:
 
     def _last_lines(self) -> str:
         self._log.seek(0)
-        return "\n".join(self._log.read().splitlines()[-LAST_LINES:])
+        return "\n".join(self._log.read().splitlines()[-results.LAST_LINES :])
 
 
 @contextlib.contextmanager

@@ -38,8 +38,8 @@ def host_times(step: Callable[[], Any], wait: Callable[[], None], seconds: float
         seconds: for all of it; at least MIN_SAMPLES calls are timed.
     """
     samples: list[float] = []
-    began = time.perf_counter()
-    while len(samples) < MIN_SAMPLES or (time.perf_counter() - began < seconds and len(samples) < MAX_SAMPLES):
+    start = time.perf_counter()
+    while len(samples) < MIN_SAMPLES or (time.perf_counter() - start < seconds and len(samples) < MAX_SAMPLES):
         wait()
         start = time.perf_counter()
         step()

@@ -21,11 +21,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.results import shown
+from benchmarks.results import MIB, RECORDED, shown
 from benchmarks.shapes import NAMED
 
-RESULTS = Path(__file__).parent / "results" / "h200"
-MIB = 2**20
 COLORS = {"ours": "#c2410c", "own-baseline": "#f59e0b", "peer": "#475569", "floor": "#16a34a"}
 LABELS = {
     "ours": "core_triton, jax_pallas",
@@ -123,7 +121,7 @@ def time_against_memory(rows: Sequence[Row], device: str, path: Path) -> None:
         [row["ms"] for row in floors],
         gradients,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def _label(
@@ -225,7 +223,7 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
         panel.set_xticks([], minor=True)
     figure.legend(loc="outside right center", fontsize=8)
     figure.suptitle(f"{FRAMEWORKS[rows[0]['framework']]}: {fixed}, bfloat16, {device}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def _sizes(rows: Sequence[Row], axis: str, values: Sequence[int]) -> list[tuple[int, int]]:
@@ -251,7 +249,8 @@ def _plain_ticks(axes: Axes) -> None:
     axes.grid(which="major", color="#e2e8f0", zorder=0)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure to a PNG file, whose folder is made if it does not exist, and prints the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -261,9 +260,9 @@ def _save(figure: Any, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.add_argument("--json", nargs="+", type=Path, metavar="FILE", help="results; default: those recorded")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--out", type=Path, default=RECORDED, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    paths = options.json or [path for path in sorted(RESULTS.glob("*.json")) if path.stem in FRAMEWORKS]
+    paths = options.json or [path for path in sorted(RECORDED.glob("*.json")) if path.stem in FRAMEWORKS]
     try:
         rows, device = load(paths)
     except (OSError, ValueError) as error:

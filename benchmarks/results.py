@@ -35,6 +35,11 @@ def commit(*more: str, root: Path = ROOT) -> str:
         return "unknown"
 
 
+RECORDED = ROOT / "benchmarks" / "results" / "h200"  # the results that the pages show
+MIB = 2**20
+LAST_LINES = 30  # of the output of a failed process that are printed
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 

@@ -11,10 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import shown
-
-RESULTS = Path(__file__).parent / "results" / "h200"
-MIB = 2**20
+from benchmarks.results import MIB, RECORDED, shown
 
 Column = tuple[str, str, str, float]  # heading, key, format, what a value is divided by
 
@@ -89,7 +86,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.add_argument(
-        "--json", nargs="+", type=Path, default=[RESULTS / "torch.json", RESULTS / "jax.json"], metavar="FILE"
+        "--json", nargs="+", type=Path, default=[RECORDED / "torch.json", RECORDED / "jax.json"], metavar="FILE"
     )
     parser.add_argument("--modes", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help="only these")

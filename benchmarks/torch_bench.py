@@ -84,12 +84,12 @@ class TorchBench:
             for _ in range(calls):
                 run()
             return 1000 * (time.perf_counter() - start) / calls
-        began = _event()
+        start = _event()
         for _ in range(calls):
             run()
-        ended = _event()
-        ended.synchronize()
-        return began.elapsed_time(ended) / calls
+        end = _event()
+        end.synchronize()
+        return start.elapsed_time(end) / calls
 
     def energy(self, run: Callable[[], Any], seconds: float, sensor: Sensor) -> Energy:
         if not self.gpu:

@@ -82,13 +82,13 @@ def _compiled(mode: Mode) -> LossFn:
     return torch.compile(_eager(mode), dynamic=False)
 
 
-def _torch_own(mode: Mode) -> LossFn:
-    own = getattr(F, "linear_cross_entropy", None)
-    if own is None:
+def _torch_linear_cross_entropy(mode: Mode) -> LossFn:
+    function = getattr(F, "linear_cross_entropy", None)
+    if function is None:
         raise UnavailableError(f"torch {torch.__version__} has no F.linear_cross_entropy")
 
     def loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
-        return own(x, w, y, reduction=mode.reduction)
+        return function(x, w, y, reduction=mode.reduction)
 
     return loss
 
@@ -137,7 +137,7 @@ METHODS = by_name(
         Method("eager", "peer", _eager),
         Method("eager-float32-logits", "peer", _eager_float32_logits),
         Method("torch.compile", "peer", _compiled, host=True),
-        Method("F.linear_cross_entropy", "peer", _torch_own),
+        Method("F.linear_cross_entropy", "peer", _torch_linear_cross_entropy),
         Method("liger", "peer", _liger(1), "liger-kernel"),
         Method("liger-8", "peer", _liger(8), "liger-kernel"),
         Method("liger-16", "peer", _liger(16), "liger-kernel"),

@@ -77,15 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         draw_all(options.json)
         return 0
-    there = ask(Request(in_torch=all(row.in_torch for row in rows)), options.limit)
-    if there["status"] != "ok":
-        raise SystemExit(f"no device: {there['note']}")
+    probed = ask(Request(in_torch=all(row.in_torch for row in rows)), options.limit)
+    if probed["status"] != "ok":
+        raise SystemExit(f"no device: {probed['note']}")
     commit = options.commit or results.commit("flax_models")
     try:
-        file = results.ResultFile(options.json, there["device"], installed(*FRAMEWORKS), commit, key=("name",))
+        file = results.ResultFile(options.json, probed["device"], installed(*FRAMEWORKS), commit, key=("name",))
     except ValueError as error:
         raise SystemExit(str(error)) from error
-    print(f"{there['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
+    print(f"{probed['device']}, {file.head['versions']}, commit {commit}\n{heading()}", flush=True)
     ended: list[bool] = []
     ordered = with_checks(rows, file)
     checks = [row for row in ordered if row.kind == "check"]

@@ -123,11 +123,11 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     batch, memory_limit = request.batch, request.memory
     config, train, drawn = row.model(), train_config(row, batch), draw(row, batch)
     trainer = make_trainer(row, config, train, drawn=False)
-    began = time.perf_counter()
+    start = time.perf_counter()
     lengths = drawn.batches[0].lengths
     shape = batch, row.seq, None if lengths is None else lengths.shape[1]
     compiled = trainer.compile(*shape)
-    figures |= {"compile_s": time.perf_counter() - began, "xla_flags": os.environ.get("XLA_FLAGS")}
+    figures |= {"compile_s": time.perf_counter() - start, "xla_flags": os.environ.get("XLA_FLAGS")}
     device = jax.devices()[0]
     plan, there = step_memory(trainer, compiled), device_memory(device)
     if plan is not None:
@@ -228,7 +228,7 @@ def check(row: Row, batch: int, figures: dict[str, Any], *, with_weights: bool) 
         of = f"{dtype}_cast_head" if cast_head else dtype
         fused = make_trainer(row, config, train, drawn=True, loss="fused")
         unfused = make_trainer(row, config, train, drawn=False, loss="unfused")
-        params = _opened(fused.initial.params)
+        params = _with_adapters(fused.initial.params)
         del fused.initial
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
             compared = jax.device_get(jax.jit(partial(_compare, fused, unfused))(params, data))
@@ -274,13 +274,13 @@ def _moves(gradient: jax.Array) -> jax.Array:
     return jnp.isfinite(_squares(gradient)) & jnp.any(gradient != 0)
 
 
-def _opened(params: nnx.State) -> nnx.State:
+def _with_adapters(params: nnx.State) -> nnx.State:
     """Returns parameters with nonzero adapters, because every array has a gradient only then."""
 
-    def opened(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+    def with_adapter(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
         return 0.02 * jax.random.normal(jax.random.key(0), leaf.shape, leaf.dtype) if "lora_b" in str(path) else leaf
 
-    return jax.tree_util.tree_map_with_path(opened, params)
+    return jax.tree_util.tree_map_with_path(with_adapter, params)
 
 
 def _loss_by_transformers(model: Decoder, batch: Batch) -> float:

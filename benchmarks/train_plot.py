@@ -15,7 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.plot import RESULTS
+from benchmarks.plot import save
+from benchmarks.results import RECORDED
 from benchmarks.train_rows import GROUPS
 
 COLORS = {"fused": "#c2410c", "unfused": "#f59e0b", "hf": "#94a3b8", "hf+liger": "#475569"}
@@ -44,7 +45,7 @@ def draw_all(path: Path | None) -> None:
     Raises:
         SystemExit: there is no such file, or it has no row for either.
     """
-    path = RESULTS / "train.json" if path is None else path
+    path = RECORDED / "train.json" if path is None else path
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -96,7 +97,7 @@ def draw_speed(rows: Sequence[Recorded], device: str, path: Path) -> None:
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(COLORS), fontsize=8)
     panels[0].set_title(f"training steps, bfloat16, {device}")
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _save(figure, path)
+    save(figure, path)
 
 
 def distances(rows: Sequence[Recorded]) -> dict[str, np.ndarray]:
@@ -145,15 +146,9 @@ def draw_convergence(rows: Sequence[Recorded], device: str, path: Path) -> None:
     losses.legend(fontsize=8)
     if gaps.get_legend_handles_labels()[0]:
         gaps.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _finish(axes: Axes, label: str) -> None:
     axes.set_ylabel(label)
     axes.grid(axis="y", color="#e2e8f0", zorder=0)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(path)

@@ -20,9 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import UnavailableError, describe, out_of_memory
-from benchmarks.results import ROOT
-
-LAST_LINES = 30  # of a failed process that are printed
+from benchmarks.results import LAST_LINES, ROOT
 
 
 @dataclass(frozen=True)

@@ -131,14 +131,14 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
     if request.memory is not None:
         raise UnavailableError("--memory limits JAX's plan of a step, and PyTorch makes none")
     on_gpu = torch.cuda.is_available()
-    device, wait = ("cuda", torch.cuda.synchronize) if on_gpu else ("cpu", _at_once)
+    device, wait = ("cuda", torch.cuda.synchronize) if on_gpu else ("cpu", _no_wait)
     config, drawn = row.model(), draw(row, batch)
     torch.manual_seed(0)
     model = make_model(row, config, device)
     batches = [tuple(torch.from_numpy(array).to(device).long() for array in part[:2]) for part in drawn.batches]
     step = Step(model, itertools.cycle(batches))
     once = row.kind == "largest"
-    began = time.perf_counter()
+    start = time.perf_counter()
     figures["compiled"] = on_gpu and row.compile
     if figures["compiled"]:
         step.compile()
@@ -151,7 +151,7 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
             step.do_not_compile()
         step.forget()
     figures |= check_steps(step, 1 if once else WARM_UP)
-    figures["compile_s"] = time.perf_counter() - began
+    figures["compile_s"] = time.perf_counter() - start
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     losses: list[Tensor] = [torch.zeros(())]
@@ -174,8 +174,8 @@ def measure(row: Row, request: Request, figures: dict[str, Any]) -> None:
         figures["split"] = _split(step, wait)
 
 
-def _at_once() -> None:
-    """Waits for a CPU, which is done when a call returns."""
+def _no_wait() -> None:
+    """Waits for the CPU: a call has finished when it returns."""
 
 
 def check_steps(step: Step, count: int) -> dict[str, Any]:
@@ -210,10 +210,10 @@ def _split(step: Step, wait: Callable[[], None]) -> dict[str, float]:
 
     def timed[T](part: str, call: Callable[[], T]) -> T:
         wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         result = call()
         wait()
-        times[part] += 1000 * (time.perf_counter() - began) / SPLIT_STEPS
+        times[part] += 1000 * (time.perf_counter() - start) / SPLIT_STEPS
         return result
 
     for _ in range(SPLIT_STEPS):

@@ -47,7 +47,7 @@ def workspace_model(
     if d_input:
         per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
-        per_row += hidden * (4 + itemsize + copy)  # those rows
+        per_row += hidden * (4 + itemsize + copy)  # rows of x multiplied by powers of two
     per_class = hidden * (cast + copy + (4 if d_weight else 0)) + 32
     first_pass = 4 + 4 * entropy  # exponentials; shifted logits
     rounded = itemsize + copy if half else 0

@@ -179,7 +179,7 @@ def d_weight_kernel(
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
     V). Writes d_weight (V, D), each tile from one program. Up to the next multiple of a step the rows of e must be
-    numbers and those of x zeros.
+    finite and those of x must be 0.
 
     The tensor cores wait only for the addition. The old tile is loaded into registers, packed, during the matmuls. The
     finished tile stays in registers, packed, and is stored during the matmuls of the next tile.
@@ -440,7 +440,7 @@ def d_input_sum_kernel(
         for part in range(split_factor):
             slot = part * split_tiles + index
             total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        # The stream-K programs divide the iterations evenly: those of this tile, give or take one, have a part of it.
+        # The stream-K programs divide the iterations evenly. This range has all programs with a part of this tile.
         for worker in range(
             max(index * stream_k_programs // split_tiles - 1, 0),
             min((index + 1) * stream_k_programs // split_tiles + 2, stream_k_programs),

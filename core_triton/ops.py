@@ -356,8 +356,8 @@ def run_loss_and_gradients(
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
 
-    For float16 the gradients are multiplied by powers of two. The scales (2,) are that of d_input and that of the
-    head's gradients. They are None for other dtypes.
+    For float16 the gradients are multiplied by powers of two. The scales (2,) are those of d_input and of the head's
+    gradients. They are None for other dtypes.
     """
 
     def run() -> tuple[Any, ...]:

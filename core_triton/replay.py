@@ -52,7 +52,7 @@ class Recording(NamedTuple):
     constants: tuple[Any, ...]
     addresses: tuple[Place, ...]
     descriptors: tuple[tuple[Place, tuple[Any, ...]], ...]  # address, the rest of what makes one
-    made: list[tuple[int, Any]]  # the descriptors of the last call with their addresses, of which many stay the same
+    made: list[tuple[int, Any]]  # the descriptors of the last call with their addresses; most stay the same
     launches: tuple[tuple[Callable[..., None], Callable[[Any], tuple[Any, ...]]], ...]  # C launcher, its arguments
     outputs: tuple[_Output | None, ...]  # None where the call returned None
     workspace: int  # bytes

@@ -181,7 +181,7 @@ def choose_scaled_exp(
         budget: bytes.
 
     Raises:
-        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that would do.
+        ValueError: `MIN_ROWS` rows do not fit. The message names the smallest budget that can.
     """
     tokens = max(tokens, 1)
     least_rows = min(tokens, MIN_ROWS)
@@ -301,7 +301,7 @@ def choose_recomputed(
 
     Raises:
         ValueError: not even `MIN_ROWS` rows and `MIN_VOCAB_CHUNK` classes fit. The message names the smallest budget
-        that would do.
+        that can.
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight

@@ -43,7 +43,7 @@ def workspace_model(
     if d_input:
         per_row += 8 * hidden  # float32 sum and one vocabulary chunk's matmul
     if d_weight and float16:
-        per_row += hidden * itemsize  # those rows
+        per_row += hidden * itemsize  # rows of x multiplied by powers of two
     # The head's vocabulary chunk; its matmul and their sum.
     per_class = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32
     # Logits; d_logits and what is not fused with it; the shifted logits.

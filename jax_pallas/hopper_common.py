@@ -20,7 +20,7 @@ from jax_pallas.tile_config import CLASS_BLOCK, HALF, ROW_BLOCK
 ROW = plgpu.Layout.WGMMA.reduce(1)  # one value for each row of a matmul's accumulator
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # one for each column
 
-MULTIPROCESSORS = 132  # of an H100 SXM and an H200: what is compiled for where there is no GPU to ask
+MULTIPROCESSORS = 132  # of an H100 SXM and an H200: the default for a compilation without a GPU
 
 
 def transforms(columns: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

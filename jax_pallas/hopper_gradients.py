@@ -308,7 +308,7 @@ def add_d_weight(
         vocab: V.
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
-        rows: n; None: as many as e has, a multiple of 8.
+        rows: n; None: all rows of e, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
             kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
@@ -589,7 +589,7 @@ def d_input_sum_kernel(
     for k in range(1, schedule.split_factor):
         total += part(k * schedule.split_tiles + index)
     if schedule.stream_k_programs:
-        # The stream-K programs divide the iterations evenly: those of this tile, give or take one, have a part of it.
+        # The stream-K programs divide the iterations evenly. This range has all programs with a part of this tile.
         stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
         low = jnp.maximum(lax.div(at, schedule.split_tiles) - 1, 0)
         high = jnp.minimum(

@@ -23,9 +23,9 @@ from jax_pallas.row_kernels import (
     FIRST_ROW,
     LN_2,
     LOG2_E,
-    Again,
     CallRows,
     Exponentials,
+    Repaired,
     repaired_ref_exponent,
 )
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
@@ -279,7 +279,7 @@ def repair_kernel(
 
 def repair(
     problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None
-) -> tuple[CallRows, Array | None, Again]:
+) -> tuple[CallRows, Array | None, Repaired]:
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`."""
     spec, bias = problem.spec, problem.linear_bias
     options = problem.vocab_axis, spec.logit_scale, spec.softcap, REPAIR_TILE
@@ -292,7 +292,7 @@ def repair(
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
         results, in_place = (rows.top, e, *made), 1 + (e is not None)
-        top, e, *again = run(
+        top, e, *repaired = run(
             repair_kernel,
             static_args,
             operands,
@@ -302,7 +302,7 @@ def repair(
             stages=REPAIR_STAGES,
         )
         rows = rows._replace(top=top)
-    return rows, e, Again(*again)
+    return rows, e, Repaired(*repaired)
 
 
 def statistics_kernel(
@@ -346,9 +346,9 @@ def statistics(
         x, w, bias, start, rows, vocab_axis, logit_scale, softcap: of `exponentials`; bias is indexed as w is.
         class_weight: (V,) float32, indexed as w is, or None, which means ones.
         first_class, classes: the chunk, from class `first_class` of w on. A number or a scalar, as `skip` is.
-        skip: how many classes at its start are left out.
+        skip: how many classes at its start are skipped.
         weighted, entropy: whether the third and the fourth result are computed.
-        target: (rows,) int32, places in the chunk, none of which is left out, -1 for none; or None.
+        target: (rows,) int32, columns of the chunk that are not skipped, -1 for a target outside; or None.
 
     Returns:
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the

@@ -356,7 +356,7 @@ def explain(
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
     spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, vocab_size=vocab_size)
-    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # a target, and anything else of rows
+    rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     named = {"input": input, "linear_weight": linear_weight, "target": rows}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)

@@ -120,7 +120,7 @@ def opaque(name: str) -> Callable[[Function], Function]:
         ad.primitive_jvps[primitive] = jvp
         batching.primitive_batchers[primitive] = batch
         mlir.register_lowering(primitive, lower)
-        mlir.register_lowering(primitive, lower, platform="cuda")  # apart from the others, in a program for several
+        mlir.register_lowering(primitive, lower, platform="cuda")  # separately, for programs of several platforms
         return bound
 
     return decorate

@@ -88,7 +88,7 @@ class Joined(NamedTuple):
     largest: Array | None  # logit
 
 
-class Again(NamedTuple):
+class Repaired(NamedTuple):
     """The results of `kernels.repair` for the flagged blocks of a chunk's rows, float32."""
 
     sums: Any  # (class blocks, rows)
@@ -235,9 +235,9 @@ class FinishRows(NamedTuple):
 
 def finish_rows_kernel(
     static_args: FinishRows, place_ref: Any, total_ref: Any, chunk_largest_ref: Any, target_exp_ref: Any,
-    target_logit_ref: Any, target_places_ref: Any, again_sum_ref: Any, again_exp_ref: Any, again_logit_ref: Any,
-    target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any, class_weight_ref: Any,
-    *rest: Any,
+    target_logit_ref: Any, target_places_ref: Any, repaired_sum_ref: Any, repaired_exp_ref: Any,
+    repaired_logit_ref: Any, target_ref: Any, row_weight_ref: Any, ref_exponent_ref: Any, top_ref: Any, flag_ref: Any,
+    class_weight_ref: Any, *rest: Any,
 ) -> None:  # fmt: skip
     """Writes the results of a chunk's rows: (6), (10), (27), (29).
 
@@ -251,7 +251,7 @@ def finish_rows_kernel(
     inside, at = row < place_ref[SIZE], place_ref[FIRST_ROW] + row
     block = lax.div(pl.program_id(0) * FINISHED_ROWS, jnp.int32(ROW_BLOCK))
     flagged = flag_ref[place_ref[FIRST_FLAG] + 1 + block] != 0
-    new_total = column_sums(again_sum_ref, row, flagged)
+    new_total = column_sums(repaired_sum_ref, row, flagged)
     target, row_weight = load(target_ref, at, mask=inside), load(row_weight_ref, at, mask=inside)
     is_class, contributes = inside & (target >= 0), row_weight != 0
 
@@ -260,16 +260,16 @@ def finish_rows_kernel(
         half = lax.div(row, jnp.int32(HALF_ROWS))
         class_block = lax.div(lax.max(target, jnp.int32(0)), jnp.int32(CLASS_BLOCK))
         place = lax.max(load(target_places_ref, place_ref[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
-    again = inside & flagged
+    repaired = inside & flagged
     total = load(total_ref, row, mask=inside)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
     ref_exponent = load(ref_exponent_ref, at, mask=inside)
-    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=again))
-    first, has = jnp.zeros_like(row), again & is_class
-    new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (again_exp_ref, again_logit_ref))
-    total, ref_exponent = jnp.where(again, new_total, total), jnp.where(again, new_ref_exponent, ref_exponent)
-    target_exp = jnp.where(again, new_exp, target_exp)
-    target_logit = jnp.where(is_class, jnp.where(again, new_logit, target_logit), jnp.nan)
+    new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=repaired))
+    first, has = jnp.zeros_like(row), repaired & is_class
+    new_exp, new_logit = (load(ref, first, row, mask=has) for ref in (repaired_exp_ref, repaired_logit_ref))
+    total, ref_exponent = jnp.where(repaired, new_total, total), jnp.where(repaired, new_ref_exponent, ref_exponent)
+    target_exp = jnp.where(repaired, new_exp, target_exp)
+    target_logit = jnp.where(is_class, jnp.where(repaired, new_logit, target_logit), jnp.nan)
 
     has_nan = total != total
     total = jnp.where(total == jnp.inf, jnp.nan, total)  # an infinite logit: no probability is a number
@@ -315,13 +315,13 @@ def scale_rows(x_ref: Any, row: Array, rho: Array, inside: Array) -> None:
 
 
 def repaired_ref_exponent(top: Array) -> Array:
-    """Returns the reference exponents of rows that are computed again, from their largest logits: (30)."""
+    """Returns the reference exponents of repaired rows, from their largest logits: (30)."""
     return jnp.where(jnp.abs(top) < jnp.inf, jnp.floor(top * LOG2_E), 0.0)
 
 
 def finish_rows(
     problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, places: TargetPlaces | None,
-    joined: Joined, again: Again, x: Array | None,
+    joined: Joined, repaired: Repaired, x: Array | None,
 ) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
     call, e, x times rho and rho, each None if not computed."""
@@ -329,7 +329,7 @@ def finish_rows(
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
-    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *again
+    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)

@@ -28,7 +28,7 @@ from jax import Array, lax
 
 from jax_pallas import kernels, row_kernels, target_grad, tile_config
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
-from jax_pallas.row_kernels import Again, CallRows, Exponentials, Joined, TargetPlaces
+from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
@@ -151,12 +151,12 @@ def _chunk(
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
-    rows, found, joined, again = _store_exponentials(
+    rows, found, joined, repaired = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, stores=gradients
     )
     scales = carry.d_weight is not None
     rows, e, scaled, rho = row_kernels.finish_rows(
-        problem, rows, place, size, found, chunk_places, joined, again, x if scales else None
+        problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None
     )
     carry = carry._replace(rows=rows)
     if e is None or rho is None:
@@ -174,7 +174,7 @@ def _store_exponentials(
     places: TargetPlaces | None,
     *,
     stores: bool,
-) -> tuple[CallRows, Exponentials, Joined, Again]:
+) -> tuple[CallRows, Exponentials, Joined, Repaired]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
     The rows of the chunk start at row place[FIRST_OF_X] of x. The chunk may end after the last row of the call: the
@@ -197,8 +197,8 @@ def _store_exponentials(
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    rows, e, again = kernels.repair(problem, x, rows, place, size, found.e)
-    return rows, found._replace(e=e), joined, again
+    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e)
+    return rows, found._replace(e=e), joined, repaired
 
 
 def _add_gradients(

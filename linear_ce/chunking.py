@@ -81,7 +81,7 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
     once for each chunk.
 
     Raises:
-        ValueError: the smallest chunk does not fit. The message names the smallest budget that would do.
+        ValueError: the smallest chunk does not fit. The message names the smallest budget that can.
     """
     tokens = max(tokens, 1)
     least_rows, least_vocab_chunk = min(tokens, MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)

@@ -186,7 +186,7 @@ def _check_shape(name: str, array: ArrayInfo, expected: tuple[int, ...], what: s
 
 
 def check_memory_budget(memory_budget: int | None) -> int:
-    """Returns the budget in bytes, 512 MiB for None; raises TypeError or ValueError if it is no positive int."""
+    """Returns the budget in bytes, 512 MiB for None; raises TypeError or ValueError if it is not a positive int."""
     if memory_budget is None:
         return DEFAULT_MEMORY_BUDGET
     budget = _integer("memory_budget", memory_budget)

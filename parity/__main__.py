@@ -24,7 +24,7 @@ from parity import report
 from parity.arrays import make_arrays
 from parity.backends import BACKENDS, expected_default, installed
 from parity.cases import Case, select
-from parity.expected import Expected, expected, judge, judge_pair
+from parity.expected import Expected, compare, compare_pair, expected
 from parity.train import command as training
 
 FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
@@ -187,10 +187,10 @@ def _row(case: Case, name: str, want: dict[str, Expected], outcome: dict[str, An
     elif backend.implementation not in (None, ran):
         failure = f"{ran!r} ran, where {backend.implementation!r} was requested"
     try:
-        judged = judge(case, want, outcome["outputs"])
+        comparisons = compare(case, want, outcome["outputs"])
     except ValueError as wrong:
         return report.Row(case, name, ran, {}, str(wrong))
-    return report.Row(case, name, ran, judged, failure, outcome.get("device", ""))
+    return report.Row(case, name, ran, comparisons, failure, outcome.get("device", ""))
 
 
 def _pairs(case: Case, want: dict[str, Expected], outcomes: dict[str, dict[str, Any]]) -> list[report.Row]:
@@ -200,7 +200,7 @@ def _pairs(case: Case, want: dict[str, Expected], outcomes: dict[str, dict[str, 
         left, right = outcomes.get(f"torch-{kind}"), outcomes.get(f"jax-{kind}")
         if left and right and "outputs" in left and "outputs" in right:
             ran = "/".join(dict.fromkeys((left["implementation"], right["implementation"])))
-            rows.append(report.Row(case, f"pair-{kind}", ran, judge_pair(want, left["outputs"], right["outputs"])))
+            rows.append(report.Row(case, f"pair-{kind}", ran, compare_pair(want, left["outputs"], right["outputs"])))
     return rows
 
 

@@ -81,7 +81,7 @@ class Case:
         return self.spec.classes(self.vocab)
 
     @property
-    def judges_rows(self) -> bool:
+    def checks_rows(self) -> bool:
         """Whether the gradients of single classes and tokens have separate budgets (`tolerances.row_errors`)."""
         return self.target == "one_class"
 

@@ -1,4 +1,4 @@
-"""What a case should give: the float64 values, the budget of each, and the judgement of a backend's outputs."""
+"""The float64 values and error budgets of a case, and the comparison of a backend's outputs with them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -27,10 +27,10 @@ class Expected(NamedTuple):
 
     value: np.ndarray
     budget: float
-    row_budgets: RowErrors | None = None  # of the errors of its rows, where the case judges them
+    row_budgets: RowErrors | None = None  # of the errors of its rows, where the case checks them
 
 
-class Judgement(NamedTuple):
+class Comparison(NamedTuple):
     """The error of one output and its budget."""
 
     error: float
@@ -71,7 +71,7 @@ def expected(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Expected
         unfused_error = max(error(np.asarray(outputs[name]), want) for outputs in same_dtype)
         extra = case.extra_roundings if name in ("d_weight", "d_bias") else 0
         limit = budget(name, case.dtype, unfused_error, extra, conditions.get(name, 1.0))
-        if not case.judges_rows or name not in ROW_NAMES:
+        if not case.checks_rows or name not in ROW_NAMES:
             return Expected(want, limit)
         of_rows = [row_errors(np.asarray(outputs[name]), want) for outputs in same_dtype]
         largest = (max(figures) for figures in zip(*of_rows, strict=True))
@@ -107,7 +107,7 @@ def _conditions(case: Case, arrays: Mapping[str, np.ndarray], exact: LossResult 
     return {name: float(size / abs(total)) for name, (size, total) in sums.items() if abs(total) > ZERO_NORM}
 
 
-def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.ndarray]) -> dict[str, Judgement]:
+def compare(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.ndarray]) -> dict[str, Comparison]:
     """Returns the error of every output of a backend, with its budget.
 
     Args:
@@ -116,7 +116,7 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
         outputs: what a backend gave.
 
     Returns:
-        A dict with one entry for each of `outputs_of(case)`. Where the case judges rows, also d_weight_class_median,
+        A dict with one entry for each of `outputs_of(case)`. Where the case checks rows, also d_weight_class_median,
         d_weight_class_p95, d_input_row_median and d_input_row_p95: the figures of `tolerances.row_errors`.
 
     Raises:
@@ -124,25 +124,25 @@ def judge(case: Case, want: Mapping[str, Expected], outputs: Mapping[str, np.nda
     """
     if set(outputs) != set(want):
         raise ValueError(f"outputs of {case.name} must be {', '.join(want)}, got {', '.join(outputs) or 'nothing'}")
-    judged = {name: Judgement(error(outputs[name], one.value), one.budget) for name, one in want.items()}
+    comparisons = {name: Comparison(error(outputs[name], one.value), one.budget) for name, one in want.items()}
     for name, one in want.items():
         if one.row_budgets is not None:
             figures = row_errors(outputs[name], one.value)._asdict()
             for figure, limit in one.row_budgets._asdict().items():
-                judged[f"{ROW_NAMES[name]}_{figure}"] = Judgement(figures[figure], limit)
-    return judged
+                comparisons[f"{ROW_NAMES[name]}_{figure}"] = Comparison(figures[figure], limit)
+    return comparisons
 
 
-def judge_pair(
+def compare_pair(
     want: Mapping[str, Expected], left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]
-) -> dict[str, Judgement]:
+) -> dict[str, Comparison]:
     """Returns how far two backends are from each other, in the units of `error`, with twice the budget.
 
     Figures of rows are left out: medians and percentiles have no triangle inequality.
     """
     # Both within their budget means, by the triangle inequality, within twice the budget of each other.
     return {
-        name: Judgement(distance(left[name], right[name], want[name].value), 2 * want[name].budget) for name in want
+        name: Comparison(distance(left[name], right[name], want[name].value), 2 * want[name].budget) for name in want
     }
 
 

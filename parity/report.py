@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parity.cases import DTYPE_LABELS, Case
-from parity.expected import Judgement
+from parity.expected import Comparison
 from parity.tolerances import ROW_NAMES, RowErrors
 
 # Outputs that have a column; the figures of rows share one, as the worst of them, and so does the rest.
@@ -23,7 +23,7 @@ class Row(NamedTuple):
     case: Case
     backend: str
     implementation: str
-    outputs: Mapping[str, Judgement]
+    outputs: Mapping[str, Comparison]
     failure: str = ""  # why there are no outputs, or why they do not count
     device: str = ""  # its name, where there are outputs of one
 
@@ -43,7 +43,7 @@ def percent(name: str, row: Row) -> str:
     """Returns an output's share of its budget as text; empty if the row has no such output."""
     if name == REST:
         named = (*COLUMNS, *ROW_FIGURES)
-        shares = [judgement.percent for output, judgement in row.outputs.items() if output not in named]
+        shares = [comparison.percent for output, comparison in row.outputs.items() if output not in named]
     elif name == ROWS:
         shares = [row.outputs[figure].percent for figure in ROW_FIGURES if figure in row.outputs]
     else:
@@ -77,7 +77,9 @@ def summary(rows: Iterable[Row]) -> list[str]:
     for (backend, dtype), group in sorted(groups.items()):
         failed = sum(bool(row.failures) for row in group)
         text = f"{backend:<14} {dtype:<9} {len(group):>5} cases, {failed} failed"
-        shares = [(judged.percent, name, row.case.name) for row in group for name, judged in row.outputs.items()]
+        shares = [
+            (comparison.percent, name, row.case.name) for row in group for name, comparison in row.outputs.items()
+        ]
         if shares:
             worst, name, case = max(shares)
             text += f"; worst {worst:.0f}% of a budget ({name} of {case})"

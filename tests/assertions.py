@@ -10,7 +10,7 @@ import pytest
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case
-from parity.expected import expected, judge
+from parity.expected import compare, expected
 from parity.tolerances import error
 
 
@@ -24,9 +24,9 @@ def assert_within_budget(
     case: Case, arrays: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray], *, floor: float = 0.0
 ) -> None:
     """Fails with the percentage of its budget that each output used, if one used more than all and exceeds `floor`."""
-    judgements = judge(case, expected(case, arrays), outputs)
-    used = ", ".join(f"{name} {judgement.percent:.0f}%" for name, judgement in judgements.items())
-    within = (judgement.percent <= 100 or judgement.error <= floor for judgement in judgements.values())
+    comparisons = compare(case, expected(case, arrays), outputs)
+    used = ", ".join(f"{name} {comparison.percent:.0f}%" for name, comparison in comparisons.items())
+    within = (comparison.percent <= 100 or comparison.error <= floor for comparison in comparisons.values())
     assert all(within), f"{case.name} used of its budget: {used}"
 
 

@@ -41,7 +41,7 @@ from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
-from parity.expected import expected, judge
+from parity.expected import compare, expected
 from parity.tolerances import error
 
 _BUILDER: Any = interpreter.InterpreterBuilder
@@ -152,8 +152,8 @@ def print_budget_used(case: Case, arrays: Mapping[str, np.ndarray], **fields: An
     """Runs a case and prints the percentage of its budget that each output used."""
     outcome = run_case("torch-triton", case, arrays)
     assert outcome.implementation == "triton"
-    judgements = judge(case, expected(case, arrays), outcome.outputs)
-    say(name=case.name, used={name: judgement.percent for name, judgement in judgements.items()}, **fields)
+    comparisons = compare(case, expected(case, arrays), outcome.outputs)
+    say(name=case.name, used={name: comparison.percent for name, comparison in comparisons.items()}, **fields)
 
 
 def run_table(*names: str) -> None:

@@ -11,7 +11,7 @@ from programs import Command, python
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
-from parity.expected import expected, judge
+from parity.expected import compare, expected
 
 
 def commands(backend: str, shares: Iterable[Sequence[Case]]) -> dict[str, Command]:
@@ -42,8 +42,8 @@ def main() -> None:
         except Exception as failure:  # one failing case must not hide the others
             result["failure"] = f"{type(failure).__name__}: {failure}"
         else:
-            judgements = judge(case, expected(case, arrays), outcome.outputs)
-            result["used"] = {name: judgement.percent for name, judgement in judgements.items()}
+            comparisons = compare(case, expected(case, arrays), outcome.outputs)
+            result["used"] = {name: comparison.percent for name, comparison in comparisons.items()}
             result["ran"] = [outcome.implementation, outcome.platform]
         print(json.dumps(result), flush=True)
 

@@ -250,7 +250,7 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
 
 
-@pytest.mark.parametrize("path", sorted(plot.RESULTS.glob("*.json")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(results.RECORDED.glob("*.json")), ids=lambda path: path.name)
 def test_recorded_results_have_a_line_for_each_row(path: Path) -> None:
     text = path.read_text()
     assert text == to_json(json.loads(text))

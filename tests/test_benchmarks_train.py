@@ -13,8 +13,7 @@ from compiling import quick_compilation
 
 from benchmarks import attention, train, train_jax, train_plot, train_process
 from benchmarks.methods import GRADIENT_BOUND, LOSS_BOUND, UnavailableError, out_of_memory
-from benchmarks.plot import RESULTS
-from benchmarks.results import ResultFile
+from benchmarks.results import RECORDED, ResultFile
 from benchmarks.train_process import Request, answer, ask
 from benchmarks.train_rows import BATCHES, GROUPS, LORA_RANK, MODELS, Row, draw, select, speed_figures
 from flax_models.data.batches import IGNORED
@@ -331,7 +330,7 @@ def test_processes_share_a_compilation_cache(
 
 
 def test_recorded_rows_are_still_known() -> None:
-    recorded = json.loads((RESULTS / "train.json").read_text())["rows"]
+    recorded = json.loads((RECORDED / "train.json").read_text())["rows"]
     fields = {field.name for field in dataclasses.fields(Row)}
     known = {row.name: row for row in select()}
     for row in recorded:

@@ -59,8 +59,8 @@ def test_sharp_cases_have_every_pair_of_options_and_few_likely_classes() -> None
         assert len(np.unique(arrays["target"])) == 1
         logits = arrays["input"].reshape(case.n, -1) @ arrays["linear_weight"].T
         assert np.std(logits) == pytest.approx(case.logit_std, rel=0.1)
-        assert case.judges_rows
-    assert not any(case.judges_rows for case in cases() if not case.name.startswith("sharp"))
+        assert case.checks_rows
+    assert not any(case.checks_rows for case in cases() if not case.name.startswith("sharp"))
 
 
 def test_pairwise_repeats_and_is_shorter_than_the_product() -> None:

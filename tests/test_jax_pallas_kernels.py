@@ -434,7 +434,7 @@ def compile_one(
     place, blocks = array(4, dtype=jnp.int32), array(-(-v // 128), n)
     tops = blocks if options else None
     found = row_kernels.Exponentials(None, blocks, tops, array(1, n), array(1, n))
-    joined, again = row_kernels.Joined(row, maybe), row_kernels.Again(blocks, array(1, n), array(1, n))
+    joined, again = row_kernels.Joined(row, maybe), row_kernels.Repaired(blocks, array(1, n), array(1, n))
 
     def call_problem(x: Any, w: Any, bias: Any, class_weight: Any = None) -> CallProblem:
         of_rows: Any = None

@@ -23,14 +23,14 @@ from parity import tolerances
 from parity.arrays import make_arrays
 from parity.backends import BACKENDS, expected_default, run_case
 from parity.cases import Case, cases, select, sharp_cases
-from parity.expected import evaluate_unfused, expected, judge, judge_pair
+from parity.expected import compare, compare_pair, evaluate_unfused, expected
 from parity.report import ROW_FIGURES
 
 ROOT = Path(__file__).parents[1]
 
 
-def used(judgements: Any) -> str:
-    return ", ".join(f"{name} {judgement.percent:.0f}%" for name, judgement in judgements.items())
+def used(comparisons: Any) -> str:
+    return ", ".join(f"{name} {comparison.percent:.0f}%" for name, comparison in comparisons.items())
 
 
 # Tolerances.
@@ -78,7 +78,7 @@ def test_rows_count_each_by_its_own_norm() -> None:
         tolerances.row_errors(got.reshape(2, 4), want)
 
 
-# Judgement.
+# Comparison.
 
 
 # Of each edge one dtype, in turn.
@@ -124,8 +124,8 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
             outputs[name] = value[back][:, np.argsort(hidden)].reshape(arrays["input"].shape)
         elif value.shape == (case.n,):
             outputs[name] = value[back].reshape(case.lead)
-    judgements = judge(case, expected(case, arrays), outputs)
-    assert all(judgement.percent <= 100 for judgement in judgements.values()), used(judgements)
+    comparisons = compare(case, expected(case, arrays), outputs)
+    assert all(comparison.percent <= 100 for comparison in comparisons.values()), used(comparisons)
 
 
 # An option left out, and the cases that have it. A gradient of zeros cannot tell, so edges stay out.
@@ -157,8 +157,8 @@ def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
         outputs = evaluate_unfused(broken, given)
         if option == "linear_bias":
             outputs["d_bias"] = np.zeros(case.vocab)
-        judgements = judge(case, expected(case, arrays), outputs)
-        assert max(judgement.percent for judgement in judgements.values()) > 200, f"{case.name}: {used(judgements)}"
+        comparisons = compare(case, expected(case, arrays), outputs)
+        assert max(comparison.percent for comparison in comparisons.values()) > 200, f"{case.name}: {used(comparisons)}"
         seen += 1
     assert seen > (15 if every else 4)
 
@@ -198,13 +198,13 @@ def test_sharp_logits_show_errors_of_the_softmax_part(
     if broken is not None:
         broken(monkeypatch)
     arrays = make_arrays(case)
-    judgements = judge(case, expected(case, arrays), run_case("torch-chunked", case, arrays).outputs)
-    rows = {name: judgements[name].percent for name in ROW_FIGURES}
+    comparisons = compare(case, expected(case, arrays), run_case("torch-chunked", case, arrays).outputs)
+    rows = {name: comparisons[name].percent for name in ROW_FIGURES}
     if broken is None:
-        assert max(rows.values()) <= 100, used(judgements)
+        assert max(rows.values()) <= 100, used(comparisons)
     else:
-        assert rows["d_weight_class_median"] > 150, used(judgements)
-        assert rows["d_weight_class_p95"] > 150, used(judgements)
+        assert rows["d_weight_class_median"] > 150, used(comparisons)
+        assert rows["d_weight_class_p95"] > 150, used(comparisons)
 
 
 def test_missing_and_unasked_outputs_are_refused() -> None:
@@ -214,16 +214,16 @@ def test_missing_and_unasked_outputs_are_refused() -> None:
     assert "d_weight" not in outputs
     for wrong in (outputs | {"d_weight": arrays["linear_weight"]}, {"loss": outputs["loss"]}):
         with pytest.raises(ValueError, match=r"outputs of edge-frozen_weight-fp32 must be loss, d_input, .*, got loss"):
-            judge(case, expected(case, arrays), wrong)
+            compare(case, expected(case, arrays), wrong)
 
 
 def test_two_backends_within_budget_are_within_twice_of_each_other() -> None:
     case = next(select("edge-target_range-none-fp32"))
     arrays = make_arrays(case)
     want, outputs = expected(case, arrays), evaluate_unfused(case, arrays)
-    assert all(judgement.error == 0 for judgement in judge_pair(want, outputs, outputs).values())
+    assert all(comparison.error == 0 for comparison in compare_pair(want, outputs, outputs).values())
     other = outputs | {"loss": np.nan_to_num(outputs["loss"])}
-    assert judge_pair(want, outputs, other)["loss"].percent == np.inf
+    assert compare_pair(want, outputs, other)["loss"].percent == np.inf
 
 
 def test_budget_counts_roundings_and_condition() -> None:
@@ -234,7 +234,7 @@ def test_budget_counts_roundings_and_condition() -> None:
     assert tolerances.budget("loss", "bfloat16", 0.0, 0, 7.0) == 7 * tolerances.FLOAT32_FLOOR
 
 
-def test_a_sum_that_cancels_is_judged_by_its_terms() -> None:
+def test_a_sum_that_cancels_is_compared_by_its_terms() -> None:
     case = Case(name="cancels", token_weight="signed", spec=LossSpec("sum"), lead=(2,), hidden=3, vocab=5)
     arrays = make_arrays(case) | {"token_weight": np.array([1, 1], np.float32)}
     arrays["input"][1], arrays["target"][1] = arrays["input"][0], arrays["target"][0]

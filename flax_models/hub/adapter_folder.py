@@ -250,7 +250,7 @@ def _pair(model: Decoder, parts: list[TensorPart]) -> _Pair:
     if not adapted[0].dora:
         return _Pair(a, b, None)
     lengths = [
-        _host(linear.lora_magnitude[...] if isinstance(linear, AdaptedLinear) else _lengths(linear.kernel[...]))
+        _host(linear.lora_magnitude[...] if isinstance(linear, AdaptedLinear) else _column_norms(linear.kernel[...]))
         for linear in linears
     ]
     return _Pair(a, b, np.concatenate(lengths, axis=1))
@@ -260,7 +260,7 @@ def _host(array: Any) -> np.ndarray:
     return np.asarray(array, np.float32)
 
 
-def _lengths(kernel: jax.Array) -> np.ndarray:
+def _column_norms(kernel: jax.Array) -> np.ndarray:
     """Returns the column norms (L, out) of kernels without an adapter: DoRA magnitudes that change nothing."""
     return np.linalg.norm(_host(kernel), axis=1)
 

@@ -1,4 +1,4 @@
-"""The judgement of the four curves, and the lines that say it."""
+"""The comparison of the four curves, and the lines that report it."""
 
 import itertools
 from collections.abc import Mapping
