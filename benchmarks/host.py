@@ -38,8 +38,8 @@ def host_times(step: Callable[[], Any], wait: Callable[[], None], seconds: float
         seconds: for all of it; at least MIN_SAMPLES calls are timed.
     """
     samples: list[float] = []
-    start = time.perf_counter()
-    while len(samples) < MIN_SAMPLES or (time.perf_counter() - start < seconds and len(samples) < MAX_SAMPLES):
+    deadline = time.perf_counter() + seconds
+    while len(samples) < MIN_SAMPLES or (time.perf_counter() < deadline and len(samples) < MAX_SAMPLES):
         wait()
         start = time.perf_counter()
         step()

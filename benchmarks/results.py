@@ -12,6 +12,9 @@ from typing import Any
 from benchmarks.methods import ROW_ERRORS
 
 ROOT = Path(__file__).parent.parent
+RECORDED = ROOT / "benchmarks" / "results" / "h200"  # the results that the pages show
+MIB = 2**20
+LAST_LINES = 30  # of the output of a failed process that are printed
 CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
 KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
 
@@ -33,11 +36,6 @@ def commit(*more: str, root: Path = ROOT) -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-RECORDED = ROOT / "benchmarks" / "results" / "h200"  # the results that the pages show
-MIB = 2**20
-LAST_LINES = 30  # of the output of a failed process that are printed
 
 
 def now() -> str:

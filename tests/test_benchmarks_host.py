@@ -30,6 +30,20 @@ def torch_loss(mode: Any) -> Any:
     return lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y)
 
 
+def test_host_times_ends_after_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def step() -> None:
+        nonlocal now
+        now += 0.02
+
+    monkeypatch.setattr(host.time, "perf_counter", lambda: now)
+    calls: list[None] = []
+    found = host.host_times(lambda: calls.append(step()), lambda: None, seconds=1.0)
+    assert 49 <= len(calls) <= 51
+    assert found["host_ms"] == pytest.approx(20.0)
+
+
 def test_every_call_mode_of_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

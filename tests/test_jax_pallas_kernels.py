@@ -173,14 +173,14 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
         return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens)
 
-    rows, e, again = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
+    rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
     expected = np.exp2(problem.logits * LOG2_E - ref_exponent[:, None])
     assert_close("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
     assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
-    assert_close("sums", again.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
-    assert_close("target_exp", again.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
-    assert_close("target_logit", again.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
+    assert_close("sums", repaired.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
+    assert_close("target_exp", repaired.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
+    assert_close("target_logit", repaired.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
     if stores:
         assert (e[:128] == 7).all()
         assert_close("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
@@ -434,14 +434,14 @@ def compile_one(
     place, blocks = array(4, dtype=jnp.int32), array(-(-v // 128), n)
     tops = blocks if options else None
     found = row_kernels.Exponentials(None, blocks, tops, array(1, n), array(1, n))
-    joined, again = row_kernels.Joined(row, maybe), row_kernels.Repaired(blocks, array(1, n), array(1, n))
+    joined, repaired = row_kernels.Joined(row, maybe), row_kernels.Repaired(blocks, array(1, n), array(1, n))
 
     def call_problem(x: Any, w: Any, bias: Any, class_weight: Any = None) -> CallProblem:
         of_rows: Any = None
         spec = LossSpec("sum", softcap=softcap)
         return CallProblem(x, w, bias, of_rows, of_rows, class_weight, spec, v, vocab_axis=vocab_axis)
 
-    def repaired(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
+    def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
         ours = call_problem(x, w, bias)
         return kernels.repair(ours, x, rows, place, n, e)
 
@@ -458,9 +458,9 @@ def compile_one(
         return row_kernels.join_blocks(rows, place, n, sums, tops)
 
     def finish_rows(*arrays: Any) -> Any:
-        x, w, rows, place, e, found, joined, again, class_weight = arrays
+        x, w, rows, place, e, found, joined, repaired, class_weight = arrays
         ours = call_problem(x, w, None, class_weight)
-        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, again, x)
+        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, repaired, x)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
         return target_grad.sort_by_target(target, row_weight, theta, 9000, v)
@@ -479,10 +479,10 @@ def compile_one(
     calls: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
         "exponentials": (exponentials, (x, w, classes, row, index, scalar), ()),
         "sums": (exponentials, (x, w, classes, row, index, scalar), ()),
-        "repair": (repaired, (x, w, classes, rows, place, e), (3, 5)),
+        "repair": (repair, (x, w, classes, rows, place, e), (3, 5)),
         "pick": (pick, (x, w, classes, targets, of_call), ()),
         "join_blocks": (join_blocks, (rows, place, blocks, tops), (0,)),
-        "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, again, classes), (0, 2, 4)),
+        "finish_rows": (finish_rows, (x, w, rows, place, e, found, joined, repaired, classes), (0, 2, 4)),
         "sort_by_target": (sort_by_target, (targets, of_call, of_call), ()),
         "statistics": (statistics, (x, w, classes, classes, scalar, scalar, scalar, index), ()),
         "d_logits": (d_logits, (x, w, classes, classes, *of_rows, scalar, scalar, scalar), ()),

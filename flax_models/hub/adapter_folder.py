@@ -29,7 +29,7 @@ from flax_models.hub.config import read_object
 from flax_models.hub.weights import FLOATS, TensorPart, file_parts, truncation, write_tensors
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
-from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections, adapted_shapes
+from flax_models.model.lora import MODULES, AdaptedLinear, adapted_projections, adapted_shapes, column_norms
 from flax_models.model.lora_config import LoraConfig, Projection
 
 TENSORS = "adapter_model.safetensors"
@@ -249,20 +249,17 @@ def _pair(model: Decoder, parts: list[TensorPart]) -> _Pair:
             column += own.shape[2]
     if not adapted[0].dora:
         return _Pair(a, b, None)
-    lengths = [
-        _host(linear.lora_magnitude[...] if isinstance(linear, AdaptedLinear) else _column_norms(linear.kernel[...]))
+    magnitudes = [  # the norms of a kernel without an adapter are magnitudes that change nothing
+        linear.lora_magnitude[...]
+        if isinstance(linear, AdaptedLinear)
+        else jax.lax.map(column_norms, linear.kernel[...])
         for linear in linears
     ]
-    return _Pair(a, b, np.concatenate(lengths, axis=1))
+    return _Pair(a, b, np.concatenate([_host(magnitude) for magnitude in magnitudes], axis=1))
 
 
 def _host(array: Any) -> np.ndarray:
     return np.asarray(array, np.float32)
-
-
-def _column_norms(kernel: jax.Array) -> np.ndarray:
-    """Returns the column norms (L, out) of kernels without an adapter: DoRA magnitudes that change nothing."""
-    return np.linalg.norm(_host(kernel), axis=1)
 
 
 def _config(linear: AdaptedLinear, ranks: dict[str, int], base: Path | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class AdaptedLinear(nnx.Module):
         self.lora_a = nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -bound, bound))
         self.lora_b = nnx.Param(jnp.zeros((layers, lora.lora_rank, features_out), dtype))
         if lora.dora:
-            norms = jax.lax.map(_column_norms, linear.kernel[...].astype(self.dtype))
+            norms = jax.lax.map(column_norms, linear.kernel[...].astype(self.dtype))
             self.lora_magnitude = nnx.Param(norms.astype(dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -89,7 +89,7 @@ class AdaptedLinear(nnx.Module):
         y = jax.lax.optimization_barrier(x @ kernel + ((x @ a) * self.scale) @ b)
         if self.dora:
             added = jnp.matmul(a, b, preferred_element_type=jnp.float32)
-            norms = jax.lax.stop_gradient(_column_norms(kernel.astype(jnp.float32) + self.scale * added))
+            norms = jax.lax.stop_gradient(column_norms(kernel.astype(jnp.float32) + self.scale * added))
             y = _multiply(y, self.lora_magnitude[...].astype(jnp.float32) / norms)
         return y + self.bias[...].astype(self.dtype) if self.use_bias else y
 
@@ -116,12 +116,12 @@ def _merged(
     def layer(arrays: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         kernel, a, b, magnitude = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
         merged = kernel + scale * jnp.matmul(a, b, precision="highest")
-        return merged if magnitude is None else merged * (magnitude / _column_norms(merged))
+        return merged if magnitude is None else merged * (magnitude / column_norms(merged))
 
     return jax.lax.map(layer, (kernel, a, b, magnitude))  # holds the temporaries of one layer at a time
 
 
-def _column_norms(kernel: jax.Array) -> jax.Array:
+def column_norms(kernel: jax.Array) -> jax.Array:
     """Returns the float32 norms (out,) of a kernel's columns; a column of zeros has the smallest normal number."""
     squares = jnp.sum(jnp.square(kernel.astype(jnp.float32)), axis=0)
     return jnp.maximum(jnp.sqrt(squares), jnp.finfo(jnp.float32).tiny)
