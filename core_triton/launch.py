@@ -7,7 +7,6 @@ every launch in the interpreter, under a profiler's hooks, and with a version of
 (`DIRECT_VERSIONS`).
 """
 
-import inspect
 import threading
 from contextlib import nullcontext
 from functools import cache
@@ -58,15 +57,23 @@ class Blocks:
 
 
 class Direct(NamedTuple):
-    """A compiled kernel as Triton's launcher takes it: `run` with `Blocks`, its C function `raw` without."""
+    """A compiled kernel, with what Triton's launcher and `replay.c` need to launch it."""
 
-    run: Any
-    raw: Any
-    function: Any
-    metadata: Any
-    options: tuple[Any, ...]  # of `raw`, between the function and the arguments
+    run: Any  # Triton's launcher
+    function: int  # the CUfunction
+    metadata: tuple[int, int, int]  # warps, CTAs of a cluster, bytes of shared memory
     tail: tuple[None, ...]  # in place of the constexprs
-    descriptors: tuple[tuple[Any, ...] | None, ...]  # what makes the TMA descriptors, None each where there is no TMA
+    kinds: tuple[str, ...]  # the type of each argument, "constexpr" for those that are compiled into the kernel
+    descriptors: tuple["DescriptorKind | None", ...]  # of the arguments that are `Blocks`; None each where no TMA is
+
+
+class DescriptorKind(NamedTuple):
+    """The part of a TMA descriptor that is fixed when a kernel is compiled, in the numbers of the CUDA driver."""
+
+    swizzle: int
+    itemsize: int
+    dtype: int
+    block: tuple[int, int]
 
 
 _compiled: dict[tuple[Any, ...], Direct] = {}
@@ -107,10 +114,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
     device = torch._C._cuda_getDevice()
     key: list[Any] = [id(kernel), device, *constexprs.values()]
     values: list[Any] = []
-    pointers: list[bool] = []
     for argument in arguments:
         kind = type(argument)
-        pointers.append(False)
         if kind is int:
             values.append(argument)
             # Triton specializes on these: 1 becomes a constant, and multiples of 16 are marked as divisible.
@@ -129,7 +134,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
                 tensor = argument
                 pointer = tensor.data_ptr()
             values.append(pointer)
-            pointers[-1] = True
             key.append((tensor.dtype, pointer & 15 == 0))
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     direct = _compiled.get(tuple(key))
@@ -140,7 +144,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
         stream = torch._C._cuda_getCurrentRawStream(device)
         direct.run(x, y, z, stream, direct.function, direct.metadata, None, None, None, *values, *direct.tail)
     if recorder.current is not None:
-        recorder.current.add(direct, (x, y, z), pointers, values)
+        recorder.current.add(direct, (x, y, z), values)
 
 
 def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:
@@ -149,36 +153,33 @@ def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:
 
     launcher: Any = compiled.run
     metadata: Any = compiled.metadata
+    function: Any = compiled.function  # there once `run` was
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise RuntimeError(f"{compiled.name} takes scratch memory of Triton's, which direct launches do not give")
-    raw, descriptors = launcher.launch, ()
-    kinds = [kind for kind in compiled.src.signature.values() if str(kind).startswith("tensordesc")]
-    if kinds:  # Triton's C function, without the wrapper that makes descriptors of Triton's own arguments
-        raw = inspect.getclosurevars(launcher.launch).nonlocals["launcher"]
-        made = getattr(metadata, "tensordesc_meta", None) or [None] * len(kinds)
-        descriptors = tuple(
-            None
-            if one is None
-            else (one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"])
-            for one in made
-        )
-    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata)
+    if metadata.num_ctas != 1 or launcher.launch_cooperative_grid or launcher.launch_pdl:
+        raise RuntimeError(f"{compiled.name} needs launch attributes, which direct launches do not give")
+    kinds = tuple(map(str, compiled.src.signature.values()))
+    descriptors = getattr(metadata, "tensordesc_meta", None) or [None] * sum(map(is_descriptor, kinds))
     return Direct(
         launcher,
-        raw,
-        compiled.function,
+        function,
         compiled.packed_metadata,
-        (*options, None, None, None),
         (None,) * constexprs,
-        descriptors,
+        kinds[: len(kinds) - constexprs],
+        tuple(
+            None
+            if one is None
+            else DescriptorKind(
+                one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], tuple(one["block_size"])
+            )
+            for one in descriptors
+        ),
     )
 
 
-def make_descriptor() -> Any:
-    """Returns the function that makes a TMA descriptor: (address, swizzle, element size, dtype, block, shape, strides,
-    padding)."""
-    driver: Any = triton.runtime.driver.active
-    return driver.utils.fill_tma_descriptor
+def is_descriptor(kind: str) -> bool:
+    """Whether an argument of this type is a tensor descriptor."""
+    return kind.startswith("tensordesc")
 
 
 def _for_triton(argument: Any) -> Any:

@@ -1,22 +1,27 @@
 """Recorded launches: a call with the layouts and options of an earlier call replays the launches of that call.
 
 For each launch of a call Python creates views, packs arguments and looks up kernels, which takes 10 to 30 us. The first
-call of a kind does this, and records its launches and its memory. Later calls allocate memory of the same sizes, insert
-the new addresses, and launch. A recording holds kernels, numbers and sizes, and no tensors.
+call of a kind does this, and records its launches and its memory. Later calls allocate memory of the same sizes, and
+replay.c inserts the new addresses and launches all kernels. A recording holds kernels, numbers and sizes, and no
+tensors.
 
 A call is recorded only if all it does is launch kernels. The recorder watches PyTorch's operators. An operator
 that is neither an allocation nor a view ends the recording, and such calls are never replayed.
 """
 
+import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
-from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.build import compile_module_from_src
 
 from core_triton import launch
 
@@ -43,17 +48,9 @@ class _Output(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The launches of a call and the memory that they take.
+    """The launches of a call and the memory that they take."""
 
-    The arguments of all launches are in one list, the values: the stream, then constants, addresses and TMA
-    descriptors. Only the constants are the same in every call. Each launch picks its arguments from the list.
-    """
-
-    constants: tuple[Any, ...]
-    addresses: tuple[Place, ...]
-    descriptors: tuple[tuple[Place, tuple[Any, ...]], ...]  # address, the rest of what makes one
-    made: list[tuple[int, Any]]  # the descriptors of the last call with their addresses; most stay the same
-    launches: tuple[tuple[Callable[..., None], Callable[[Any], tuple[Any, ...]]], ...]  # C launcher, its arguments
+    program: bytes  # the launches, in the form that replay.c describes
     outputs: tuple[_Output | None, ...]  # None where the call returned None
     workspace: int  # bytes
 
@@ -93,7 +90,20 @@ class _Descriptor(NamedTuple):
     """A TMA descriptor while the call is recorded."""
 
     address: _Address
-    rest: tuple[Any, ...]
+    kind: launch.DescriptorKind
+    shape: tuple[int, int]
+    row_bytes: int  # between two rows
+
+
+class _Launch(NamedTuple):
+    """A launch while the call is recorded. A parameter that is an int is a word of 8 bytes, the number in the low
+    bytes."""
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int  # bytes
+    parameters: list[int | _Address | _Descriptor]
 
 
 class Recorder(TorchDispatchMode):
@@ -110,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self.whole = not _overlap([extent for _, *extent in self.extents])
         self.allocations: list[_Allocation] = []
         self.living: list[_Allocation] = []
-        self.launches: list[tuple[Callable[..., None], list[Any]]] = []
+        self.launches: list[_Launch] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -131,15 +141,20 @@ class Recorder(TorchDispatchMode):
         launch.recorder.current = None
         super().__exit__(*exception)
 
-    def add(self, direct: launch.Direct, grid: tuple[int, int, int], pointers: list[bool], values: list[Any]) -> None:
-        """Records a launch. `pointers` says which values are addresses."""
+    def add(self, direct: launch.Direct, grid: tuple[int, int, int], values: list[Any]) -> None:
+        """Records a launch. A value is a number, None, an address or `launch.Blocks`, as the kernel's types say."""
         if not self.whole:
             return
         self._bury()
+        if 0 in grid:
+            return
+        warps, _, shared = direct.metadata
         try:
-            self.launches.append((direct.raw, self._arguments(direct, grid, pointers, values)))
+            parameters = self._parameters(direct, values)
         except LookupError:  # an address that is neither an input's nor allocated by the call
             self.whole = False
+        else:
+            self.launches.append(_Launch(direct.function, grid, 32 * warps, shared, parameters))
 
     def _bury(self) -> None:
         """Marks the arrays that have been freed. Later arrays may have their addresses."""
@@ -157,26 +172,25 @@ class Recorder(TorchDispatchMode):
                 return _Address(one, address - one.start)
         raise LookupError
 
-    def _arguments(
-        self, direct: launch.Direct, grid: tuple[int, int, int], pointers: list[bool], values: list[Any]
-    ) -> list[Any]:
-        """Returns what the C launcher takes, with `_STREAM`, `_Address` and `_Descriptor` in their places."""
-        found: list[Any] = [*grid, _STREAM, direct.function, *direct.options]
-        metadata = iter(direct.descriptors)
-        for is_pointer, value in zip(pointers, values, strict=True):
-            if is_pointer:
+    def _parameters(self, direct: launch.Direct, values: list[Any]) -> list[int | _Address | _Descriptor]:
+        """Returns what the compiled kernel takes, in the order of Triton's launcher."""
+        found: list[int | _Address | _Descriptor] = []
+        descriptors = iter(direct.descriptors)
+        for kind, value in zip(direct.kinds, values, strict=True):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("*"):
                 found.append(self._address(value))
-            elif type(value) is launch.Blocks:
-                shape, strides = list(value.shape), list(value.strides)
-                address, tma = self._address(value.base.data_ptr()), next(metadata)
-                if tma is None:  # no TMA: the kernel takes the address and strides
-                    found += [address, *shape, *strides, False]
+            elif launch.is_descriptor(kind):
+                address, made = self._address(value.base.data_ptr()), next(descriptors)
+                if made is None:  # no TMA: the kernel takes the address and strides
+                    found += [address, *value.shape, *value.strides, False]
                 else:
-                    found.append(_Descriptor(address, (*tma, shape, strides, 0)))
-                found += [*shape, *strides]
+                    found.append(_Descriptor(address, made, tuple(value.shape), made.itemsize * value.strides[0]))
+                found += [*value.shape, *value.strides]
             else:
-                found.append(value)
-        return [*found, *direct.tail]
+                found.append(_word(kind, value))
+        return [*found, 0, 0]  # Triton's scratch memory, of which our kernels take none
 
     def recording(self, results: tuple[Tensor | None, ...]) -> Recording | None:
         """Returns what was recorded of a call that returned `results`, None if it did more than launch."""
@@ -194,10 +208,7 @@ class Recorder(TorchDispatchMode):
             found.place = Place(len(self.inputs) + len(outputs) - 1, 0)
         temporary = [one for one in self.allocations if one.place is None]
         workspace = _arrange(temporary, len(self.inputs) + len(outputs))
-        return _recording(self.launches, tuple(outputs), workspace)
-
-
-_STREAM = object()
+        return Recording(_program(self.launches), tuple(outputs), workspace)
 
 
 def _arrange(arrays: list[_Allocation], workspace: int) -> int:
@@ -216,34 +227,41 @@ def _arrange(arrays: list[_Allocation], workspace: int) -> int:
     return max((start + one.bytes for start, one in placed), default=0)
 
 
-def _recording(
-    launches: list[tuple[Callable[..., None], list[Any]]], outputs: tuple[_Output | None, ...], workspace: int
-) -> Recording:
-    """Returns launches with arguments in the form that is replayed."""
-    constants: list[Any] = []
-    addresses: dict[Place, int] = {}
-    descriptors: list[tuple[Place, tuple[Any, ...]]] = []
+def _word(kind: str, value: Any) -> int:
+    """Returns a number of a kernel's parameter as a word of 8 bytes."""
+    if kind in ("fp32", "f32"):
+        return int.from_bytes(struct.pack("<f", value), "little")
+    if kind[0] not in "iu" or not kind[1:].isdecimal():
+        raise TypeError(f"replay.c passes integers and float32, and a kernel takes {kind}")
+    return int(value)
 
-    def position(value: Any) -> tuple[str, int]:
-        if value is _STREAM:
-            return "stream", 0
-        if type(value) is _Address:
-            return "address", addresses.setdefault(value.place(), len(addresses))
-        if type(value) is _Descriptor:
-            made = value.address.place(), value.rest
-            if made not in descriptors:
-                descriptors.append(made)
-            return "descriptor", descriptors.index(made)
-        constants.append(value)
-        return "constant", len(constants) - 1
 
-    positions = [(run, [position(value) for value in arguments]) for run, arguments in launches]
-    first = {"stream": 0, "constant": 1}
-    first["address"] = 1 + len(constants)
-    first["descriptor"] = first["address"] + len(addresses)
-    picks = [(run, itemgetter(*(first[kind] + index for kind, index in found))) for run, found in positions]
-    made: list[tuple[int, Any]] = [(0, None)] * len(descriptors)
-    return Recording(tuple(constants), tuple(addresses), tuple(descriptors), made, tuple(picks), outputs, workspace)
+def _program(launches: list[_Launch]) -> bytes:
+    """Returns launches in the form that replay.c reads. Equal constants, addresses and descriptors are stored once."""
+    parameters = [one for launched in launches for one in launched.parameters]
+    constants = dict.fromkeys(one for one in parameters if isinstance(one, int))
+    addresses = dict.fromkeys(one.place() for one in parameters if isinstance(one, _Address))
+    descriptors = dict.fromkeys(_described(one) for one in parameters if isinstance(one, _Descriptor))
+    number = {key: index for index, key in enumerate([*constants, *addresses, *descriptors])}
+
+    def number_of(one: int | _Address | _Descriptor) -> int:
+        if isinstance(one, _Address):
+            return number[one.place()]
+        return number[_described(one) if isinstance(one, _Descriptor) else one]
+
+    words = [len(constants), len(addresses), len(descriptors), len(launches), *constants]
+    for words_of_one in (*addresses, *descriptors):
+        words += words_of_one
+    for function, grid, threads, shared, taken in launches:
+        words += [function, *grid, threads, shared, len(taken), *map(number_of, taken)]
+    return struct.pack(f"<{len(words)}q", *words)
+
+
+def _described(one: _Descriptor) -> tuple[int, ...]:
+    """Returns the words of a TMA descriptor."""
+    array, offset = one.address.place()
+    swizzle, _, dtype, block = one.kind
+    return (array, offset, dtype, swizzle, *one.shape, one.row_bytes, *block)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
@@ -296,7 +314,7 @@ def call(
 
 def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torch.device) -> tuple[Tensor | None, ...]:
     """Replays a recorded call on other arrays of the same layouts, on the current stream. Returns its results."""
-    constants, addresses, descriptors, made, launches, outputs, bytes_ = recording
+    program, outputs, bytes_ = recording
     results = [
         None if output is None else torch.empty_strided(output[0], output[1], dtype=output[2], device=device)
         for output in outputs
@@ -305,16 +323,15 @@ def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torc
     if bytes_:
         workspace = torch.empty(bytes_, dtype=torch.uint8, device=device)
         bases.append(workspace.data_ptr())
-    values = [
-        torch._C._cuda_getCurrentRawStream(device.index),
-        *constants,
-        *[bases[array] + offset for array, offset in addresses],
-    ]
-    for index, ((array, offset), rest) in enumerate(descriptors):
-        address, one = bases[array] + offset, made[index]
-        if one[0] != address:
-            one = made[index] = address, launch.make_descriptor()(address, *rest)
-        values.append(one[1])
-    for run, pick in launches:
-        run(*pick(values))
+    _native().run(program, bases, device.index, torch._C._cuda_getCurrentRawStream(device.index))
     return tuple(results)
+
+
+@cache
+def _native(driver: str = "libcuda.so.1") -> Any:
+    """Returns the module of replay.c, compiled by the C compiler that also compiles Triton's launchers."""
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source = Path(__file__).with_suffix(".c").read_text()
+    module = compile_module_from_src(source, "linear_ce_replay", include_dirs=[str(include)])
+    module.load(driver)
+    return module

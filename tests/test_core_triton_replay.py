@@ -1,11 +1,18 @@
 """Recorded launches: a replayed call gives the results of the first, on other arrays, streams, threads and devices."""
 
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 import core_triton
@@ -56,6 +63,10 @@ def recordings() -> list[replay.Recording]:
     return [recording for recording in replay._recordings.values() if recording is not None]
 
 
+def launches_of(recording: replay.Recording) -> int:
+    return struct.unpack_from("<4q", recording.program)[3]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"memory_budget": 900_000}, {"softcap": 5.0, "z_loss_weight": 0.1}], ids=str)
 def test_a_replay_is_bitwise_equal(options: dict[str, Any]) -> None:
@@ -64,7 +75,7 @@ def test_a_replay_is_bitwise_equal(options: dict[str, Any]) -> None:
         for seed in range(3):
             assert_same(results(seed, **options), want[seed])
     assert len(recordings()) >= 3  # training, scoring, the backward pass
-    assert all(recording.launches for recording in recordings())
+    assert all(launches_of(recording) for recording in recordings())
 
 
 @pytest.mark.gpu
@@ -221,45 +232,165 @@ def test_overlapping_extents_are_found() -> None:
     assert replay._extent(x[1:3, ::2]) == (x.data_ptr() + 24, x.data_ptr() + 24 + 4 * 11)
 
 
-# What the recorder makes of a call, without a GPU.
-
-KERNEL = launch.Direct(print, print, None, None, (), (), ())
+# What a recording launches, without a GPU: a driver that writes it down.
 
 
-def test_arrays_of_a_recording_share_memory_where_they_do_not_live_together() -> None:
+class Launched(NamedTuple):
+    """A launch as the driver saw it."""
+
+    grid: tuple[int, ...]
+    threads: int
+    shared: int
+    stream: int
+    parameters: list[Any]  # a list each for TMA descriptors
+
+
+class Driver:
+    """The fake driver of fake_cuda_driver.c, and replay.c's module that uses it."""
+
+    def __init__(self, folder: Path) -> None:
+        include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+        path = folder / "fake_cuda_driver.so"
+        source = Path(__file__).with_name("fake_cuda_driver.c")
+        compiler = os.environ.get("CC") or shutil.which("cc") or "gcc"
+        subprocess.run([compiler, "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(path)], check=True)
+        self._library = ctypes.CDLL(str(path))
+        self.module = replay._native.__wrapped__(str(path))
+
+    def run(self, recording: replay.Recording | None, bases: list[int], *, stream: int = 7) -> list[Launched]:
+        """Returns the launches of a recording with its arrays at these addresses."""
+        assert recording is not None
+        self._words().value = 0
+        self.module.run(recording.program, bases, 0, stream)
+        log = (ctypes.c_int64 * 4096).in_dll(self._library, "fake_log")
+        words, found = iter(log[: self._words().value]), []
+        for handle in words:
+            x, y, z, threads, shared, on = (next(words) for _ in range(6))
+            described = [handle >> (8 + index) & 1 for index in range(handle & 255)]
+            parameters = [[next(words) for _ in range(10)] if one else next(words) for one in described]
+            found.append(Launched((x, y, z), threads, shared, on, parameters))
+        return found
+
+    def fail(self, error: int) -> None:
+        """Makes every launch return an error, 0 for none."""
+        ctypes.c_int.in_dll(self._library, "fake_error").value = error
+
+    def _words(self) -> ctypes.c_int:
+        return ctypes.c_int.in_dll(self._library, "fake_words")
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return Driver(tmp_path_factory.mktemp("driver"))
+
+
+def kernel(*kinds: str, descriptors: tuple[launch.DescriptorKind | None, ...] = ()) -> launch.Direct:
+    """A compiled kernel that takes arguments of these types, and Triton's two scratch pointers."""
+    taken: list[bool] = []
+    left = list(descriptors)
+    for kind in kinds:
+        if kind == "constexpr":
+            continue
+        if not launch.is_descriptor(kind):
+            taken.append(False)
+        elif left.pop(0) is None:
+            taken += [False] * 10
+        else:
+            taken += [True, *[False] * 4]
+    handle = len(taken) + 2 + sum(256 << index for index, one in enumerate(taken) if one)
+    return launch.Direct(print, handle, (4, 1, 96), (), kinds, descriptors)
+
+
+POINTERS = kernel("*fp32", "*fp32", "*fp32", "i32")
+
+
+def test_a_recording_launches_the_kernels_with_the_addresses_of_the_call(driver: Driver) -> None:
     x = torch.zeros(64)
     with replay.Recorder((x,)) as recorder:
         result = torch.empty(64)
         for size in (4096, 1024, 4096):  # each is freed before the next is there
             scratch = torch.empty(size)
             addresses = [x.data_ptr() + 4, scratch.data_ptr() + 8, result.data_ptr()]
-            recorder.add(KERNEL, (2, 1, 1), [True, True, True, False], [*addresses, size])
+            recorder.add(POINTERS, (2, 3, 5), [*addresses, -size])
             del scratch
+        recorder.add(POINTERS, (2, 0, 5), [*addresses, 1])  # no program: nothing is launched
     recording = recorder.recording((result, None))
     assert recording is not None
     assert recording.workspace == 4 * 4096
     assert recording.outputs[1] is None
-    values = [7, *recording.constants, *recording.addresses]  # 7 is the stream
-    for (_, arguments), size in zip(recording.launches, (4096, 1024, 4096), strict=True):
-        grid, stream, function, (first, second, third, last) = (
-            arguments(values)[:3], arguments(values)[3], arguments(values)[4], arguments(values)[5:]
-        )  # fmt: skip
-        assert (grid, stream, function, last) == ((2, 1, 1), 7, None, size)
-        assert (first, second, third) == ((0, 4), (3, 8), (1, 0))  # inputs, outputs, workspace
+    inputs, outputs, workspace = 1 << 40, 1 << 41, 1 << 42
+    found = driver.run(recording, [inputs, outputs, 0, workspace], stream=9)
+    expected = [[inputs + 4, workspace + 8, outputs, -size, 0, 0] for size in (4096, 1024, 4096)]
+    assert [one.parameters for one in found] == expected
+    assert {one[:4] for one in found} == {((2, 3, 5), 128, 96, 9)}
 
 
-def test_arrays_that_live_together_lie_side_by_side() -> None:
+def test_numbers_and_descriptors_reach_the_driver(driver: Driver) -> None:
+    made = launch.DescriptorKind(swizzle=3, itemsize=2, dtype=9, block=(128, 64))
+    takes = kernel(
+        "tensordesc<bf16[128, 64]>", "constexpr", "fp32", "i64", "tensordesc<bf16[16, 32]>", descriptors=(made, None)
+    )
+    x, y = torch.zeros(40, 96).bfloat16(), torch.zeros(24, 32).bfloat16()
+    with replay.Recorder((x, y)) as recorder:
+        values = [launch.Blocks(x[8:], (128, 64)), None, -1.5, 2**40, launch.Blocks(y, (16, 32))]
+        recorder.add(takes, (1, 1, 1), values)
+    (found,) = driver.run(recorder.recording(()), [4096, 8192])
+    descriptor, *rest = found.parameters
+    assert descriptor[:9] == [4096 + 8 * 192, 9, 2, 96, 32, 192, 64, 128, 3]
+    assert rest[:4] == [32, 96, 96, 1]
+    assert rest[4:6] == [int.from_bytes(struct.pack("<f", -1.5), "little"), 2**40]
+    assert rest[6:] == [8192, 24, 32, 32, 1, 0, 24, 32, 32, 1, 0, 0]
+
+
+def test_kernels_that_take_other_numbers_are_refused() -> None:
+    with replay.Recorder(()) as recorder, pytest.raises(TypeError, match="a kernel takes fp64"):
+        recorder.add(kernel("fp64"), (1, 1, 1), [1.0])
+
+
+def test_a_thread_without_a_context_gets_the_device_s(driver: Driver) -> None:
+    made = launch.DescriptorKind(swizzle=3, itemsize=4, dtype=7, block=(8, 32))
+    x, contexts = torch.zeros(8, 32), []
+    with replay.Recorder((x,)) as recorder:
+        recorder.add(kernel("tensordesc<fp32[8, 32]>", descriptors=(made,)), (1, 1, 1), [launch.Blocks(x, (8, 32))])
+    recording = recorder.recording(())
+
+    def work() -> None:
+        contexts.append(driver.run(recording, [0])[0].parameters[0][9])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert contexts == [1000]  # the primary context of device 0
+
+
+def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
+    x = torch.zeros(8)
+    with replay.Recorder((x,)) as recorder:
+        recorder.add(kernel("*fp32"), (1, 1, 1), [x.data_ptr()])
+    recording = recorder.recording(())
+    driver.fail(700)
+    try:
+        with pytest.raises(RuntimeError, match="CUDA error 700 in a kernel launch: an error of the fake driver"):
+            driver.run(recording, [0])
+    finally:
+        driver.fail(0)
+    assert driver.run(recording, [64])[0].parameters == [64, 0, 0]
+    with pytest.raises(OSError, match=r"the CUDA driver cannot be loaded: nowhere.so.*"):
+        driver.module.load("nowhere.so")
+
+
+def test_arrays_that_live_together_lie_side_by_side(driver: Driver) -> None:
     with replay.Recorder(()) as recorder:
         long = torch.empty(1024)
         short = torch.empty(1024)
-        recorder.add(KERNEL, (1, 1, 1), [True, True], [long.data_ptr(), short.data_ptr()])
+        recorder.add(kernel("*fp32", "*fp32"), (1, 1, 1), [long.data_ptr(), short.data_ptr()])
         del short
         later = torch.empty(512)
-        recorder.add(KERNEL, (1, 1, 1), [True, True], [long.data_ptr(), later.data_ptr()])
+        recorder.add(kernel("*fp32", "*fp32"), (1, 1, 1), [long.data_ptr(), later.data_ptr()])
     recording = recorder.recording(())
     assert recording is not None
     assert recording.workspace == 8 * 1024
-    assert {place.offset for place in recording.addresses} == {0, 4096}
+    assert [one.parameters[:2] for one in driver.run(recording, [0])] == [[0, 4096], [0, 4096]]
 
 
 def test_the_recorder_keeps_nothing_alive() -> None:
@@ -267,17 +398,17 @@ def test_the_recorder_keeps_nothing_alive() -> None:
     with replay.Recorder(()) as recorder:
         matrix = torch.empty(32, 32)
         blocks = launch.Blocks(matrix, (16, 16))
-        recorder.add(KERNEL._replace(descriptors=(None,)), (1, 1, 1), [False], [blocks])
+        recorder.add(kernel("tensordesc<fp32[16, 16]>", descriptors=(None,)), (1, 1, 1), [blocks])
         storage = replay.StorageWeakRef(matrix.untyped_storage())
         del matrix, blocks
         assert storage.expired()
         torch.ones(2).add_(1)
-        recorder.add(KERNEL, (1, 1, 1), [True], [0])
+        recorder.add(kernel("*fp32"), (1, 1, 1), [0])
     assert recorder.recording(()) is None
 
 
 def test_an_address_of_neither_an_input_nor_an_allocation_is_not_recorded() -> None:
     hidden = torch.zeros(8)
     with replay.Recorder((torch.zeros(8),)) as recorder:
-        recorder.add(KERNEL, (1, 1, 1), [True], [hidden.data_ptr()])
+        recorder.add(kernel("*fp32"), (1, 1, 1), [hidden.data_ptr()])
     assert recorder.recording(()) is None
