@@ -8,7 +8,7 @@ Traces come after the times of all rows, because a profiler that was once active
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ MEASURED = (  # the keys that every row of these modes has, None where they were
     *("device_ms", "kernels", "copies", "gap_ms", "main_kernel", "main_launches", "trace_note"),
     *("one_thread_host_ms", "one_thread_total_ms", "one_thread_chunk_ms"),
     *("one_thread_identity_ms", "one_thread_above_identity_ms"),
+    *("busy_identity_ms", "above_busy_identity_ms"),
+    *("one_thread_busy_identity_ms", "one_thread_above_busy_identity_ms"),
     *("chunk_ms", "chunk_runs", "identity_ms", "above_identity_ms", "lower_s", "compile_s", "compile_note"),
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
     *("version", "status", "note"),
@@ -37,6 +39,11 @@ def host_times(step: Callable[[], Any], wait: Callable[[], None], seconds: float
         wait: blocks until the last one is done.
         seconds: for all of it; at least MIN_SAMPLES calls are timed.
     """
+    return host_figures(host_samples(step, wait, seconds))
+
+
+def host_samples(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> list[float]:
+    """Returns the ms until a call returned, of each call. The arguments are those of `host_times`."""
     samples: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(samples) < MIN_SAMPLES or (time.perf_counter() < deadline and len(samples) < MAX_SAMPLES):
@@ -45,6 +52,11 @@ def host_times(step: Callable[[], Any], wait: Callable[[], None], seconds: float
         step()
         samples.append(1000 * (time.perf_counter() - start))
     wait()
+    return samples
+
+
+def host_figures(samples: Sequence[float]) -> dict[str, float]:
+    """Returns the figures of `host_times` from samples in ms."""
     return {
         "host_ms": float(np.median(samples)),
         "host_ms_p20": float(np.percentile(samples, 20)),

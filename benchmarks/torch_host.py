@@ -1,13 +1,15 @@
 """Host time in PyTorch: calls as a user writes them, CUDA graphs, further chunks, and calls inside torch.compile."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.host import Later, host_times, total_time
+from benchmarks.host import Later, host_figures, host_samples, total_time
 from benchmarks.methods import Method, Prepared, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
@@ -18,6 +20,8 @@ REPLAYS_MS = 20.0  # of a block of graph replays
 CHUNK_SHARES = (2, 4, 8)  # divisors: a budget holds this part of the scaled exponentials of all rows, 2 N V bytes
 CHUNK_SLACK = 2**24  # bytes of a budget for everything else
 ONE_THREAD = "one_thread_"  # begins the names of figures of calls without autograd's thread
+ROUNDS = 5  # in which calls are timed in turns: a machine's host is up to twice as fast at one moment as at another
+SLEEP_CYCLES = 10_000_000  # of the GPU's clock, to learn how long one takes
 
 
 class Steps:
@@ -96,11 +100,15 @@ class HostBench:
         if mode.measures == "host-compile":
             return self._compiled(loss_fn, arrays, mode), None
         steps = Steps(loss_fn, arrays, mode)
-        figures = self._calls(steps)
+        graph = self._graph(Steps(loss_fn, arrays, mode))
+        calls = {"": steps}
+        if mode.backward and graph.get("graph_ms"):
+            bare = bare_node(self._cycles(graph["graph_ms"]))
+            calls["busy_identity_"] = Steps(bare, arrays, mode)
+        figures = self._calls(calls) | graph
         if mode.backward:
-            raw = self._times(steps.grad)
+            raw = self._times({"": steps.grad})[""]
             figures |= {"grad_host_ms": raw["host_ms"], "grad_total_ms": raw["total_ms"]}
-        figures |= self._graph(Steps(loss_fn, arrays, mode))
         if not self._traces:
             return figures | {"trace_note": self._why_no_trace}, None
         return figures, lambda: self._traced(steps.step)
@@ -113,22 +121,45 @@ class HostBench:
         if self._gpu:
             torch.cuda.synchronize()
 
-    def _calls(self, steps: Steps) -> dict[str, Any]:
+    def _calls(self, calls: Mapping[str, Steps]) -> dict[str, Any]:
         """Returns the times of calls as a user writes them, and of calls whose backward pass stays on the caller's
-        thread: PyTorch runs it on another one for each GPU, and the host waits while that thread wakes up."""
-        times = self._times(steps.step)
-        if steps.mode.backward:
-            with torch.autograd.set_multithreading_enabled(False):
-                one_thread = self._times(steps.step)
-            times |= {ONE_THREAD + key: one_thread[key] for key in ("host_ms", "total_ms")}
-        return times
+        thread: PyTorch runs it on another one for each GPU, and the host waits while that thread wakes up.
 
-    def _times(self, step: Callable[[], Any]) -> dict[str, Any]:
-        step()
-        keep_busy([step], self._timing.warmup, lambda _: None, lambda _: None)
+        The figures of the calls named "" have the names of `host.MEASURED`. The others have a `host_ms` with the name
+        in front of `ms`, and the difference from it.
+        """
+        figures: dict[str, Any] = {}
+        backward = any(steps.mode.backward for steps in calls.values())
+        timed = self._times({name: steps.step for name, steps in calls.items()}, one_thread=backward)
+        for thread in ("", ONE_THREAD) if backward else ("",):
+            own = timed[thread]
+            figures |= {thread + key: own[key] for key in (("host_ms", "total_ms") if thread else own)}
+            for name in filter(None, calls):
+                figures[f"{thread}{name}ms"] = timed[thread + name]["host_ms"]
+                figures[f"{thread}above_{name}ms"] = own["host_ms"] - timed[thread + name]["host_ms"]
+        return figures
+
+    def _times(self, steps: Mapping[str, Callable[[], Any]], *, one_thread: bool = False) -> dict[str, dict[str, Any]]:
+        """Returns the times of each step, which take turns. With `one_thread` each is also timed without the thread of
+        autograd, under its name with ONE_THREAD in front."""
+        seconds = self._timing.seconds / ROUNDS
+        samples: dict[str, list[float]] = {}
+        totals: dict[str, list[float]] = {}
+        for step in steps.values():
+            step()
+        keep_busy(list(steps.values()), self._timing.warmup, lambda _: None, lambda _: None)
         self._wait()
-        seconds = self._timing.seconds
-        return {**host_times(step, self._wait, seconds), "total_ms": total_time(step, self._wait, seconds)}
+        for _ in range(ROUNDS):
+            for thread in ("", ONE_THREAD) if one_thread else ("",):
+                with torch.autograd.set_multithreading_enabled(False) if thread else nullcontext():
+                    for name, step in steps.items():
+                        samples.setdefault(thread + name, []).extend(host_samples(step, self._wait, seconds))
+                        totals.setdefault(thread + name, []).append(total_time(step, self._wait, seconds))
+        return {name: {**host_figures(samples[name]), "total_ms": float(np.median(totals[name]))} for name in samples}
+
+    def _cycles(self, ms: float) -> int:
+        """Returns for how many cycles of its clock the GPU has to sleep to be busy for so many milliseconds."""
+        return round(ms * SLEEP_CYCLES / self._time_block(lambda: torch.cuda._sleep(SLEEP_CYCLES), 3))
 
     def _traced(self, step: Callable[[], Any]) -> dict[str, Any]:
         try:
@@ -162,7 +193,7 @@ class HostBench:
         for budget in (None, *(2 * n * v // share + rows for share in CHUNK_SHARES)):
             steps = Steps(method.build(replace(mode, memory_budget=budget)), arrays, mode)
             try:
-                runs.append(({"memory_budget": budget, **self._calls(steps)}, steps))
+                runs.append(({"memory_budget": budget, **self._calls({"": steps})}, steps))
             except ValueError as error:
                 if budget is None:
                     raise
@@ -189,53 +220,89 @@ class HostBench:
         return figures
 
     def _compiled(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> dict[str, Any]:
-        """Host time inside torch.compile, and how far it is above that of an operator which computes nothing."""
-        figures: dict[str, Any] = {}
-        for name, function in (("identity", identity_operator()), ("ours", loss_fn)):
-            torch._dynamo.reset()
+        """Host time inside torch.compile, and how far it is above that of an operator which computes nothing, with the
+        GPU idle and with the GPU as busy as the loss makes it."""
+        torch._dynamo.reset()
+        identity = identity_operator()
+        graph = self._graph(Steps(loss_fn, arrays, mode))
+        cycles = self._cycles(graph["graph_ms"]) if graph.get("graph_ms") else 0
 
-            def call(x: Tensor, w: Tensor, y: Tensor, function: LossFn = function) -> Tensor:
-                return function(x, w, y)
+        # Each has its own code, so that a call checks the guards of one compiled function only.
+        def call_loss(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return loss_fn(x, w, y)
 
-            steps = Steps(torch.compile(call, fullgraph=True, dynamic=False), arrays, mode)
-            times = self._calls(steps)
-            if name == "identity":
-                figures |= {kind + "identity_ms": times[kind + "host_ms"] for kind in ("", ONE_THREAD)}
-            else:
-                figures |= times
-        above = {kind: figures[kind + "host_ms"] - figures[kind + "identity_ms"] for kind in ("", ONE_THREAD)}
-        return figures | {kind + "above_identity_ms": value for kind, value in above.items()}
+        def call_identity(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return identity(x, w, y, 0)
+
+        def call_busy_identity(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+            return identity(x, w, y, cycles)
+
+        functions = {"": call_loss, "identity_": call_identity}
+        if cycles:
+            functions["busy_identity_"] = call_busy_identity
+        return self._calls(
+            {
+                name: Steps(torch.compile(function, fullgraph=True, dynamic=False), arrays, mode)
+                for name, function in functions.items()
+            }
+        )
+
+
+class _BareNode(torch.autograd.Function):
+    """A node of autograd with the arguments and the gradients of a loss, that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, y: Tensor, cycles: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        torch.cuda._sleep(cycles)
+        ctx.save_for_backward(x, w)
+        return x.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return *(torch.empty_like(saved) for saved in ctx.saved_tensors), None, None
+
+
+def bare_node(cycles: int) -> LossFn:
+    """Returns a function with the arguments and gradients of a loss: one node of autograd, which computes nothing while
+    the GPU sleeps for `cycles` of its clock. Its host time is PyTorch's own."""
+    return lambda x, w, y: _BareNode.apply(x, w, y, cycles)  # pyright: ignore[reportReturnType]
 
 
 _libraries: list[torch.library.Library] = []  # an operator lives as long as its library
 
 
-def identity_operator() -> LossFn:
+def identity_operator() -> Callable[[Tensor, Tensor, Tensor, int], Tensor]:
     """Returns an operator with the arguments and the gradients of a loss that computes nothing: its cost is the call's.
 
-    Like the loss it allocates both gradients. It is registered through `torch.library.Library`, which adds no check of
-    its results.
+    Its last argument is for how many cycles of its clock the GPU sleeps in the forward pass. Like the loss it allocates
+    both gradients. It is registered through `torch.library.Library`, which adds no check of its results.
     """
     if not _libraries:
         library = torch.library.Library("linear_ce_benchmarks", "DEF")
-        library.define("nothing(Tensor x, Tensor w, Tensor y) -> Tensor")
+        library.define("nothing(Tensor x, Tensor w, Tensor y, int cycles) -> Tensor")
         library.define("nothing_backward(Tensor d_loss, Tensor x, Tensor w) -> (Tensor, Tensor)")
 
-        def nothing(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        def fake(x: Tensor, w: Tensor, y: Tensor, cycles: int) -> Tensor:
             return x.new_empty((), dtype=torch.float32)
+
+        def nothing(x: Tensor, w: Tensor, y: Tensor, cycles: int) -> Tensor:
+            if cycles:
+                torch.cuda._sleep(cycles)
+            return fake(x, w, y, cycles)
 
         def nothing_backward(d_loss: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
             return torch.empty_like(x), torch.empty_like(w)
 
-        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             ctx.save_for_backward(*inputs[:2])
 
-        def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None]:
-            return *torch.ops.linear_ce_benchmarks.nothing_backward(d_loss, *ctx.saved_tensors), None
+        def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+            return *torch.ops.linear_ce_benchmarks.nothing_backward(d_loss, *ctx.saved_tensors), None, None
 
-        for name, function in (("nothing", nothing), ("nothing_backward", nothing_backward)):
+        operators = ("nothing", nothing, fake), ("nothing_backward", nothing_backward, nothing_backward)
+        for name, function, shapes in operators:
             library.impl(name, function, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"linear_ce_benchmarks::{name}", function, lib=library)
+            torch.library.register_fake(f"linear_ce_benchmarks::{name}", shapes, lib=library)
         torch.library.register_autograd(
             "linear_ce_benchmarks::nothing", backward, setup_context=setup_context, lib=library
         )

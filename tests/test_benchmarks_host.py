@@ -115,12 +115,34 @@ def test_host_time_of_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_identity_operator_has_the_gradients_of_a_loss() -> None:
     x, w, y = torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
-    steps = Steps(identity_operator(), (x, w, y), CALL_MODES["host"])
+    identity = identity_operator()
+    steps = Steps(lambda x, w, y: identity(x, w, y, 0), (x, w, y), CALL_MODES["host"])
     d_x, d_w = steps.grad()
     assert (d_x.shape, d_w.shape, steps.step().shape) == (x.shape, w.shape, ())
     assert steps._x.grad is not None
     operator: Any = torch.ops.linear_ce_benchmarks.nothing_backward.default
     torch.library.opcheck(operator, (torch.ones(()), x, w), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_busy_node_has_the_gradients_of_a_loss_and_keeps_the_gpu_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    x, w, y = torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
+    bench = HostBench(False, lambda run, calls: 2.0, linear_ce.Timing(0, 0, 0), trace=False)
+    monkeypatch.setattr(HostBench, "_graph", lambda self, steps: {"graph_ms": 0.5})
+    d_x, d_w = Steps(torch_host.bare_node(7), (x, w, y), CALL_MODES["host"]).grad()
+    assert (d_x.shape, d_w.shape, slept.pop()) == (x.shape, w.shape, 7)
+    mine = Method("mine", "ours", torch_loss)
+    program = SimpleNamespace(arguments=(x, w, y), program=torch_loss(None))
+    for mode in ("host", "host-compile"):
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+        figures, _ = bench.figures(program, mine, CALL_MODES[mode])  # pyright: ignore[reportArgumentType]
+        assert slept
+        assert {*slept} == {torch_host.SLEEP_CYCLES // 4}  # 2 ms make SLEEP_CYCLES
+        slept.clear()
+        for thread in ("", torch_host.ONE_THREAD):
+            above = figures[thread + "host_ms"] - figures[thread + "busy_identity_ms"]
+            assert figures[thread + "above_busy_identity_ms"] == pytest.approx(above)
 
 
 def test_a_budget_that_is_too_small_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
