@@ -44,6 +44,8 @@ HOST: tuple[Column, ...] = (
     ("a further chunk in one thread, ms", "one_thread_chunk_ms", ".3f", 1),
     ("above the identity, ms", "above_identity_ms", ".3f", 1),
     ("above the identity in one thread, ms", "one_thread_above_identity_ms", ".3f", 1),
+    ("above a busy identity, ms", "above_busy_identity_ms", ".3f", 1),
+    ("above a busy identity in one thread, ms", "one_thread_above_busy_identity_ms", ".3f", 1),
     ("lowering, s", "lower_s", ".1f", 1),
     ("compiling, s", "compile_s", ".1f", 1),
 )
