@@ -86,6 +86,7 @@ static CUresult run_all(const int64_t *words, const uint64_t *bases, CUtensorMap
     for (int64_t i = 0; i < launches && !error; i++) {
         void *parameters[MOST_PARAMETERS];
         const int64_t *numbers = words + LAUNCH_WORDS;
+        if (words[6] > MOST_PARAMETERS) return CUDA_ERROR_INVALID_VALUE;
         for (int64_t p = 0; p < words[6]; p++) {
             int64_t number = numbers[p];
             if (number < constants) parameters[p] = (void *)&values[number];

@@ -258,7 +258,22 @@ PALLAS_KERNELS = (
         tests("jax_pallas_kernels", "test_sort_by_target"),
     ),
 )
-MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
+REPLAY = tests("core_triton_replay", "driver or recording")
+LAUNCHES = (
+    Mutation(
+        "core_triton/replay.c", "addresses[i] = bases[words[0]] + words[1]", "addresses[i] = bases[words[0]]", REPLAY
+    ),
+    Mutation("core_triton/replay.c", "shape[] = {words[5], words[4]}", "shape[] = {words[4], words[5]}", REPLAY),
+    Mutation("core_triton/replay.c", "words = numbers + words[6]", "words = numbers", REPLAY),
+    Mutation("core_triton/replay.py", "made.itemsize * value.strides[0]", "value.strides[0]", REPLAY),
+    Mutation(
+        "core_triton/replay.py",
+        "if other.born < one.died and one.born < other.died:",
+        "if other.born < one.died and one.born > other.died:",
+        tests("core_triton_replay", "side_by_side"),
+    ),
+)
+MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
 NOTHING_RAN = 5  # pytest's status where no test was chosen
 
 

@@ -379,6 +379,14 @@ def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
         driver.module.load("nowhere.so")
 
 
+def test_a_launch_with_too_many_parameters_is_an_error(driver: Driver) -> None:
+    x = torch.zeros(8)
+    with replay.Recorder((x,)) as recorder:
+        recorder.add(kernel(*["*fp32"] * 127), (1, 1, 1), [x.data_ptr()] * 127)
+    with pytest.raises(RuntimeError, match="CUDA error 1 in a kernel launch"):
+        driver.run(recorder.recording(()), [0])
+
+
 def test_arrays_that_live_together_lie_side_by_side(driver: Driver) -> None:
     with replay.Recorder(()) as recorder:
         long = torch.empty(1024)
