@@ -8,15 +8,14 @@ Traces come after the times of all rows, because a profiler that was once active
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Later = Callable[[], dict[str, Any]]  # traces, and returns more figures of the row
 
-MIN_SAMPLES, MAX_SAMPLES = 10, 1000
-BLOCKS = 5
+MIN_SAMPLES, MAX_SAMPLES = 10, 2000
 
 MEASURED = (  # the keys that every row of these modes has, None where they were not measured
     *("host_ms", "host_ms_p20", "host_ms_p80", "total_ms", "grad_host_ms", "grad_total_ms", "graph_ms", "graph_note"),
@@ -31,22 +30,59 @@ MEASURED = (  # the keys that every row of these modes has, None where they were
 )
 
 
-def host_times(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> dict[str, float]:
-    """Returns `host_ms` with its 20/80 percentiles: the time until a call returns when the device has nothing to do.
+ROUNDS = 5  # in which calls take turns: a machine's host is up to twice as fast at one moment as at another
+
+
+class Timed(NamedTuple):
+    """The host times of one call, by round. A round that is twice as slow has half as many samples, so the median of
+    all samples would be that of the fast rounds: the figures are medians over rounds."""
+
+    samples: list[list[float]]  # ms of each call
+    totals: list[float]  # ms of a call back to back
+
+    def figures(self) -> dict[str, float]:
+        """Returns `host_ms` with its 20/80 percentiles, and `total_ms` if it was measured."""
+        every = np.concatenate(self.samples)
+        figures = {
+            "host_ms": float(np.median(self.medians())),
+            "host_ms_p20": float(np.percentile(every, 20)),
+            "host_ms_p80": float(np.percentile(every, 80)),
+        }
+        return figures | ({"total_ms": float(np.median(self.totals))} if self.totals else {})
+
+    def medians(self) -> list[float]:
+        return [float(np.median(samples)) for samples in self.samples]
+
+    def above(self, other: "Timed") -> float:
+        """Returns how much longer a call takes than another: the median of the differences within a round."""
+        return float(np.median(np.subtract(self.medians(), other.medians())))
+
+
+def time_in_turns(
+    steps: Mapping[str, Callable[[], Any]], wait: Callable[[], None], seconds: float, *, with_total: Collection[str]
+) -> dict[str, Timed]:
+    """Times calls until they return when the device has nothing to do. The calls take turns in ROUNDS rounds.
 
     Args:
-        step: enqueues one call.
+        steps: each enqueues one call.
         wait: blocks until the last one is done.
-        seconds: for all of it; at least MIN_SAMPLES calls are timed.
+        seconds: for each figure of each call; at least MIN_SAMPLES calls are timed.
+        with_total: the steps that are also timed back to back.
     """
-    return host_figures(host_samples(step, wait, seconds))
+    timed = {name: Timed([], []) for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            timed[name].samples.append(_samples(step, wait, seconds / ROUNDS))
+            if name in with_total:
+                timed[name].totals.append(_total(step, wait, seconds / ROUNDS))
+    return timed
 
 
-def host_samples(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> list[float]:
-    """Returns the ms until a call returned, of each call. The arguments are those of `host_times`."""
+def _samples(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> list[float]:
     samples: list[float] = []
     deadline = time.perf_counter() + seconds
-    while len(samples) < MIN_SAMPLES or (time.perf_counter() < deadline and len(samples) < MAX_SAMPLES):
+    least, most = MIN_SAMPLES // ROUNDS, MAX_SAMPLES // ROUNDS
+    while len(samples) < least or (time.perf_counter() < deadline and len(samples) < most):
         wait()
         start = time.perf_counter()
         step()
@@ -55,23 +91,8 @@ def host_samples(step: Callable[[], Any], wait: Callable[[], None], seconds: flo
     return samples
 
 
-def host_figures(samples: Sequence[float]) -> dict[str, float]:
-    """Returns the figures of `host_times` from samples in ms."""
-    return {
-        "host_ms": float(np.median(samples)),
-        "host_ms_p20": float(np.percentile(samples, 20)),
-        "host_ms_p80": float(np.percentile(samples, 80)),
-    }
-
-
-def total_time(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> float:
-    """Returns the ms of one call back to back: the median of BLOCKS blocks, each with one wait at its end.
-
-    Args:
-        step: enqueues one call.
-        wait: blocks until the last one is done.
-        seconds: for all blocks.
-    """
+def _total(step: Callable[[], Any], wait: Callable[[], None], seconds: float) -> float:
+    """Returns the ms of one call back to back, of a block of calls with one wait at its end."""
 
     def block(calls: int) -> float:
         wait()
@@ -81,5 +102,4 @@ def total_time(step: Callable[[], Any], wait: Callable[[], None], seconds: float
         wait()
         return (time.perf_counter() - start) / calls
 
-    calls = max(2, round(seconds / BLOCKS / max(block(2), 1e-9)))
-    return 1000 * float(np.median([block(calls) for _ in range(BLOCKS)]))
+    return 1000 * block(max(2, round(seconds / max(block(2), 1e-9))))

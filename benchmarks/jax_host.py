@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.host import Later, host_times, total_time
+from benchmarks.host import Later, time_in_turns
 from benchmarks.methods import Prepared, UnavailableError, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
@@ -45,8 +45,7 @@ def host_figures(
     step()
     keep_busy([step], timing.warmup, lambda result: result, jax.block_until_ready)
     figures: dict[str, Any] = {
-        **host_times(step, wait, timing.seconds),
-        "total_ms": total_time(step, wait, timing.seconds),
+        **time_in_turns({"": step}, wait, timing.seconds, with_total={""})[""].figures(),
         "graph_note": "XLA builds the CUDA graphs of a program",
     }
     last[0] = None

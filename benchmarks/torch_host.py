@@ -1,15 +1,13 @@
 """Host time in PyTorch: calls as a user writes them, CUDA graphs, further chunks, and calls inside torch.compile."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.host import Later, host_figures, host_samples, total_time
+from benchmarks.host import Later, Timed, time_in_turns
 from benchmarks.methods import Method, Prepared, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
@@ -20,7 +18,6 @@ REPLAYS_MS = 20.0  # of a block of graph replays
 CHUNK_SHARES = (2, 4, 8)  # divisors: a budget holds this part of the scaled exponentials of all rows, 2 N V bytes
 CHUNK_SLACK = 2**24  # bytes of a budget for everything else
 ONE_THREAD = "one_thread_"  # begins the names of figures of calls without autograd's thread
-ROUNDS = 5  # in which calls are timed in turns: a machine's host is up to twice as fast at one moment as at another
 SLEEP_CYCLES = 10_000_000  # of the GPU's clock, to learn how long one takes
 
 
@@ -100,15 +97,13 @@ class HostBench:
         if mode.measures == "host-compile":
             return self._compiled(loss_fn, arrays, mode), None
         steps = Steps(loss_fn, arrays, mode)
-        graph = self._graph(Steps(loss_fn, arrays, mode))
-        calls = {"": steps}
-        if mode.backward and graph.get("graph_ms"):
-            bare = bare_node(self._cycles(graph["graph_ms"]))
-            calls["busy_identity_"] = Steps(bare, arrays, mode)
-        figures = self._calls(calls) | graph
+        graph = self._graph(steps)
+        calls: dict[str, Callable[[], Any]] = {"": steps.step}
         if mode.backward:
-            raw = self._times({"": steps.grad})[""]
-            figures |= {"grad_host_ms": raw["host_ms"], "grad_total_ms": raw["total_ms"]}
+            calls["grad_"] = steps.grad
+            if graph.get("graph_ms"):
+                calls["busy_identity_"] = Steps(bare_node(self._cycles(graph["graph_ms"])), arrays, mode).step
+        figures = self._figures(self._times(calls, mode, with_total={"", "grad_"})) | graph
         if not self._traces:
             return figures | {"trace_note": self._why_no_trace}, None
         return figures, lambda: self._traced(steps.step)
@@ -121,41 +116,41 @@ class HostBench:
         if self._gpu:
             torch.cuda.synchronize()
 
-    def _calls(self, calls: Mapping[str, Steps]) -> dict[str, Any]:
-        """Returns the times of calls as a user writes them, and of calls whose backward pass stays on the caller's
-        thread: PyTorch runs it on another one for each GPU, and the host waits while that thread wakes up.
+    def _times(
+        self, calls: Mapping[str, Callable[[], Any]], mode: Mode, *, with_total: Collection[str] = ("",)
+    ) -> dict[str, Timed]:
+        """Returns the times of calls, which take turns.
 
-        The figures of the calls named "" have the names of `host.MEASURED`. The others have a `host_ms` with the name
-        in front of `ms`, and the difference from it.
+        A call with a backward pass is also timed with that pass on the caller's thread, under its name with ONE_THREAD
+        in front: PyTorch runs it on another thread for each GPU, and the host waits while that thread wakes up.
         """
-        figures: dict[str, Any] = {}
-        backward = any(steps.mode.backward for steps in calls.values())
-        timed = self._times({name: steps.step for name, steps in calls.items()}, one_thread=backward)
-        for thread in ("", ONE_THREAD) if backward else ("",):
-            own = timed[thread]
-            figures |= {thread + key: own[key] for key in (("host_ms", "total_ms") if thread else own)}
-            for name in filter(None, calls):
-                figures[f"{thread}{name}ms"] = timed[thread + name]["host_ms"]
-                figures[f"{thread}above_{name}ms"] = own["host_ms"] - timed[thread + name]["host_ms"]
-        return figures
-
-    def _times(self, steps: Mapping[str, Callable[[], Any]], *, one_thread: bool = False) -> dict[str, dict[str, Any]]:
-        """Returns the times of each step, which take turns. With `one_thread` each is also timed without the thread of
-        autograd, under its name with ONE_THREAD in front."""
-        seconds = self._timing.seconds / ROUNDS
-        samples: dict[str, list[float]] = {}
-        totals: dict[str, list[float]] = {}
-        for step in steps.values():
-            step()
-        keep_busy(list(steps.values()), self._timing.warmup, lambda _: None, lambda _: None)
+        for call in calls.values():
+            call()
+        keep_busy(list(calls.values()), self._timing.warmup, lambda _: None, lambda _: None)
         self._wait()
-        for _ in range(ROUNDS):
-            for thread in ("", ONE_THREAD) if one_thread else ("",):
-                with torch.autograd.set_multithreading_enabled(False) if thread else nullcontext():
-                    for name, step in steps.items():
-                        samples.setdefault(thread + name, []).extend(host_samples(step, self._wait, seconds))
-                        totals.setdefault(thread + name, []).append(total_time(step, self._wait, seconds))
-        return {name: {**host_figures(samples[name]), "total_ms": float(np.median(totals[name]))} for name in samples}
+        steps, totals = dict(calls), {*with_total}
+        if mode.backward:
+            steps |= {ONE_THREAD + name: one_thread(call) for name, call in calls.items() if name != "grad_"}
+            totals |= {ONE_THREAD + name for name in with_total}
+        return time_in_turns(steps, self._wait, self._timing.seconds, with_total=totals)
+
+    def _figures(self, timed: Mapping[str, Timed]) -> dict[str, Any]:
+        """Returns the figures of `host.MEASURED`: of the call named "", of `autograd.grad`, and of each identity with
+        how far the call is above it, as in `busy_identity_ms` and `above_busy_identity_ms`."""
+        figures: dict[str, Any] = timed[""].figures()
+        if "grad_" in timed:
+            grad = timed["grad_"].figures()
+            figures |= {"grad_host_ms": grad["host_ms"], "grad_total_ms": grad["total_ms"]}
+        if ONE_THREAD in timed:
+            alone = timed[ONE_THREAD].figures()
+            figures |= {ONE_THREAD + key: alone[key] for key in ("host_ms", "total_ms")}
+        for name in timed:
+            if name.endswith("identity_"):
+                thread = ONE_THREAD if name.startswith(ONE_THREAD) else ""
+                identity = name.removeprefix(thread)
+                figures[f"{name}ms"] = timed[name].figures()["host_ms"]
+                figures[f"{thread}above_{identity}ms"] = timed[thread].above(timed[name])
+        return figures
 
     def _cycles(self, ms: float) -> int:
         """Returns for how many cycles of its clock the GPU has to sleep to be busy for so many milliseconds."""
@@ -189,34 +184,42 @@ class HostBench:
         """
         n, v = len(arrays[0]), len(arrays[1])
         rows = 2 * arrays[0].numel() + CHUNK_SLACK
-        runs: list[tuple[dict[str, Any], Steps]] = []
+        runs: list[dict[str, Any]] = []
+        steps: dict[str, Steps] = {}  # by number of the run
         for budget in (None, *(2 * n * v // share + rows for share in CHUNK_SHARES)):
-            steps = Steps(method.build(replace(mode, memory_budget=budget)), arrays, mode)
+            runs.append({"memory_budget": budget})
+            one = Steps(method.build(replace(mode, memory_budget=budget)), arrays, mode)
             try:
-                runs.append(({"memory_budget": budget, **self._calls({"": steps})}, steps))
+                one.step()
             except ValueError as error:
                 if budget is None:
                     raise
-                runs.append(({"memory_budget": budget, "note": describe(error)}, steps))
-        figures = {key: value for key, value in runs[0][0].items() if key != "memory_budget"}
-        figures["chunk_runs"] = [run for run, _ in runs]
+                runs[-1]["note"] = describe(error)
+            else:
+                steps[str(len(runs) - 1)] = one
+        timed = self._times({name: one.step for name, one in steps.items()}, mode, with_total=steps)
+        for name in steps:
+            own = {"": timed[name]} | ({ONE_THREAD: timed[ONE_THREAD + name]} if mode.backward else {})
+            runs[int(name)] |= self._figures(own)
+        figures = {**{key: value for key, value in runs[0].items() if key != "memory_budget"}, "chunk_runs": runs}
         if not self._traces:
             return figures | {"trace_note": self._why_no_trace}, None
-        return figures, lambda: self._traced_chunks(runs)
+        return figures, lambda: self._traced_chunks(runs, steps, timed)
 
-    def _traced_chunks(self, runs: Sequence[tuple[dict[str, Any], Steps]]) -> dict[str, Any]:
+    def _traced_chunks(
+        self, runs: list[dict[str, Any]], steps: Mapping[str, Steps], timed: Mapping[str, Timed]
+    ) -> dict[str, Any]:
         """Returns the figures of the first run's trace and, from all traces, `chunk_ms`."""
-        traces = [self._traced(steps.step) if "host_ms" in run else {} for run, steps in runs]
-        for (run, _), traced in zip(runs, traces, strict=True):
+        traces = {name: self._traced(one.step) for name, one in steps.items()}
+        for index, run in enumerate(runs):
+            traced = traces.get(str(index), {})
             run |= {"chunks": traced.get("main_launches"), "kernels": traced.get("kernels")}
-        timed = [run for run, _ in runs if run["chunks"]]
-        figures = {**traces[0], "chunk_runs": [run for run, _ in runs]}
-        if runs[0][0]["chunks"]:
-            first, last = runs[0][0], max(timed, key=lambda run: run["chunks"])
-            if last["chunks"] > first["chunks"]:
-                for kind in ("", ONE_THREAD):
-                    longer = last[kind + "host_ms"] - first[kind + "host_ms"]
-                    figures[kind + "chunk_ms"] = longer / (last["chunks"] - first["chunks"])
+        figures = {**traces["0"], "chunk_runs": runs}
+        last = max(range(len(runs)), key=lambda index: runs[index]["chunks"] or 0)
+        if runs[0]["chunks"] and runs[last]["chunks"] > runs[0]["chunks"]:
+            for thread in ("", ONE_THREAD):
+                longer = timed[f"{thread}{last}"].above(timed[f"{thread}0"])
+                figures[thread + "chunk_ms"] = longer / (runs[last]["chunks"] - runs[0]["chunks"])
         return figures
 
     def _compiled(self, loss_fn: LossFn, arrays: tuple[Tensor, Tensor, Tensor], mode: Mode) -> dict[str, Any]:
@@ -240,12 +243,22 @@ class HostBench:
         functions = {"": call_loss, "identity_": call_identity}
         if cycles:
             functions["busy_identity_"] = call_busy_identity
-        return self._calls(
-            {
-                name: Steps(torch.compile(function, fullgraph=True, dynamic=False), arrays, mode)
-                for name, function in functions.items()
-            }
-        )
+        calls = {
+            name: Steps(torch.compile(function, fullgraph=True, dynamic=False), arrays, mode).step
+            for name, function in functions.items()
+        }
+        return self._figures(self._times(calls, mode)) | graph
+
+
+def one_thread(step: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a call whose backward pass runs on the caller's thread."""
+    context = torch.autograd.set_multithreading_enabled
+
+    def alone() -> Any:
+        with context(False):
+            return step()
+
+    return alone
 
 
 class _BareNode(torch.autograd.Function):
@@ -264,7 +277,7 @@ class _BareNode(torch.autograd.Function):
 
 def bare_node(cycles: int) -> LossFn:
     """Returns a function with the arguments and gradients of a loss: one node of autograd, which computes nothing while
-    the GPU sleeps for `cycles` of its clock. Its host time is PyTorch's own."""
+    the GPU sleeps for `cycles` of its clock. Its host time is PyTorch's own, with one launch."""
     return lambda x, w, y: _BareNode.apply(x, w, y, cycles)  # pyright: ignore[reportReturnType]
 
 

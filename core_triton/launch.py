@@ -64,7 +64,7 @@ class Direct(NamedTuple):
     metadata: tuple[int, int, int]  # warps, CTAs of a cluster, bytes of shared memory
     tail: tuple[None, ...]  # in place of the constexprs
     kinds: tuple[str, ...]  # the type of each argument, "constexpr" for those that are compiled into the kernel
-    descriptors: tuple["DescriptorKind | None", ...]  # of the arguments that are `Blocks`; None each where no TMA is
+    descriptors: tuple["DescriptorKind | None", ...]  # one for each `Blocks` argument; None if the GPU has no TMA
 
 
 class DescriptorKind(NamedTuple):
@@ -153,7 +153,7 @@ def _direct(compiled: CompiledKernel, constexprs: int) -> Direct:
 
     launcher: Any = compiled.run
     metadata: Any = compiled.metadata
-    function: Any = compiled.function  # there once `run` was
+    function: Any = compiled.function  # set when `run` is first read
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         raise RuntimeError(f"{compiled.name} takes scratch memory of Triton's, which direct launches do not give")
     if metadata.num_ctas != 1 or launcher.launch_cooperative_grid or launcher.launch_pdl:

@@ -9,7 +9,8 @@
                                                         bytes between rows, rows and columns of a block
        7 words for each launch                          function, three sizes of the grid, threads, bytes of shared
                                                         memory, parameters
-       and a word for each of its parameters            its number among the constants, addresses and descriptors
+       and a word for each of its parameters            its number: constants, addresses and descriptors are
+                                                        numbered in one sequence, in this order
 
    The constants are read where they are. Each call has its own addresses and descriptors, so threads do not share them. */
 
@@ -20,7 +21,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-enum { ADDRESS_WORDS = 2, DESCRIPTOR_WORDS = 9, LAUNCH_WORDS = 7, MOST_PARAMETERS = 128 };
+enum { ADDRESS_WORDS = 2, DESCRIPTOR_WORDS = 9, LAUNCH_WORDS = 7, MOST_PARAMETERS = 128, MAP_ALIGNMENT = 128 };
 
 static struct {
     CUresult (*launch)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -86,7 +87,6 @@ static CUresult run_all(const int64_t *words, const uint64_t *bases, CUtensorMap
     for (int64_t i = 0; i < launches && !error; i++) {
         void *parameters[MOST_PARAMETERS];
         const int64_t *numbers = words + LAUNCH_WORDS;
-        if (words[6] > MOST_PARAMETERS) return CUDA_ERROR_INVALID_VALUE;
         for (int64_t p = 0; p < words[6]; p++) {
             int64_t number = numbers[p];
             if (number < constants) parameters[p] = (void *)&values[number];
@@ -114,7 +114,7 @@ static PyObject *run(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     const int64_t *words = (const int64_t *)bytes;
     Py_ssize_t arrays = PyList_GET_SIZE(arguments[1]);
     void *memory;
-    if (posix_memalign(&memory, _Alignof(CUtensorMap), words[2] * sizeof(CUtensorMap) + 8 * (words[1] + arrays)))
+    if (posix_memalign(&memory, MAP_ALIGNMENT, words[2] * sizeof(CUtensorMap) + 8 * (words[1] + arrays)))
         return PyErr_NoMemory();
     CUtensorMap *maps = memory;
     uint64_t *addresses = (uint64_t *)(maps + words[2]), *bases = addresses + words[1];
@@ -131,7 +131,7 @@ static PyObject *run(PyObject *self, PyObject *const *arguments, Py_ssize_t coun
     if (error) {
         const char *text = NULL;
         driver.error_string(error, &text);
-        return PyErr_Format(PyExc_RuntimeError, "CUDA error %d in a kernel launch: %s", error, text ? text : "unknown");
+        return PyErr_Format(PyExc_RuntimeError, "CUDA error %d in a recorded call: %s", error, text ? text : "unknown");
     }
     Py_RETURN_NONE;
 }

@@ -9,7 +9,10 @@ A call is recorded only if all it does is launch kernels. The recorder watches P
 that is neither an allocation nor a view ends the recording, and such calls are never replayed.
 """
 
+import ctypes
 import struct
+import subprocess
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
@@ -21,10 +24,10 @@ import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.build import compile_module_from_src
 
 from core_triton import launch
 
+MOST_PARAMETERS = 128  # of a kernel, in replay.c
 ALIGNMENT = 512  # of each array in the workspace, as PyTorch's allocator gives it
 
 _aten = torch.ops.aten
@@ -155,6 +158,7 @@ class Recorder(TorchDispatchMode):
             self.whole = False
         else:
             self.launches.append(_Launch(direct.function, grid, 32 * warps, shared, parameters))
+            self.whole = len(parameters) <= MOST_PARAMETERS
 
     def _bury(self) -> None:
         """Marks the arrays that have been freed. Later arrays may have their addresses."""
@@ -182,11 +186,11 @@ class Recorder(TorchDispatchMode):
             if kind.startswith("*"):
                 found.append(self._address(value))
             elif launch.is_descriptor(kind):
-                address, made = self._address(value.base.data_ptr()), next(descriptors)
-                if made is None:  # no TMA: the kernel takes the address and strides
+                address, tma = self._address(value.base.data_ptr()), next(descriptors)
+                if tma is None:  # the kernel takes the address and strides
                     found += [address, *value.shape, *value.strides, False]
                 else:
-                    found.append(_Descriptor(address, made, tuple(value.shape), made.itemsize * value.strides[0]))
+                    found.append(_Descriptor(address, tma, tuple(value.shape), tma.itemsize * value.strides[0]))
                 found += [*value.shape, *value.strides]
             else:
                 found.append(_word(kind, value))
@@ -228,12 +232,12 @@ def _arrange(arrays: list[_Allocation], workspace: int) -> int:
 
 
 def _word(kind: str, value: Any) -> int:
-    """Returns a number of a kernel's parameter as a word of 8 bytes."""
+    """Returns a number of a kernel's parameter as a word of 8 bytes, as the C launcher of Triton converts it."""
     if kind in ("fp32", "f32"):
-        return int.from_bytes(struct.pack("<f", value), "little")
+        return int.from_bytes(bytes(ctypes.c_float(value)), "little")  # inf where the number is too large
     if kind[0] not in "iu" or not kind[1:].isdecimal():
         raise TypeError(f"replay.c passes integers and float32, and a kernel takes {kind}")
-    return int(value)
+    return int(value) % 2**64
 
 
 def _program(launches: list[_Launch]) -> bytes:
@@ -254,7 +258,7 @@ def _program(launches: list[_Launch]) -> bytes:
         words += words_of_one
     for function, grid, threads, shared, taken in launches:
         words += [function, *grid, threads, shared, len(taken), *map(number_of, taken)]
-    return struct.pack(f"<{len(words)}q", *words)
+    return struct.pack(f"<{len(words)}Q", *words)
 
 
 def _described(one: _Descriptor) -> tuple[int, ...]:
@@ -304,6 +308,8 @@ def call(
         recording = _recordings.get(key, _MISSING)  # one look: another thread may clear them
         if recording is not _MISSING:
             return make() if recording is None else replay(recording, inputs, device)
+        if not _can_replay():
+            return make()
         with Recorder(inputs) as recorder:
             results = make()
         if len(_recordings) >= MOST_RECORDINGS:
@@ -328,8 +334,26 @@ def replay(recording: Recording, inputs: tuple[Tensor | None, ...], device: torc
 
 
 @cache
+def _can_replay() -> bool:
+    """Whether replay.c can be compiled on this machine. If not, this warns once, and calls launch their kernels one by
+    one."""
+    try:
+        _native()
+    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError) as error:
+        warnings.warn(
+            f"core_triton/replay.c could not be compiled, so calls take more host time: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@cache
 def _native(driver: str = "libcuda.so.1") -> Any:
     """Returns the module of replay.c, compiled by the C compiler that also compiles Triton's launchers."""
+    from triton.runtime.build import compile_module_from_src  # not in every version of Triton
+
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     source = Path(__file__).with_suffix(".c").read_text()
     module = compile_module_from_src(source, "linear_ce_replay", include_dirs=[str(include)])

@@ -36,8 +36,10 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType dtype, cuu
     int64_t words[] = {(int64_t)address, dtype, rank, shape[0], shape[1], strides[0], block[0], block[1], swizzle,
                        (int64_t)current};
     memcpy(map, words, sizeof words);
-    return (uintptr_t)map % 64 || steps[0] != 1 || steps[1] != 1 || interleave || fill ? CUDA_ERROR_INVALID_VALUE
-                                                                                       : CUDA_SUCCESS;
+    return (uintptr_t)map % 64 || steps[0] != 1 || steps[1] != 1 || interleave || fill ||
+                   promotion != CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+               ? CUDA_ERROR_INVALID_VALUE
+               : CUDA_SUCCESS;
 }
 
 CUresult cuGetErrorString(CUresult error, const char **text) {

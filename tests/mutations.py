@@ -1,10 +1,10 @@
 """Breaks the code in one place at a time and reports whether the quick tests notice: `make test-mutations`.
 
-Each mutation is one change of one line of kernels, row math or plans. The command copies the tree to a separate folder,
-makes the change there, runs the quick ones of the tests that the mutation names, and prints "caught" or "SURVIVED". It
-exits with 1 if a mutation survives, or if the text to change is not in its file exactly once: then the code has
-changed, and the table below must follow. `python tests/mutations.py TEXT...` runs the mutations whose file or text
-holds one of these.
+Each mutation is one change of one line of kernels, row math, plans or launches. The command copies the tree to a
+separate folder, makes the change there, runs the quick ones of the tests that the mutation names, and prints "caught"
+or "SURVIVED". It exits with 1 if a mutation survives, or if the text to change is not in its file exactly once: then
+the code has changed, and the table below must follow. `python tests/mutations.py TEXT...` runs the mutations whose file
+or text holds one of these.
 """
 
 import os
@@ -265,7 +265,7 @@ LAUNCHES = (
     ),
     Mutation("core_triton/replay.c", "shape[] = {words[5], words[4]}", "shape[] = {words[4], words[5]}", REPLAY),
     Mutation("core_triton/replay.c", "words = numbers + words[6]", "words = numbers", REPLAY),
-    Mutation("core_triton/replay.py", "made.itemsize * value.strides[0]", "value.strides[0]", REPLAY),
+    Mutation("core_triton/replay.py", "tma.itemsize * value.strides[0]", "value.strides[0]", REPLAY),
     Mutation(
         "core_triton/replay.py",
         "if other.born < one.died and one.born < other.died:",

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import build
 
 import core_triton
 from core_triton import launch, replay
@@ -280,8 +282,9 @@ class Driver:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return Driver(tmp_path_factory.mktemp("driver"))
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    yield Driver(tmp_path_factory.mktemp("driver"))
+    replay._native.cache_clear()  # the module is one: the next call loads the real driver into it
 
 
 def kernel(*kinds: str, descriptors: tuple[launch.DescriptorKind | None, ...] = ()) -> launch.Direct:
@@ -334,7 +337,9 @@ def test_numbers_and_descriptors_reach_the_driver(driver: Driver) -> None:
     with replay.Recorder((x, y)) as recorder:
         values = [launch.Blocks(x[8:], (128, 64)), None, -1.5, 2**40, launch.Blocks(y, (16, 32))]
         recorder.add(takes, (1, 1, 1), values)
-    (found,) = driver.run(recorder.recording(()), [4096, 8192])
+        recorder.add(kernel("fp32", "u64", "i32"), (1, 1, 1), [1e39, 2**63 + 5, -7])  # float32 has no 1e39
+    found, extreme = driver.run(recorder.recording(()), [4096, 8192])
+    assert extreme.parameters[:3] == [int.from_bytes(struct.pack("<f", float("inf")), "little"), 5 - 2**63, -7]
     descriptor, *rest = found.parameters
     assert descriptor[:9] == [4096 + 8 * 192, 9, 2, 96, 32, 192, 64, 128, 3]
     assert rest[:4] == [32, 96, 96, 1]
@@ -370,7 +375,7 @@ def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
     recording = recorder.recording(())
     driver.fail(700)
     try:
-        with pytest.raises(RuntimeError, match="CUDA error 700 in a kernel launch: an error of the fake driver"):
+        with pytest.raises(RuntimeError, match="CUDA error 700 in a recorded call: an error of the fake driver"):
             driver.run(recording, [0])
     finally:
         driver.fail(0)
@@ -379,12 +384,30 @@ def test_an_error_of_the_driver_is_raised(driver: Driver) -> None:
         driver.module.load("nowhere.so")
 
 
-def test_a_launch_with_too_many_parameters_is_an_error(driver: Driver) -> None:
+def test_a_kernel_with_too_many_parameters_is_not_recorded() -> None:
     x = torch.zeros(8)
     with replay.Recorder((x,)) as recorder:
         recorder.add(kernel(*["*fp32"] * 127), (1, 1, 1), [x.data_ptr()] * 127)
-    with pytest.raises(RuntimeError, match="CUDA error 1 in a kernel launch"):
-        driver.run(recorder.recording(()), [0])
+    assert recorder.recording(()) is None
+
+
+def test_without_a_compiler_a_call_warns_once_and_launches_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(build, "compile_module_from_src", broken)
+    monkeypatch.setattr(launch, "is_direct", lambda: True)
+    monkeypatch.setattr(launch, "on_device", lambda device: nullcontext())
+    replay._can_replay.cache_clear()
+    replay._native.cache_clear()
+    made: list[int] = []
+    run = lambda: (made.append(1),)  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="could not be compiled.*Failed to find C compiler"):
+        replay.call("key", torch.device("cpu"), (), run)
+    replay.call("key", torch.device("cpu"), (), run)
+    assert len(made) == 2
+    assert not replay._recordings
+    replay._can_replay.cache_clear()
 
 
 def test_arrays_that_live_together_lie_side_by_side(driver: Driver) -> None:
