@@ -88,15 +88,17 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
         times, later = bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
         return {**figures, **times, "later": later, "status": "ok"}
     if mode.measures == "graph":
+        floor = problem.floor(mode)
         try:
-            calls = [bench.captured(problem.floor(mode)), bench.captured(prepared.run)]
+            calls = [bench.captured(floor.run), bench.captured(prepared.run)]
         except UnavailableError as error:
             return {**figures, "status": "skipped", "note": str(error)}
         figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
-        return {**figures, "status": "ok"}
-    calls = [problem.floor(mode), prepared.run, *([prepared.forward] if prepared.forward else [])]
+        return {**figures, "floor_padding": floor.padding, "status": "ok"}
+    floor = problem.floor(mode)
+    calls = [floor.run, prepared.run, *([prepared.forward] if prepared.forward else [])]
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
-    return {**figures, "status": "ok"}
+    return {**figures, "floor_padding": floor.padding, "status": "ok"}
 
 
 def measure_safely(
@@ -179,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # The keys that every row has, None where they were not measured.
 MEASURED = (
-    *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
+    *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms", "floor_padding"),
     *("peak_bytes", "workspace_bytes", *ERRORS, *ROW_ERRORS, "mean_loss", "repeats"),
     *("lower_s", "compile_s", "joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )

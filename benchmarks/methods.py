@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,10 @@ Kind = Literal["floor", "ours", "own-baseline", "peer"]
 LOSS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 GRADIENT_BOUND = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
 
+# The GEMMs of cuBLAS and XLA can be much slower where V is not a multiple of 8, because their fast kernels
+# load 16 bytes at a time. A multiple of 128 also fills tiles of 128 classes.
+FLOOR_V_MULTIPLE = 128
+FLOOR_TRIAL = Timing(seconds=0.2, warmup=0.2, energy_seconds=0, min_pairs=5)
 
 # A row's relative errors in the Frobenius norm, and the errors of single tokens and classes (`row_figures`).
 ERRORS = ("err_loss", "err_d_input", "err_d_weight")
@@ -94,11 +98,23 @@ class Prepared:
     arguments: tuple[Any, ...] = ()
 
 
+class Floor(NamedTuple):
+    """The bare matmuls of a mode.
+
+    Args:
+        run: enqueues them.
+        padding: rows that were added to the weight, because the matmuls are faster with them.
+    """
+
+    run: Callable[[], Any]
+    padding: int
+
+
 class Problem(Protocol):
     """The arrays of one shape, and the float32 results that methods are compared with."""
 
-    def floor(self, mode: Mode) -> Callable[[], Any]:
-        """Returns a function that enqueues the bare matmuls of a mode."""
+    def floor(self, mode: Mode) -> Floor:
+        """Returns the bare matmuls of a mode, with or without padding of V, whichever is faster."""
         ...
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
@@ -150,6 +166,25 @@ class Bench(Protocol):
     def release(self) -> None:
         """Gives memory back between methods; raises if the device no longer answers."""
         ...
+
+
+def floor_padding(
+    v: int,
+    matmuls: Callable[[int], Callable[[], Any]],
+    time_pairs: Callable[[Sequence[Callable[[], Any]], Timing, Sensor], Pairs],
+) -> int:
+    """Returns the rows of padding with which the bare matmuls are faster: none, or those to the next multiple.
+
+    Args:
+        v: rows of the weight.
+        matmuls: from rows of padding to what enqueues the matmuls.
+        time_pairs: as in `Bench`.
+    """
+    padding = -v % FLOOR_V_MULTIPLE
+    if not padding:
+        return 0
+    pairs = time_pairs([matmuls(0), matmuls(padding)], FLOOR_TRIAL, Sensor(gpu=False))
+    return padding if pairs.figures()["ratio"] < 1 else 0
 
 
 def by_name(methods: Sequence[Method]) -> dict[str, Method]:
