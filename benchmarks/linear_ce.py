@@ -15,9 +15,10 @@ from typing import Any
 from benchmarks import host as host_modes
 from benchmarks import results
 from benchmarks.methods import ERRORS, ROW_ERRORS, Bench, Method, Problem, UnavailableError, check_errors, describe
-from benchmarks.shapes import CALL_MODES, MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
+GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -25,7 +26,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V; or {GRID}")
     parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all; an unknown name lists them")
@@ -38,7 +39,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--pairs", type=int, default=usual.min_pairs, help="least number of pairs, however long they take (%(default)s)"
     )
     parser.add_argument(
-        "--warmup", type=float, help=f"seconds before the first pair of a row ({usual.warmup:g}; 0 on a CPU)"
+        "--warmup",
+        type=float,
+        help=f"seconds before the first pair of a row ({usual.warmup:g}; {GRID_WARMUP:g} in the grid; 0 on a CPU)",
     )
     parser.add_argument(
         "--energy-seconds",
@@ -50,7 +53,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
-    warmup = options.warmup if options.warmup is not None else usual.warmup if options.device == "cuda" else 0.0
+    options.grid = options.shapes == [GRID]
+    warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
+    warmup = warmup if options.warmup is None else options.warmup
     options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
     return options
 
@@ -127,7 +132,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.methods or () if name not in bench.methods]
     if unknown:
         raise SystemExit(f"--methods must be among {', '.join(bench.methods)}, got {', '.join(unknown)}")
-    methods = [method for name, method in bench.methods.items() if options.methods is None or name in options.methods]
+    methods = [
+        method
+        for name, method in bench.methods.items()
+        if (name in options.methods if options.methods else method.grid or not options.grid)
+    ]
     options.sensor = Sensor(gpu=options.device == "cuda")
     file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")

@@ -47,6 +47,7 @@ class Method:
         takes_budget: it has a memory_budget.
         vocab_axis: 1 where it wants linear_weight as (D, V).
         host: measured in the modes of host time and of CUDA graphs even if it is not named.
+        grid: measured in the grid even if it is not named.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Method:
     takes_budget: bool = False
     vocab_axis: int = 0
     host: bool = False
+    grid: bool = False
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.
