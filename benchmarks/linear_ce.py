@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
+    parser.add_argument("--resume", action="store_true", help="skip rows of the file with the same kernels")
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
     options.grid = options.shapes == [GRID]
     warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
     warmup = warmup if options.warmup is None else options.warmup
@@ -118,6 +121,11 @@ def measure_safely(
         return {"status": "failed", "note": describe(error)}
 
 
+def kernels(method: Method, sources: str, versions: Mapping[str, str]) -> str:
+    """Returns a hash of what computes a method: the sources of our package, or the versions of other libraries."""
+    return sources if method.in_package else results.short_hash(str(method.version()), str(sorted(versions.items())))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a method of ours failed."""
     options = parse(arguments)
@@ -149,19 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     failed = 0
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
+    sources = results.source_hash(options.framework)
     problem, made_for = None, None
     for shape, mode, targets in items:
         host = mode.measures.startswith("host")
-        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
-        if made_for != (shape, targets):
-            problem = None  # the old arrays go before the new ones come
-            bench.release()
-            problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
-        assert problem is not None
-        for method in methods:
-            if not method.applies(mode, named=options.methods is not None):
-                continue
-            row = {
+        rows = [
+            {
                 **shape.of_row(),
                 "dtype": options.dtype,
                 "targets": targets,
@@ -169,9 +170,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "method": method.name,
                 "kind": method.kind,
                 "framework": options.framework,
-                **dict.fromkeys(host_modes.MEASURED if host else MEASURED),
-                **measure_safely(bench, problem, method, mode, options),
+                "kernels": kernels(method, sources, bench.versions()),
             }
+            for method in methods
+            if method.applies(mode, named=options.methods is not None)
+        ]
+        rows = [row for row in rows if not (options.resume and file.holds(row))]
+        if not rows:
+            continue
+        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
+        if made_for != (shape, targets):
+            problem = None  # the old arrays go before the new ones come
+            bench.release()
+            problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
+        assert problem is not None
+        for row in rows:
+            method = bench.methods[row["method"]]
+            row |= dict.fromkeys(host_modes.MEASURED if host else MEASURED)
+            row |= measure_safely(bench, problem, method, mode, options)
             later = row.pop("later", None)
             if later is not None:
                 traces.append((row, later))

@@ -74,6 +74,11 @@ class Method:
             return False
         return self.takes_budget or mode.memory_budget is None
 
+    @property
+    def in_package(self) -> bool:
+        """Whether core_triton or jax_pallas computes the method: only their functions have a memory_budget."""
+        return self.takes_budget and self.kind != "floor"
+
     def version(self) -> str | None:
         try:
             return None if self.package is None else version(self.package)
