@@ -16,7 +16,17 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
 from benchmarks.jax_host import host_figures
-from benchmarks.methods import ERRORS, ROW_ERRORS, Method, Prepared, Problem, UnavailableError, row_figures
+from benchmarks.methods import (
+    ERRORS,
+    ROW_ERRORS,
+    Floor,
+    Method,
+    Prepared,
+    Problem,
+    UnavailableError,
+    floor_padding,
+    row_figures,
+)
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 
@@ -53,7 +63,7 @@ class JaxBench:
         return {name: version(name) for name in ("jax", "jaxlib", "numpy")}
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
-        return JaxProblem(shape, dtype, targets, self._programs)
+        return JaxProblem(shape, dtype, targets, self._programs, self.time_pairs)
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)
@@ -196,21 +206,30 @@ class JaxProblem:
         dtype: of input and weight.
         targets: the distribution.
         programs: compiled calls, to take from and to add to.
+        time_pairs: as in `Bench`; compares the floors with and without padding.
 
     Raises:
         ValueError: the arrays drawn do not have the loss of their distribution.
     """
 
-    def __init__(self, shape: Shape, dtype: str, targets: str, programs: Programs) -> None:
-        self.shape, self._dtype, self._programs = shape, dtype, programs
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: str,
+        targets: str,
+        programs: Programs,
+        time_pairs: Callable[[Sequence[Callable[[], Any]], Timing, Sensor], Pairs],
+    ) -> None:
+        self.shape, self._dtype, self._programs, self._time_pairs = shape, dtype, programs, time_pairs
         cdf = jnp.asarray(data.zipf_cdf(shape.v), jnp.float32)
         arrays = _draw(jax.random.key(0), cdf, shape=shape, dtype=dtype, targets=targets)
         self.input, self.weight, self.target = arrays["input"], arrays["weight"], arrays["target"]
         self.upstream, self.ignored = arrays["upstream"], arrays["ignored"]
         self._weight_t: Array | None = None
         self._references: dict[Any, tuple[Array, ...]] = {}
-        self._floor_d_logits: Array | None = None
-        self._floors: dict[tuple[bool, bool], Any] = {}
+        self._floor_arrays: dict[int, tuple[Array, ...]] = {}
+        self._floors: dict[tuple[bool, bool, int], Any] = {}
+        self._paddings: dict[tuple[bool, bool], int] = {}
         sample = min(shape.n, 1024)
         losses, *_ = _reference(
             self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample), backward=False
@@ -221,7 +240,7 @@ class JaxProblem:
         """Frees what only checks and floors need."""
         self._references.clear()
         self._floors.clear()
-        self._floor_d_logits = None
+        self._floor_arrays.clear()
 
     def targets(self, mode: Mode) -> Array:
         """Returns the targets (N,) int32, the mode's share of them ignored."""
@@ -240,17 +259,29 @@ class JaxProblem:
         self._references[mode.reduction, mode.ignored, mode.backward] = reference
         return reference
 
-    def floor(self, mode: Mode) -> Callable[[], Any]:
+    def floor(self, mode: Mode) -> Floor:
+        """Returns the bare matmuls of a mode, with or without padding of V, whichever is faster."""
+        needed = mode.d_input, mode.d_weight
+        if needed not in self._paddings:
+            self._paddings[needed] = floor_padding(self.shape.v, partial(self._matmuls, mode), self._time_pairs)
+        padding = self._paddings[needed]
+        return Floor(self._matmuls(mode, padding), padding)
+
+    def _matmuls(self, mode: Mode, padding: int) -> Callable[[], Any]:
         """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time."""
         rows = math.gcd(self.shape.n, FLOOR_ROWS)
-        x = self.input[:rows]
-        if self._floor_d_logits is None:
-            self._floor_d_logits = _d_logits(x, self.weight, self.target[:rows])
-        arguments = (x, self.weight, self._floor_d_logits)
-        needed = mode.d_input, mode.d_weight
-        if needed not in self._floors:  # the same for every method: XLA autotunes its matmuls
-            self._floors[needed] = _matmuls.lower(*arguments, d_input=needed[0], d_weight=needed[1]).compile()
-        compiled = self._floors[needed]
+        if padding not in self._floor_arrays:
+            x, weight = self.input[:rows], self.weight
+            d_logits = _d_logits(x, weight, self.target[:rows])
+            if padding:
+                weight, d_logits = jnp.pad(weight, ((0, padding), (0, 0))), jnp.pad(d_logits, ((0, 0), (0, padding)))
+            self._floor_arrays = {padding: (x, weight, d_logits)}  # those of another padding go
+        arguments = self._floor_arrays[padding]
+        key = (mode.d_input, mode.d_weight, padding)
+        if key not in self._floors:  # the same for every method: XLA autotunes its matmuls
+            lowered = _matmuls.lower(*arguments, d_input=mode.d_input, d_weight=mode.d_weight)
+            self._floors[key] = lowered.compile()
+        compiled = self._floors[key]
 
         def run() -> Any:
             result = None
@@ -262,7 +293,7 @@ class JaxProblem:
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         if method.kind == "floor":
-            return Prepared(self.floor(mode))
+            return Prepared(self.floor(mode).run)
         loss_fn, none = method.build(mode), mode.reduction == "none"
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)

@@ -148,14 +148,14 @@ def _tokamax(mode: Mode) -> LossFn:
 # In the order of measurement: our methods and the floor first.
 METHODS = by_name(
     [
-        Method("floor", "floor", _floor, takes_budget=True),
-        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True),
+        Method("floor", "floor", _floor, takes_budget=True, grid=True),
+        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True, grid=True),
         Method("pallas_triton", "ours", _jax_pallas("pallas_triton"), takes_budget=True),
         Method("chunked", "own-baseline", _jax_pallas("chunked"), takes_budget=True),
-        Method("bf16-logits", "peer", _materialized(_rounded_logits), host=True),
+        Method("bf16-logits", "peer", _materialized(_rounded_logits), host=True, grid=True),
         Method("float32-logits", "peer", _materialized(_float32_logits)),
         Method("float32-logits-rounded-gradient", "peer", _materialized(_float32_logits_rounded)),
-        Method("gradient-scan", "own-baseline", _gradient_scan),
+        Method("gradient-scan", "own-baseline", _gradient_scan, grid=True),
         Method("checkpointed-scan", "peer", _scan),
         Method("tokamax-chunked_xla", "peer", _tokamax, "tokamax", vocab_axis=1),
     ]

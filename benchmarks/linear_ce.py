@@ -8,16 +8,17 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import host as host_modes
 from benchmarks import results
 from benchmarks.methods import ERRORS, ROW_ERRORS, Bench, Method, Problem, UnavailableError, check_errors, describe
-from benchmarks.shapes import CALL_MODES, MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
+GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -25,7 +26,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
     parser.add_argument("--framework", required=True, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
-    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V; or {GRID}")
     parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all; an unknown name lists them")
@@ -38,7 +39,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--pairs", type=int, default=usual.min_pairs, help="least number of pairs, however long they take (%(default)s)"
     )
     parser.add_argument(
-        "--warmup", type=float, help=f"seconds before the first pair of a row ({usual.warmup:g}; 0 on a CPU)"
+        "--warmup",
+        type=float,
+        help=f"seconds before the first pair of a row ({usual.warmup:g}; {GRID_WARMUP:g} in the grid; 0 on a CPU)",
     )
     parser.add_argument(
         "--energy-seconds",
@@ -48,9 +51,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
+    parser.add_argument("--resume", action="store_true", help="skip rows of the file with the same kernels")
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
-    warmup = options.warmup if options.warmup is not None else usual.warmup if options.device == "cuda" else 0.0
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    options.grid = options.shapes == [GRID]
+    warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
+    warmup = warmup if options.warmup is None else options.warmup
     options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
     return options
 
@@ -88,15 +96,17 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
         times, later = bench.host_figures(prepared, method, mode, options.timing, trace=options.trace)
         return {**figures, **times, "later": later, "status": "ok"}
     if mode.measures == "graph":
+        floor = problem.floor(mode)
         try:
-            calls = [bench.captured(problem.floor(mode)), bench.captured(prepared.run)]
+            calls = [bench.captured(floor.run), bench.captured(prepared.run)]
         except UnavailableError as error:
             return {**figures, "status": "skipped", "note": str(error)}
         figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
-        return {**figures, "status": "ok"}
-    calls = [problem.floor(mode), prepared.run, *([prepared.forward] if prepared.forward else [])]
+        return {**figures, "floor_padding": floor.padding, "status": "ok"}
+    floor = problem.floor(mode)
+    calls = [floor.run, prepared.run, *([prepared.forward] if prepared.forward else [])]
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
-    return {**figures, "status": "ok"}
+    return {**figures, "floor_padding": floor.padding, "status": "ok"}
 
 
 def measure_safely(
@@ -109,6 +119,11 @@ def measure_safely(
         if method.kind != "peer":
             traceback.print_exc()
         return {"status": "failed", "note": describe(error)}
+
+
+def kernels(method: Method, sources: str, versions: Mapping[str, str]) -> str:
+    """Returns a hash of what computes a method: the sources of our package, or the versions of other libraries."""
+    return sources if method.in_package else results.short_hash(str(method.version()), str(sorted(versions.items())))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.methods or () if name not in bench.methods]
     if unknown:
         raise SystemExit(f"--methods must be among {', '.join(bench.methods)}, got {', '.join(unknown)}")
-    methods = [method for name, method in bench.methods.items() if options.methods is None or name in options.methods]
+    methods = [
+        method
+        for name, method in bench.methods.items()
+        if (name in options.methods if options.methods else method.grid or not options.grid)
+    ]
     options.sensor = Sensor(gpu=options.device == "cuda")
     file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
@@ -138,19 +157,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     failed = 0
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
+    sources = results.source_hash(options.framework)
     problem, made_for = None, None
     for shape, mode, targets in items:
         host = mode.measures.startswith("host")
-        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
-        if made_for != (shape, targets):
-            problem = None  # the old arrays go before the new ones come
-            bench.release()
-            problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
-        assert problem is not None
-        for method in methods:
-            if not method.applies(mode, named=options.methods is not None):
-                continue
-            row = {
+        rows = [
+            {
                 **shape.of_row(),
                 "dtype": options.dtype,
                 "targets": targets,
@@ -158,9 +170,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "method": method.name,
                 "kind": method.kind,
                 "framework": options.framework,
-                **dict.fromkeys(host_modes.MEASURED if host else MEASURED),
-                **measure_safely(bench, problem, method, mode, options),
+                "kernels": kernels(method, sources, bench.versions()),
             }
+            for method in methods
+            if method.applies(mode, named=options.methods is not None)
+        ]
+        rows = [row for row in rows if not (options.resume and file.holds(row))]
+        if not rows:
+            continue
+        print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
+        if made_for != (shape, targets):
+            problem = None  # the old arrays go before the new ones come
+            bench.release()
+            problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
+        assert problem is not None
+        for row in rows:
+            method = bench.methods[row["method"]]
+            row |= dict.fromkeys(host_modes.MEASURED if host else MEASURED)
+            row |= measure_safely(bench, problem, method, mode, options)
             later = row.pop("later", None)
             if later is not None:
                 traces.append((row, later))
@@ -179,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # The keys that every row has, None where they were not measured.
 MEASURED = (
-    *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms"),
+    *("ms", "ms_p20", "ms_p80", "floor_ms", "ratio", "ratio_p20", "ratio_p80", "pairs", "forward_ms", "floor_padding"),
     *("peak_bytes", "workspace_bytes", *ERRORS, *ROW_ERRORS, "mean_loss", "repeats"),
     *("lower_s", "compile_s", "joules", "joules_note", "sm_mhz", "power_w", "version", "status", "note"),
 )

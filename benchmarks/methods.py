@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,10 @@ Kind = Literal["floor", "ours", "own-baseline", "peer"]
 LOSS_BOUND = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 GRADIENT_BOUND = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
 
+# The GEMMs of cuBLAS and XLA can be much slower where V is not a multiple of 8, because their fast kernels
+# load 16 bytes at a time. A multiple of 128 also fills tiles of 128 classes.
+FLOOR_V_MULTIPLE = 128
+FLOOR_TRIAL = Timing(seconds=0.2, warmup=0.2, energy_seconds=0, min_pairs=5)
 
 # A row's relative errors in the Frobenius norm, and the errors of single tokens and classes (`row_figures`).
 ERRORS = ("err_loss", "err_d_input", "err_d_weight")
@@ -43,6 +47,7 @@ class Method:
         takes_budget: it has a memory_budget.
         vocab_axis: 1 where it wants linear_weight as (D, V).
         host: measured in the modes of host time and of CUDA graphs even if it is not named.
+        grid: measured in the grid even if it is not named.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Method:
     takes_budget: bool = False
     vocab_axis: int = 0
     host: bool = False
+    grid: bool = False
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.
@@ -67,6 +73,11 @@ class Method:
         if mode.measures != "pairs" and not (named or self.host):
             return False
         return self.takes_budget or mode.memory_budget is None
+
+    @property
+    def in_package(self) -> bool:
+        """Whether core_triton or jax_pallas computes the method: only their functions have a memory_budget."""
+        return self.takes_budget and self.kind != "floor"
 
     def version(self) -> str | None:
         try:
@@ -94,11 +105,23 @@ class Prepared:
     arguments: tuple[Any, ...] = ()
 
 
+class Floor(NamedTuple):
+    """The bare matmuls of a mode.
+
+    Args:
+        run: enqueues them.
+        padding: rows that were added to the weight, because the matmuls are faster with them.
+    """
+
+    run: Callable[[], Any]
+    padding: int
+
+
 class Problem(Protocol):
     """The arrays of one shape, and the float32 results that methods are compared with."""
 
-    def floor(self, mode: Mode) -> Callable[[], Any]:
-        """Returns a function that enqueues the bare matmuls of a mode."""
+    def floor(self, mode: Mode) -> Floor:
+        """Returns the bare matmuls of a mode, with or without padding of V, whichever is faster."""
         ...
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
@@ -150,6 +173,25 @@ class Bench(Protocol):
     def release(self) -> None:
         """Gives memory back between methods; raises if the device no longer answers."""
         ...
+
+
+def floor_padding(
+    v: int,
+    matmuls: Callable[[int], Callable[[], Any]],
+    time_pairs: Callable[[Sequence[Callable[[], Any]], Timing, Sensor], Pairs],
+) -> int:
+    """Returns the rows of padding with which the bare matmuls are faster: none, or those to the next multiple.
+
+    Args:
+        v: rows of the weight.
+        matmuls: from rows of padding to what enqueues the matmuls.
+        time_pairs: as in `Bench`.
+    """
+    padding = -v % FLOOR_V_MULTIPLE
+    if not padding:
+        return 0
+    pairs = time_pairs([matmuls(0), matmuls(padding)], FLOOR_TRIAL, Sensor(gpu=False))
+    return padding if pairs.figures()["ratio"] < 1 else 0
 
 
 def by_name(methods: Sequence[Method]) -> dict[str, Method]:

@@ -1,5 +1,6 @@
 """Rows of results: their keys, the file they are kept in, and the table that is printed."""
 
+import hashlib
 import json
 import math
 import subprocess
@@ -36,6 +37,26 @@ def commit(*more: str, root: Path = ROOT) -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+# What computes the methods of a framework's package: its kernels, their launchers and the choice of chunks.
+KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
+
+
+def source_hash(framework: str, root: Path = ROOT) -> str:
+    """Returns a hash of the source files that decide what a framework's package launches.
+
+    Args:
+        framework: torch or jax.
+        root: of the checkout.
+    """
+    package = root / KERNELS[framework]
+    files = [*package.rglob("*.py"), *package.rglob("*.c"), root / "linear_ce" / "chunking.py"]
+    return short_hash(*(part for file in sorted(files) for part in (str(file.relative_to(root)), file.read_text())))
+
+
+def short_hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def now() -> str:
@@ -93,6 +114,13 @@ class ResultFile:
                 self.rows = old["rows"]
             else:
                 print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Returns whether the file has this measurement, with a result, of the same `kernels`."""
+        return any(
+            old["status"] == "ok" and all(old.get(key) == row[key] for key in (*self.key, "kernels"))
+            for old in self.rows
+        )
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, with the commit and date of the run, and writes the file."""

@@ -86,6 +86,7 @@ MODES = {
     for mode in (
         Mode("train"),
         Mode("roomy", memory_budget=2 * 2**30),
+        Mode("tight", memory_budget=256 * 2**20),
         Mode("lean", memory_budget=128 * 2**20),
         Mode("none", reduction="none"),
         Mode("eval", d_input=False, d_weight=False),
@@ -108,6 +109,93 @@ CALL_MODES = {
     )
 }
 
+
+@dataclass(frozen=True)
+class Head:
+    """The output layer of a published model.
+
+    Args:
+        name: of its shape of GRID_N tokens.
+        d: hidden size.
+        v: rows of the weight in the published configuration, which may or may not be padded.
+        model: its name on the Hugging Face Hub; other models have the same sizes.
+        sweep: it is also measured at SWEEP_N tokens.
+    """
+
+    name: str
+    d: int
+    v: int
+    model: str
+    sweep: bool = False
+
+    def shape(self, n: int) -> Shape:
+        """Returns the shape of `n` tokens: that of SHAPES with these sizes, if there is one."""
+        name = self.name if n == GRID_N else f"{self.name}-n{n}"
+        sizes = (n, self.d, self.v)
+        return next((shape for shape in SHAPES.values() if sizes == (shape.n, shape.d, shape.v)), Shape(name, *sizes))
+
+
+# Heads that people train, most important first. No two have the same sizes.
+HEADS = (
+    Head("llama3-8b", 4096, 128256, "meta-llama/Meta-Llama-3-8B", sweep=True),
+    Head("qwen2.5-0.5b", 896, 151936, "Qwen/Qwen2.5-0.5B", sweep=True),
+    Head("gemma2-2b", 2304, 256000, "google/gemma-2-2b", sweep=True),
+    Head("gpt2", 768, 50257, "openai-community/gpt2", sweep=True),
+    Head("gpt-oss-20b", 2880, 201088, "openai/gpt-oss-20b", sweep=True),
+    Head("tinyllama-1.1b", 2048, 32000, "TinyLlama/TinyLlama-1.1B-Chat-v1.0", sweep=True),
+    Head("gemma3-1b", 1152, 262144, "google/gemma-3-1b-pt"),
+    Head("deepseek-v3", 7168, 129280, "deepseek-ai/DeepSeek-V3"),
+    Head("llama4-scout", 5120, 202048, "meta-llama/Llama-4-Scout-17B-16E"),
+    Head("olmo3-7b", 4096, 100278, "allenai/Olmo-3-1025-7B"),
+    Head("qwen3-8b", 4096, 151936, "Qwen/Qwen3-8B"),
+    Head("llama3.2-1b", 2048, 128256, "meta-llama/Llama-3.2-1B"),
+    Head("smollm2-135m", 576, 49152, "HuggingFaceTB/SmolLM2-135M"),
+    Head("qwen3-0.6b", 1024, 151936, "Qwen/Qwen3-0.6B"),
+    Head("gemma3-4b", 2560, 262208, "google/gemma-3-4b-pt"),
+    Head("qwen3.5-4b", 2560, 248320, "Qwen/Qwen3.5-4B"),
+    Head("phi4", 5120, 100352, "microsoft/phi-4"),
+    Head("phi4-mini", 3072, 200064, "microsoft/Phi-4-mini-instruct"),
+    Head("mistral-nemo", 5120, 131072, "mistralai/Mistral-Nemo-Base-2407"),
+    Head("minicpm-2b", 2304, 122753, "openbmb/MiniCPM-2B-sft-bf16"),
+    Head("granite3-8b", 4096, 49155, "ibm-granite/granite-3.1-8b-base"),
+    Head("llama2-7b", 4096, 32000, "meta-llama/Llama-2-7b-hf"),
+    Head("llama3-70b", 8192, 128256, "meta-llama/Meta-Llama-3-70B"),
+    Head("qwen2.5-1.5b", 1536, 151936, "Qwen/Qwen2.5-1.5B"),
+    Head("qwen2.5-7b", 3584, 152064, "Qwen/Qwen2.5-7B"),
+    Head("qwen1.5-1.8b", 2048, 151936, "Qwen/Qwen1.5-1.8B"),
+    Head("qwen3-14b", 5120, 151936, "Qwen/Qwen3-14B"),
+    Head("gemma-2b", 2048, 256000, "google/gemma-2b"),
+    Head("gemma2-9b", 3584, 256000, "google/gemma-2-9b"),
+    Head("gemma4-e2b", 1536, 262144, "google/gemma-4-E2B-it"),
+    Head("gemma4-31b", 5376, 262144, "google/gemma-4-31B-it"),
+    Head("gpt2-xl", 1600, 50257, "openai-community/gpt2-xl"),
+    Head("llama2-13b", 5120, 32000, "meta-llama/Llama-2-13b-hf"),
+    Head("mistral-7b-v0.3", 4096, 32768, "mistralai/Mistral-7B-v0.3"),
+    Head("phi3-mini", 3072, 32064, "microsoft/Phi-3-mini-4k-instruct"),
+    Head("olmo2-7b", 4096, 100352, "allenai/OLMo-2-1124-7B"),
+    Head("glm4-9b", 4096, 151552, "THUDM/glm-4-9b"),
+    Head("glm5", 6144, 154880, "zai-org/GLM-5"),
+    Head("smollm2-1.7b", 2048, 49152, "HuggingFaceTB/SmolLM2-1.7B"),
+    Head("granite4.1-3b", 2560, 100352, "ibm-granite/granite-4.1-3b"),
+    Head("minicpm3-4b", 2560, 73448, "openbmb/MiniCPM3-4B"),
+    Head("falcon-7b", 4544, 65024, "tiiuae/falcon-7b"),
+    Head("falcon3-7b", 3072, 131072, "tiiuae/Falcon3-7B-Base"),
+    Head("yi-6b", 4096, 64000, "01-ai/Yi-6B"),
+    Head("internlm2-7b", 4096, 92544, "internlm/internlm2-7b"),
+)
+GRID = "grid"  # names all of the following in the place of shapes
+GRID_MODES = ("train", "tight")
+GRID_N, SMALL_N = 8192, 2048  # of every head
+SWEEP_N = (4096, 16384, 1024, 512, 256, 32768, 65536)
+_AFTER_GRID_N = (
+    *((head, SMALL_N) for head in HEADS),
+    *((head, n) for n, head in product(SWEEP_N, HEADS) if head.sweep),
+)
+_OF_HEADS = {
+    shape.name: shape
+    for shape in (*(head.shape(GRID_N) for head in HEADS), *(head.shape(n) for head, n in _AFTER_GRID_N))
+}
+
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
 HOST_SHAPES = ("h-4096-512-8192", "h-1024-768-50257", "h-2048-2048-32000", "qwen2.5-0.5b")
 GRAPH_SHAPES = tuple(
@@ -126,7 +214,7 @@ SWEEPS = ("n2048", "n4096", "n32768", "v16384", "v32000", "v64000", "v256000")
 
 
 def shape_named(name: str) -> Shape | None:
-    """Returns a shape by its name in `SHAPES` or by its sizes N-D-V; None for any other name.
+    """Returns a shape by its name in `SHAPES` or the grid, or by its sizes N-D-V; None for any other name.
 
     Example:
         >>> shape_named("512-1024-32000").v
@@ -135,7 +223,7 @@ def shape_named(name: str) -> Shape | None:
     if re.fullmatch(r"[1-9]\d*-[1-9]\d*-[1-9]\d*", name):
         n, d, v = (int(size) for size in name.split("-"))
         return Shape(name, n, d, v)
-    return SHAPES.get(name)
+    return SHAPES.get(name) or _OF_HEADS.get(name)
 
 
 Item = tuple[Shape, Mode, str]  # the last one is the kind of targets
@@ -163,21 +251,25 @@ def plan(
     """Returns what to measure, in order.
 
     Args:
-        shapes: names that `shape_named` takes. With all three None it is `PLAN`; otherwise the product of what is
-            given, where shapes default to `NAMED` or the mode's own, modes to train and targets to peaked.
+        shapes: names that `shape_named` takes, or "grid" alone. With all three None it is `PLAN`; otherwise the product
+            of what is given, where shapes default to `NAMED` or the mode's own, modes to train (in the grid to
+            `GRID_MODES`) and targets to peaked.
         modes: names of `MODES` and `CALL_MODES`.
         targets: names of `TARGETS`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or shapes beside the grid.
 
     Example:
         >>> [(shape.name, mode.name, targets) for shape, mode, targets in plan(["seed"], ["roomy"])]
         [('seed', 'roomy', 'peaked')]
     """
     all_modes = MODES | CALL_MODES
+    grid = shapes is not None and list(shapes) == [GRID]
+    if shapes is not None and GRID in shapes and not grid:
+        raise ValueError(f"shapes must be {GRID} alone or other names, got {', '.join(shapes)}")
     for name, given, allowed in (
-        ("shapes", shapes, SHAPES),
+        ("shapes", None if grid else shapes, SHAPES),
         ("modes", modes, all_modes),
         ("targets", targets, TARGETS),
     ):
@@ -186,7 +278,9 @@ def plan(
         ]
         if unknown:
             raise ValueError(f"{name} must be among {', '.join(allowed)}, got {', '.join(unknown)}")
-    if shapes is modes is targets is None:
+    if grid:
+        names = _grid(modes or GRID_MODES, targets or ("peaked",))
+    elif shapes is modes is targets is None:
         names = list(PLAN)
     else:
         names = [
@@ -200,3 +294,10 @@ def plan(
         names.sort(key=lambda item: PLAN.index(item) if item in PLAN else len(PLAN))
     found = [(shape_named(shape), all_modes[mode], kind) for shape, mode, kind in names]
     return [(shape, mode, kind) for shape, mode, kind in found if shape is not None]
+
+
+def _grid(modes: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Returns the plan of the grid: one mode after the other at GRID_N tokens, then all modes of each further shape."""
+    first = [(head.shape(GRID_N).name, mode, kind) for mode, kind, head in product(modes, targets, HEADS)]
+    after = [(head.shape(n).name, mode, kind) for (head, n), mode, kind in product(_AFTER_GRID_N, modes, targets)]
+    return first + after

@@ -14,7 +14,17 @@ from torch import Tensor
 
 from benchmarks import data, torch_methods
 from benchmarks.host import Later
-from benchmarks.methods import ERRORS, ROW_ERRORS, Method, Prepared, Problem, UnavailableError, row_figures
+from benchmarks.methods import (
+    ERRORS,
+    ROW_ERRORS,
+    Floor,
+    Method,
+    Prepared,
+    Problem,
+    UnavailableError,
+    floor_padding,
+    row_figures,
+)
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import (
     Energy,
@@ -70,7 +80,7 @@ class TorchBench:
         return versions
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
-        return TorchProblem(shape, dtype, targets, self._device)
+        return TorchProblem(shape, dtype, targets, self._device, self.time_pairs)
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:
@@ -171,12 +181,26 @@ def _event() -> torch.cuda.Event:
 class TorchProblem:
     """Arrays of one shape on the device; references and floors are computed when first needed.
 
+    Args:
+        shape: N, D, V.
+        dtype: of input and weight.
+        targets: the distribution.
+        device: of all arrays.
+        time_pairs: as in `Bench`; compares the floors with and without padding.
+
     Raises:
         ValueError: the arrays drawn do not have the loss of their distribution.
     """
 
-    def __init__(self, shape: Shape, dtype: str, targets: str, device: torch.device) -> None:
-        self.shape, self.dtype_name, self.device = shape, dtype, device
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: str,
+        targets: str,
+        device: torch.device,
+        time_pairs: Callable[[Sequence[Callable[[], Any]], Timing, Sensor], Pairs],
+    ) -> None:
+        self.shape, self.dtype_name, self.device, self._time_pairs = shape, dtype, device, time_pairs
         self.dtype = getattr(torch, dtype)
         generator = torch.Generator(device).manual_seed(0)
         normal = partial(torch.randn, generator=generator, device=device)
@@ -200,7 +224,8 @@ class TorchProblem:
         self.upstream = normal(shape.n)
         self.ignored = torch.rand(shape.n, generator=generator, device=device)
         self._references: dict[Any, Reference] = {}
-        self._floors: dict[str, Tensor] = {}
+        self._floors: dict[int, dict[str, Tensor]] = {}
+        self._paddings: dict[tuple[bool, bool], int] = {}
         sample = slice(0, 1024)
         logits = self.input[sample].float() @ self.weight.float().T
         loss = torch.nn.functional.cross_entropy(logits, self.target[sample])
@@ -245,25 +270,37 @@ class TorchProblem:
         self._references[mode.reduction, mode.ignored, mode.backward] = reference
         return reference
 
-    def floor(self, mode: Mode) -> Callable[[], Any]:
+    def floor(self, mode: Mode) -> Floor:
+        """Returns the bare matmuls of a mode, with or without padding of V, whichever is faster."""
+        needed = mode.d_input, mode.d_weight
+        if needed not in self._paddings:
+            self._paddings[needed] = floor_padding(self.shape.v, partial(self._matmuls, mode), self._time_pairs)
+        padding = self._paddings[needed]
+        return Floor(self._matmuls(mode, padding), padding)
+
+    def _matmuls(self, mode: Mode, padding: int) -> Callable[[], Any]:
         """Returns the bare matmuls, on the d_logits of the loss itself, `FLOOR_ROWS` rows at a time.
 
         Later rows overwrite d_weight instead of adding to it: the floor moves no byte that the matmuls do not need.
         """
-        if "d_logits" not in self._floors:
-            rows = min(self.shape.n, FLOOR_ROWS)
-            d_logits = torch.empty(rows, self.shape.v, dtype=self.dtype, device=self.device)
+        if padding not in self._floors:
+            rows, v = min(self.shape.n, FLOOR_ROWS), self.shape.v + padding
+            d_logits = torch.zeros(rows, v, dtype=self.dtype, device=self.device)
             for index in torch.arange(rows, device=self.device).split(max(1, REFERENCE_LOGITS // self.shape.v)):
                 p = torch.softmax((self.input[index] @ self.weight.T).float(), 1)
                 p.scatter_add_(1, self.target[index][:, None], p.new_full((len(index), 1), -1.0))
-                d_logits[index] = (p / self.shape.n).to(self.dtype)
-            self._floors = {
+                d_logits[index, : self.shape.v] = (p / self.shape.n).to(self.dtype)
+            weight = torch.nn.functional.pad(self.weight, (0, 0, 0, padding)) if padding else self.weight
+            buffers = {
+                "weight": weight,
                 "d_logits": d_logits,
                 "logits": torch.empty_like(d_logits),
                 "d_input": torch.empty_like(self.input[:rows]),
-                "d_weight": torch.empty_like(self.weight),
+                "d_weight": torch.empty_like(weight),
             }
-        buffers, weight, chunks = self._floors, self.weight, self.input.split(FLOOR_ROWS)
+            self._floors = {padding: buffers}  # those of another padding go
+        buffers, chunks = self._floors[padding], self.input.split(FLOOR_ROWS)
+        weight = buffers["weight"]
 
         def run() -> None:
             for x in chunks:
@@ -278,7 +315,7 @@ class TorchProblem:
 
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         if method.kind == "floor":
-            return Prepared(self.floor(mode))
+            return Prepared(self.floor(mode).run)
         loss_fn, target = method.build(mode), self.targets(mode)
         x = self.input.detach().requires_grad_(mode.d_input)
         w = self.weight.detach().requires_grad_(mode.d_weight)

@@ -131,12 +131,12 @@ def _quack(chunk_size: int) -> Callable[[Mode], LossFn]:
 # In the order of measurement: our methods and the floor first, methods that may crash last.
 METHODS = by_name(
     [
-        Method("floor", "floor", _floor, takes_budget=True, host=True),
-        Method("triton", "ours", _core_triton("triton"), takes_budget=True, host=True),
+        Method("floor", "floor", _floor, takes_budget=True, host=True, grid=True),
+        Method("triton", "ours", _core_triton("triton"), takes_budget=True, host=True, grid=True),
         Method("chunked", "own-baseline", _core_triton("chunked"), takes_budget=True),
         Method("eager", "peer", _eager),
         Method("eager-float32-logits", "peer", _eager_float32_logits),
-        Method("torch.compile", "peer", _compiled, host=True),
+        Method("torch.compile", "peer", _compiled, host=True, grid=True),
         Method("F.linear_cross_entropy", "peer", _torch_linear_cross_entropy),
         Method("liger", "peer", _liger(1), "liger-kernel"),
         Method("liger-8", "peer", _liger(8), "liger-kernel"),

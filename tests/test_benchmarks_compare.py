@@ -103,9 +103,11 @@ def test_digests_tell_bits_apart() -> None:
 
 def test_sharp_arrays_have_few_likely_classes() -> None:
     from benchmarks.shapes import Shape
-    from benchmarks.torch_bench import TorchProblem
+    from benchmarks.torch_bench import TorchBench, TorchProblem
 
-    problem = TorchProblem(Shape("sharp", 512, 64, 1000), "float32", "sharp", torch.device("cpu"))
+    problem = TorchProblem(
+        Shape("sharp", 512, 64, 1000), "float32", "sharp", torch.device("cpu"), TorchBench("cpu").time_pairs
+    )
     p = torch.softmax(problem.input @ problem.weight.T, 1)
     assert 1.2 < float((p > 2**-6).sum(1).float().mean()) < 10
     softmax_part, whole = p @ problem.weight, p @ problem.weight - problem.weight[problem.target]

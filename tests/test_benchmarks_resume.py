@@ -1,0 +1,70 @@
+"""--resume: which rows are measured again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import linear_ce, results, torch_methods
+from benchmarks.methods import Method
+
+
+def run(file: Path, *arguments: str) -> dict[str, str]:
+    """Runs the command on the smoke shape with --resume; returns what was measured, and the kernels of all rows."""
+    common = ["--framework", "torch", "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
+    assert linear_ce.main([*common, "--resume", "--json", str(file), *arguments]) == 0
+    return {row["method"]: row["kernels"] for row in json.loads(file.read_text())["rows"]}
+
+
+def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def noting(name: str, fails: bool = False) -> Any:
+        def build(mode: Any) -> Any:
+            built.append(name)
+            if fails:
+                raise MemoryError("out of memory")
+            return torch_methods.METHODS["eager"].build(mode)
+
+        return build
+
+    methods = [
+        Method("mine", "ours", noting("mine"), takes_budget=True),
+        Method("theirs", "peer", noting("theirs")),
+        Method("fails", "peer", noting("fails", fails=True)),
+    ]
+    eager = torch_methods.METHODS["eager"]
+    monkeypatch.setattr(torch_methods, "METHODS", {"eager": eager, **{method.name: method for method in methods}})
+    file = tmp_path / "torch.json"
+    names = ["--methods", *(method.name for method in methods)]
+    first = run(file, *names)
+    assert built == ["mine", "theirs", "fails"]
+    assert first["mine"] == results.source_hash("torch") != first["theirs"]
+    assert run(file, *names) == first
+    assert built[3:] == ["fails"]
+    monkeypatch.setattr(results, "source_hash", lambda framework: "other kernels")
+    assert run(file, *names) == {**first, "mine": "other kernels"}
+    assert built[4:] == ["mine", "fails"]
+    monkeypatch.setattr(Method, "version", lambda self: "2.0")
+    run(file, *names)
+    assert built[6:] == ["theirs", "fails"]
+    with pytest.raises(SystemExit):
+        linear_ce.parse(["--framework", "torch", "--resume"])
+
+
+def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> None:
+    for name in ("core_triton/kernels.py", "core_triton/replay.c", "linear_ce/chunking.py", "linear_ce/spec.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    before = results.source_hash("torch", tmp_path)
+    for name, matters in (
+        ("core_triton/replay.c", True),
+        ("linear_ce/chunking.py", True),
+        ("linear_ce/spec.py", False),
+    ):
+        (tmp_path / name).write_text("2")
+        assert (results.source_hash("torch", tmp_path) != before) == matters
+        (tmp_path / name).write_text("1")
+    (tmp_path / "core_triton/kernels.py").rename(tmp_path / "core_triton/other.py")
+    assert results.source_hash("torch", tmp_path) != before
