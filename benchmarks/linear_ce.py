@@ -5,8 +5,10 @@ timed. Then it alternates with the floor, the bare matmuls of its mode. how-to-m
 """
 
 import argparse
+import math
 import os
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +53,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
-    parser.add_argument("--resume", action="store_true", help="skip rows of the file with the same kernels")
+    parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
+    parser.add_argument(
+        "--until", type=float, metavar="SECONDS", default=math.inf, help="start no row later than this after the start"
+    )
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
     options = parser.parse_args(arguments)
     if options.resume and options.json is None:
@@ -121,7 +126,7 @@ def measure_safely(
         return {"status": "failed", "note": describe(error)}
 
 
-def kernels(method: Method, sources: str, versions: Mapping[str, str]) -> str:
+def code_hash(method: Method, sources: str, versions: Mapping[str, str]) -> str:
     """Returns a hash of what computes a method: the sources of our package, or the versions of other libraries."""
     return sources if method.in_package else results.short_hash(str(method.version()), str(sorted(versions.items())))
 
@@ -129,6 +134,7 @@ def kernels(method: Method, sources: str, versions: Mapping[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a method of ours failed."""
     options = parse(arguments)
+    deadline = time.monotonic() + options.until
     try:
         items = plan(options.shapes, options.modes, options.targets)
     except ValueError as error:
@@ -155,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if why is not None:
                 print(f"no {what}: {why}")
 
-    failed = 0
+    failed, left = 0, 0
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     sources = results.source_hash(options.framework)
     problem, made_for = None, None
@@ -170,13 +176,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "method": method.name,
                 "kind": method.kind,
                 "framework": options.framework,
-                "kernels": kernels(method, sources, bench.versions()),
+                "code_hash": code_hash(method, sources, bench.versions()),
             }
             for method in methods
             if method.applies(mode, named=options.methods is not None)
         ]
         rows = [row for row in rows if not (options.resume and file.holds(row))]
-        if not rows:
+        if not rows or time.monotonic() > deadline:
+            left += len(rows)
             continue
         print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
         if made_for != (shape, targets):
@@ -185,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             problem, made_for = bench.problem(shape, options.dtype, targets), (shape, targets)
         assert problem is not None
         for row in rows:
+            if time.monotonic() > deadline:
+                left += 1
+                continue
             method = bench.methods[row["method"]]
             row |= dict.fromkeys(host_modes.MEASURED if host else MEASURED)
             row |= measure_safely(bench, problem, method, mode, options)
@@ -201,6 +211,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         row |= later()
         file.add(row)
         print(f"{row['shape']}, {row['mode']}:\n{results.line(row)}", flush=True)
+    if left:
+        print(f"\n{left} rows were not started before --until {options.until:g} seconds")
     return 1 if failed else 0
 
 

@@ -1,5 +1,6 @@
 """Rows of results: their keys, the file they are kept in, and the table that is printed."""
 
+import ast
 import hashlib
 import json
 import math
@@ -44,7 +45,7 @@ KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
 
 
 def source_hash(framework: str, root: Path = ROOT) -> str:
-    """Returns a hash of the source files that decide what a framework's package launches.
+    """Returns a hash of the code that decides what a framework's package launches, without comments and docstrings.
 
     Args:
         framework: torch or jax.
@@ -52,7 +53,17 @@ def source_hash(framework: str, root: Path = ROOT) -> str:
     """
     package = root / KERNELS[framework]
     files = [*package.rglob("*.py"), *package.rglob("*.c"), root / "linear_ce" / "chunking.py"]
-    return short_hash(*(part for file in sorted(files) for part in (str(file.relative_to(root)), file.read_text())))
+    return short_hash(*(part for file in sorted(files) for part in (str(file.relative_to(root)), _code(file))))
+
+
+def _code(file: Path) -> str:
+    if file.suffix != ".py":
+        return file.read_text()
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def short_hash(*parts: str) -> str:
@@ -116,9 +127,9 @@ class ResultFile:
                 print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether the file has this measurement, with a result, of the same `kernels`."""
+        """Returns whether the file has this measurement, with a result, of the same code."""
         return any(
-            old["status"] == "ok" and all(old.get(key) == row[key] for key in (*self.key, "kernels"))
+            old["status"] == "ok" and all(old.get(key) == row[key] for key in (*self.key, "code_hash"))
             for old in self.rows
         )
 

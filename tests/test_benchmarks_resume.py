@@ -11,10 +11,10 @@ from benchmarks.methods import Method
 
 
 def run(file: Path, *arguments: str) -> dict[str, str]:
-    """Runs the command on the smoke shape with --resume; returns what was measured, and the kernels of all rows."""
+    """Runs the command on the smoke shape with --resume; returns what was measured, and the hash of all rows."""
     common = ["--framework", "torch", "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
     assert linear_ce.main([*common, "--resume", "--json", str(file), *arguments]) == 0
-    return {row["method"]: row["kernels"] for row in json.loads(file.read_text())["rows"]}
+    return {row["method"]: row["code_hash"] for row in json.loads(file.read_text())["rows"]}
 
 
 def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,8 +43,8 @@ def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest
     assert first["mine"] == results.source_hash("torch") != first["theirs"]
     assert run(file, *names) == first
     assert built[3:] == ["fails"]
-    monkeypatch.setattr(results, "source_hash", lambda framework: "other kernels")
-    assert run(file, *names) == {**first, "mine": "other kernels"}
+    monkeypatch.setattr(results, "source_hash", lambda framework: "other code")
+    assert run(file, *names) == {**first, "mine": "other code"}
     assert built[4:] == ["mine", "fails"]
     monkeypatch.setattr(Method, "version", lambda self: "2.0")
     run(file, *names)
@@ -54,17 +54,29 @@ def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> None:
+    code = 'def f() -> int:\n    """Returns 1."""\n    return 1\n'
     for name in ("core_triton/kernels.py", "core_triton/replay.c", "linear_ce/chunking.py", "linear_ce/spec.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("1")
+        (tmp_path / name).write_text(code)
     before = results.source_hash("torch", tmp_path)
-    for name, matters in (
-        ("core_triton/replay.c", True),
-        ("linear_ce/chunking.py", True),
-        ("linear_ce/spec.py", False),
+    for name, old, new, matters in (
+        ("core_triton/replay.c", "return 1", "return 2", True),
+        ("core_triton/kernels.py", "return 1", "return 2", True),
+        ("core_triton/kernels.py", "Returns 1", "Returns one", False),
+        ("core_triton/kernels.py", "return 1", "return 1  # why", False),
+        ("linear_ce/chunking.py", "return 1", "return 2", True),
+        ("linear_ce/spec.py", "return 1", "return 2", False),
     ):
-        (tmp_path / name).write_text("2")
+        (tmp_path / name).write_text(code.replace(old, new))
         assert (results.source_hash("torch", tmp_path) != before) == matters
-        (tmp_path / name).write_text("1")
+        (tmp_path / name).write_text(code)
     (tmp_path / "core_triton/kernels.py").rename(tmp_path / "core_triton/other.py")
     assert results.source_hash("torch", tmp_path) != before
+
+
+def test_no_row_starts_after_until(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--framework", "torch", "--device", "cpu", "--shapes", "smoke", "--methods", "eager", "chunked"]
+    assert linear_ce.main([*options, "--until", "-1"]) == 0
+    printed = capsys.readouterr().out
+    assert "2 rows were not started before --until -1 seconds" in printed
+    assert "err_loss" not in printed
