@@ -158,7 +158,12 @@ def check_shards(
         merged = row_math.merge(merged, chunked.chunk_statistics(shard, everything, vocab_chunk))
     statistics = row_math.finish(merged, t["target"], row_weight, classes)
     assert error(statistics.lse.numpy(), want.lse) < 2e-6
-    assert error(statistics.target_logit.numpy(), want.target_logit) < 2e-6
+    target_logit = statistics.target_logit.numpy()
+    # The terms of a target's logit can cancel: float32 rounds each of them at most d + 2 times.
+    terms = np.abs(arrays["input"] * arrays["linear_weight"][arrays["target"]]).sum(1)
+    terms = case.spec.logit_scale * (terms + np.abs(arrays["linear_bias"][arrays["target"]]))
+    rounding = (d + 2) * 2.0**-24 * terms
+    assert error(target_logit, want.target_logit) < 2e-6 or (np.abs(target_logit - want.target_logit) < rounding).all()
     loss = row_math.row_loss(case.spec, statistics, t["target"], row_weight, class_weight, classes)
     assert error(loss.sum().numpy(), want.loss) < 2e-6
 
