@@ -213,6 +213,32 @@ def test_explain_prints_the_plan() -> None:
         core_triton.explain(x, w.T)
 
 
+ANY_GPU = "Triton's, for any GPU"
+HOPPER = "Hopper's, in Gluon, tiles of 128 rows x 256 classes"
+
+
+@pytest.mark.parametrize(
+    ("device", "kernels", "gradients"),
+    [("a100", ANY_GPU, "cuBLAS"), ("rtx4090", ANY_GPU, "cuBLAS"), ("h100", HOPPER, "our kernels")],
+)
+def test_explain_of_a_gpu_that_is_not_present(device: str, kernels: str, gradients: str) -> None:
+    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 2048, 896), (151936, 896)))
+    explained = core_triton.explain(x, w, device=device)
+    lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
+    assert explained.name == "triton"
+    assert lines["path"] == "scaled_exp: the gradients are matmuls of stored exponentials"
+    assert lines["kernels"].startswith(kernels)
+    assert lines["matmuls"].endswith(f"d_input, d_weight by {gradients}")
+    assert core_triton.explain(x, w, device=device, implementation="chunked").name == "chunked"
+
+
+def test_explain_of_a_gpu_without_a_name() -> None:
+    x, w = torch.empty(4, 8), torch.empty(10, 8)
+    known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"
+    with pytest.raises(ValueError, match=f"^device must be one of {known}, got 'v100'$"):
+        core_triton.explain(x, w, device="v100")
+
+
 def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run() -> None:
     arrays = problem()
     message = "implementation 'triton' cannot run here: no kernel for cpu devices"
