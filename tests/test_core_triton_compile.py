@@ -1,4 +1,4 @@
-"""core_triton's operators under torch.library.opcheck, and its functions inside torch.compile without a graph break."""
+"""Tests core_triton's operators with torch.library.opcheck, and its functions in torch.compile without graph breaks."""
 
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ Arguments = tuple[Any, ...]
 def operator_arguments(
     dtype: torch.dtype, *, smoothing: float, softcap: float | None, bias: bool
 ) -> tuple[Arguments, Arguments, Arguments]:
-    """Returns the arrays, the weights of tokens and the options of an operator's call."""
+    """Returns the arrays, the token weights and the options of an operator call."""
     arrays = problem(dtype=dtype)
     tensors = (
         arrays["input"],
@@ -52,7 +52,7 @@ def operator_arguments(
 OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1, "softcap": 4.0, "bias": False}]
 
 
-# torch 2.15's own opcheck reads .grad of tensors that have none.
+# opcheck of torch 2.15 reads .grad of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -60,7 +60,7 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     tensors, weights, settings = operator_arguments(dtype, **options)
     arguments = (*tensors, *weights, *settings)
     bias = options["bias"]
-    # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
+    # Different summation orders make the traced and the eager gradients round differently in 16 bits.
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for needs_grad in ((True, True, bias), (False, True, False)):
         for statistics in (True, False):
@@ -88,7 +88,7 @@ def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
 
 
 def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:
-    """Compiles `function` whole, and compares its value and gradients with those of the uncompiled one."""
+    """Compiles `function` without graph breaks, and compares its value and gradients with those of eager mode."""
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     want, got = function(arrays), compiled(arrays)
     torch.testing.assert_close(got, want)

@@ -1,4 +1,4 @@
-"""LinearCrossEntropy, the head and its loss as a module."""
+"""Tests LinearCrossEntropy, a module with the head and its loss."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""Every bad input of the contract raises an error that names the argument and what it got."""
+"""Every invalid input of the contract raises an error that names the argument and the value it got."""
 
 from typing import Any
 
