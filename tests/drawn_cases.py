@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
 from parity.cases import Case
 
-# Errors that are always allowed: with one or two elements, the unfused gradient's rounding error can be small by chance.
+# These errors are always allowed, because the unfused gradient of one or two elements can be exact by chance.
 FEW_ELEMENTS = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 LEADS = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 

@@ -21,7 +21,7 @@ SMALL = ModelConfig(
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, spread: float = 1.0) -> Decoder:
-    """Returns a decoder with normal matrices of variance spread**2 / features_in, and norms near their initial values."""
+    """Returns a decoder with normal matrices of variance spread**2 / features_in, and almost initial norms."""
     generator = np.random.default_rng(seed)
     graph, shapes = nnx.split(decoder_shapes(config))
 

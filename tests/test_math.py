@@ -1,4 +1,4 @@
-"""The chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md against the reference, in
+"""Compares the chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md with the reference in
 float64."""
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ def logits_of(arrays: dict[str, Any], spec: LossSpec) -> np.ndarray:
 
 
 def partial(z: np.ndarray, target: np.ndarray, c: np.ndarray, start: int) -> list[np.ndarray]:
-    """MATH.md (25) for the classes from `start` on, whose logits are z."""
+    """MATH.md (25) for the classes that begin at `start` and have logits z."""
     with np.errstate(invalid="ignore"):
         m = np.max(z, axis=1, initial=-np.inf)
         shifted = np.where(z == -np.inf, 0, z - m[:, None])

@@ -1,4 +1,5 @@
-"""The comparison of backends: budgets accept rounding errors and catch wrong results, and the command reports them."""
+"""Tests the comparison of backends: budgets accept rounding errors and catch wrong results, and the command reports
+both."""
 
 import json
 import os
@@ -81,7 +82,7 @@ def test_rows_count_each_by_its_own_norm() -> None:
 # Comparison.
 
 
-# Of each edge one dtype, in turn.
+# One dtype for each edge, in rotation.
 EDGES = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
 
 
@@ -94,7 +95,7 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     rank = np.argsort(classes)
     target = arrays["target"].reshape(-1)[tokens].astype(np.int64)
     in_range = (target >= 0) & (target < case.classes) & (target != case.spec.ignore_index)
-    # Far away, so that no permuted target meets it.
+    # Far from every class, so that no permuted target equals it.
     ignore_index = -(2**40)
     permuted_class = np.where(in_range, rank[target % case.vocab], target)
     permuted = {
@@ -128,7 +129,8 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     assert all(comparison.percent <= 100 for comparison in comparisons.values()), used(comparisons)
 
 
-# An option left out, and the cases that have it. A gradient of zeros cannot tell, so edges stay out.
+# Options to omit, with the values that omit them. Gradients of zero would not show the difference, so edge cases are
+# not used.
 LEFT_OUT: dict[str, Any] = {
     "label_smoothing": 0.0,
     "z_loss_weight": 0.0,
@@ -164,13 +166,13 @@ def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
 
 
 def two_bits(exponentials: Tensor) -> Tensor:
-    """Returns numbers rounded to two bits of mantissa besides the leading one."""
+    """Rounds numbers to two bits of mantissa after the leading bit."""
     mantissa, exponent = torch.frexp(exponentials)
     return torch.ldexp(torch.round(8 * mantissa) / 8, exponent)
 
 
 def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "chunked" round the exponentials of d_logits to two bits; lse stays exact, as it does in the kernels."""
+    """Makes "chunked" round the exponentials of d_logits to two bits. lse remains exact, as in the kernels."""
     right = chunked.tile_d_logits
 
     def d_logits(*arguments: Any) -> Tensor:
@@ -182,7 +184,7 @@ def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def round_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "chunked" round logits to bfloat16, as a loss on materialized bfloat16 logits does."""
+    """Makes "chunked" round logits to bfloat16, like a loss on materialized bfloat16 logits."""
     right = chunked.logits_tile
     monkeypatch.setattr(chunked, "logits_tile", lambda *arguments: right(*arguments).bfloat16().float())
 
@@ -415,4 +417,4 @@ def test_one_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("torch-default  fp32  chunked")
     assert line.endswith("  tiny")
     assert len(command.report.header()) == len(line)
-    assert line.count("%") == 5  # loss, lse, d_input, d_weight and the worst of the rest
+    assert line.count("%") == 5  # loss, lse, d_input, d_weight, and the worst of the others

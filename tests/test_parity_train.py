@@ -1,4 +1,5 @@
-"""`python -m parity train`: the four curves agree, a change in one framework is caught, and the command reports it."""
+"""Tests `python -m parity train`: the four curves agree, and the command catches and reports a change in one
+framework."""
 
 import json
 import os
@@ -42,7 +43,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_agreement(done: subprocess.CompletedProcess[str], document: Path, steps: int) -> dict[str, Any]:
-    """Checks what the command printed and wrote when all went well; returns the latter."""
+    """Checks the output of a successful command. Returns the document that it wrote."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("all four curves agree within 1e-05 at each step; fused: torch by ")
@@ -88,7 +89,7 @@ def test_fifty_steps_agree(options: tuple[str, ...], tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < 0.35 * losses[0]
 
 
-# What a change in one framework does.
+# Changes in one framework.
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def problem() -> Problem:
 
 @pytest.fixture(scope="module")
 def trained(problem: Problem) -> Run:
-    """Of JAX, with the fused loss."""
+    """A JAX run with the fused loss."""
     return jax_run.train(problem, fused=True)
 
 
@@ -141,16 +142,16 @@ def test_a_gradient_of_the_wrong_sign_is_caught(
 
     def reversed_gradient(*arguments: Any, **options: Any) -> Any:
         loss = right(*arguments, **options)
-        return 2 * loss.detach() - loss  # the same value
+        return 2 * loss.detach() - loss  # the value does not change
 
     monkeypatch.setattr(core_triton, "linear_cross_entropy", reversed_gradient)
     (failure,) = found(problem, trained)
-    assert failure.endswith("over 1e-05 from step 2 on")  # the first loss is that of the first weights
+    assert failure.endswith("over 1e-05 from step 2 on")  # the first loss does not depend on gradients
 
 
 def test_another_rotation_is_caught(problem: Problem, trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_run._rotate
-    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # turns the other way
+    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # reverses it
     (failure,) = found(problem, trained)
     assert failure.endswith("over 1e-05 from step 1 on")
 
@@ -169,7 +170,7 @@ def test_a_decoder_with_other_parameters_is_refused(problem: Problem) -> None:
         jax_run.train(problem._replace(weights=weights), fused=True)
 
 
-# Judgement.
+# Failures.
 
 
 def run_of(losses: list[float], implementation: str = "chunked", platform: str = "cpu") -> Run:
