@@ -1,4 +1,4 @@
-"""The cost of a step against independent counts: matmuls in the traced program, and XLA's memory analysis."""
+"""Compares the computed cost of a step with independent counts: traced matmuls, and XLA's memory analysis."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4, "head_dim": 16}, {"num_layers": 0}])
 def test_flops_are_the_products_of_the_traced_model(tie, changes):
-    """The traced program computes masked scores too; with that number of keys, both counts must be equal."""
+    """The traced program also computes masked scores. With these included, both counts must be equal."""
     config = dataclasses.replace(CONFIG, tie_embeddings=tie, **changes)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -101,7 +101,9 @@ def test_peaks_are_those_of_the_whole_device():
         assert device_peak(f"NVIDIA {alike}") is None, alike
     assert device_peak("TPU v4 lite") is None
     for earlier, name in enumerate(PEAK_BF16):
-        assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), f"{name} is never reached"
+        assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), (
+            f"an earlier prefix hides {name}"
+        )
 
 
 # Memory
@@ -114,11 +116,13 @@ def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
     assert memory is not None
     count = sum(part.size for part in trainer.parts)
     assert memory.parameters == 4 * count
-    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, and the counts of AdamW and of the schedule
-    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens, targets, and the step number
+    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, and the step counts of AdamW and the schedule
+    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens, targets and the step number
     plan: Any = compiled.memory_analysis()
     assert memory.temporaries >= plan.temp_size_in_bytes > 4 * count  # at least a gradient of every parameter
-    assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, "donated"
+    assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, (
+        "the state must be donated"
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`--freeze`: frozen parameters keep their values and cost nothing, and the run reports them."""
+"""Tests `--freeze`: frozen parameters keep their values and cost nothing, and the run reports them."""
 
 import dataclasses
 import re
@@ -61,7 +61,7 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
         jax.jit(each._gradients).lower(each.initial.params, batch).compile() for each in (whole, part)
     ]
     flops = [program.cost_analysis()["flops"] for program in compiled]
-    assert flops[0] - flops[1] == 2 * 32 * head, "d_weight: tokens, rows and width"
+    assert flops[0] - flops[1] == 2 * 32 * head, "the difference must be d_weight: tokens, rows and width"
 
     (loss, gradients), (frozen_loss, some) = (program(whole.initial.params, batch) for program in compiled)
     assert frozen_loss == loss
@@ -88,7 +88,7 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
     ],
 )
 def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
-    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
+    """The traced program also computes masked scores. All other matmuls must be counted exactly."""
     trainer = Trainer(decoder_shapes(config), TrainConfig(freeze=freeze))
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)

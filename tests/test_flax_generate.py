@@ -1,4 +1,5 @@
-"""Text generation: the cache against recomputation, batches against single prompts, the sampler, the command."""
+"""Tests text generation: the cache against recomputation, batches against single prompts, the sampler and the
+command."""
 
 import dataclasses
 import json
@@ -46,7 +47,7 @@ KEY = jax.random.key(0)
 
 
 def make(**changes: Any) -> Decoder:
-    # Larger weights than initial ones, so that the context determines the most likely token.
+    # The weights are larger than initial weights, so that the context determines the most likely token.
     return random_decoder(dataclasses.replace(SMALL, **changes), spread=1.5)
 
 
@@ -59,7 +60,7 @@ def test_the_cache_changes_no_token(variant):
         for use_cache in (False, True)
     )
     assert cached == whole
-    assert len({token for row in whole for token in row}) > 3, "the texts are not one token repeated"
+    assert len({token for row in whole for token in row}) > 3, "the texts must not repeat a single token"
 
 
 def test_no_row_knows_of_the_others():

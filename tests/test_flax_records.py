@@ -1,4 +1,4 @@
-"""Files of records: parsing, errors with their location, and the split of dialogues."""
+"""Tests files of records: parsing, errors with their location, and the split of dialogues."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of weights without the transformers library: reading, errors, writing."""
+"""Tests folders of weights without the transformers library: reading, errors and writing."""
 
 import dataclasses
 import json
@@ -231,7 +231,7 @@ def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
 def test_loading_holds_one_stacked_parameter_beside_the_model_at_most(tmp_path):
     config = dataclasses.replace(SMALL, hidden_size=128, intermediate_size=512, num_layers=6, max_seq_len=8)
     save(random_decoder(config), tmp_path / "model")
-    load(tmp_path / "model")  # compile and import everything before memory is measured
+    load(tmp_path / "model")  # compiles and imports everything before memory is measured
     model, largest = 4 * config.parameter_count(), 4 * 6 * 128 * 512
     tracemalloc.start()
     load(tmp_path / "model")

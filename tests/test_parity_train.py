@@ -151,7 +151,7 @@ def test_a_gradient_of_the_wrong_sign_is_caught(
 
 def test_another_rotation_is_caught(problem: Problem, trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_run._rotate
-    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # reverses it
+    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # rotates backward
     (failure,) = found(problem, trained)
     assert failure.endswith("over 1e-05 from step 1 on")
 
