@@ -11,29 +11,29 @@ SLOW: dict[str, tuple[str, ...]] = {
     # These runs have the same steps and files as runs on plain text, whose resumption test_flax_resume.py compares
     # bitwise. test_examples.py covers dialogues and adapters.
     "test_flax_lora.py": (
-        "test_the_first_output_is_the_base_models_to_the_bit[bfloat16]",
-        "test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average",
-        "test_a_cache_changes_nothing_that_is_drawn",
+        "test_the_first_output_is_the_base_models_bit_for_bit[bfloat16]",
+        "test_a_run_reports_what_trains_resumes_bit_for_bit_and_evaluates_its_average",
+        "test_a_cache_does_not_change_generated_tokens",
         # test_flax_peft.py checks merged weights against peft's formula.
-        "test_a_merged_model_gives_what_the_adapters_give[lora0]",
-        "test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits[False]",
+        "test_a_merged_model_gives_the_results_of_the_adapters[lora0]",
+        "test_frozen_parameters_are_stored_in_the_computation_dtype_and_give_the_same_bits[False]",
     ),
-    "test_flax_dialogues.py": ("test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit",),
+    "test_flax_dialogues.py": ("test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit",),
     "test_flax_freeze.py": (
-        "test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gradient",
-        "test_a_run_says_what_trains_and_goes_on_with_it",
+        "test_a_frozen_head_saves_its_matmul_and_memory_and_changes_no_other_gradient",
+        "test_a_run_reports_what_trains_and_resumes_with_it",
         # test_flax_lora.py checks frozen parameters beside adapters.
         "test_frozen_parameters_keep_their_bits_and_all_others_move[1]",
         "test_frozen_parameters_keep_their_bits_and_all_others_move[2]",
-        "test_flops_are_the_products_of_the_differentiated_model[config6-freeze6]",
+        "test_flops_are_the_matmuls_of_the_differentiated_model[config6-freeze6]",
     ),
     # test_flax_families.py compares losses and exports with transformers.
     "test_flax_finetune.py": (
         "test_the_first_steps_loss_is_that_of_transformers_on_its_batch",
         "test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transformers",
         # test_examples.py trains from a folder. test_flax_resume.py checks that resumption is bitwise equal.
-        "test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_gives",
-        "test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_folders_weights",
+        "test_resuming_does_not_need_the_folder_and_gives_the_uninterrupted_runs_results",
+        "test_a_run_that_ended_before_its_first_checkpoint_restarts_from_the_folders_weights",
     ),
     "test_flax_model.py": (
         "test_what_is_kept_for_the_backward_pass[4]",
@@ -41,45 +41,45 @@ SLOW: dict[str, tuple[str, ...]] = {
         "test_tied_head_is_the_embedding_and_learns_from_both_ends",
         # test_flax_train.py and test_parity_train.py check the loss of a run, test_flax_generate.py generated tokens.
         "test_first_loss_is_near_uniform",
-        "test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too",
+        "test_greedy_generation_reads_the_last_position_also_past_the_window",
     ),
     "test_flax_packing.py": (
-        "test_cudnn_is_told_where_sequences_lie",
-        "test_one_sequence_a_row_is_what_no_lengths_are",
-        "test_packed_rows_train_to_the_gradients_of_padded_ones",
+        "test_cudnn_gets_the_positions_of_sequences",
+        "test_one_sequence_per_row_equals_no_lengths",
+        "test_packed_rows_give_the_gradients_of_padded_rows",
         "test_examples_do_not_see_each_other[gemma2]",
-        "test_micro_batches_of_packed_rows_are_the_whole_batch",
+        "test_micro_batches_of_packed_rows_match_the_whole_batch",
     ),
     "test_flax_generate.py": (
         "test_a_chat_prints_the_answers_to_prompts_in_the_template",
-        "test_draws_have_the_probabilities_of_the_rule",
+        "test_draws_have_the_expected_probabilities",
         "test_the_cache_changes_no_token[longrope]",
         # test_examples.py runs the command.
-        "test_the_command_prints_every_prompt_with_what_follows[run]",
+        "test_the_command_prints_every_prompt_with_its_continuation[run]",
         "test_extending_in_pieces_gives_the_hidden_states_of_the_whole",
-        "test_no_row_knows_of_the_others",
-        "test_draws_repeat_with_their_key_and_rows_draw_for_themselves",
+        "test_rows_are_independent",
+        "test_draws_repeat_with_their_key_and_rows_draw_independently",
     ),
     "test_flax_accounting.py": (
-        "test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it",
-        "test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made[False]",
+        "test_memory_of_a_step_is_its_state_and_the_temporaries_that_xla_plans",
+        "test_a_step_that_does_not_fit_is_reported_before_anything_runs_or_is_written[False]",
         # test_flax_train.py's run prints the same line.
         "test_a_run_compiles_its_step_once",
-        "test_nothing_is_known_of_a_backend_that_does_not_plan",
+        "test_a_backend_without_memory_analysis_gives_none",
     ),
     "test_flax_train.py": (
         "test_micro_batches_make_the_gradients_of_the_whole_batch",
         "test_nothing_in_a_step_waits_for_the_device",
-        "test_no_throughput_of_a_model_that_does_not_learn",
+        "test_no_throughput_is_reported_for_a_model_that_does_not_learn",
         "test_loss_of_a_step_is_that_of_materialized_logits_over_counted_tokens[1]",
-        "test_a_known_peak_gives_a_share_of_it",
+        "test_a_known_peak_gives_the_utilization",
         # test_no_head_is_transposed in test_jax_pallas_transforms.py checks this for the loss.
         "test_head_is_never_transposed_into_a_copy",
         "test_a_cast_head_gives_the_same_loss_and_a_rounded_gradient",
     ),
     # The other example also runs the trainer through its functions.
-    "test_examples.py": ("test_pretrain_text_learns_writes_a_model_and_says_what_next",),
-    "test_benchmarks_train.py": ("test_the_unfused_trainer_differs_in_the_loss_alone",),
+    "test_examples.py": ("test_pretrain_text_learns_writes_a_model_and_prints_the_next_commands",),
+    "test_benchmarks_train.py": ("test_the_unfused_trainer_differs_only_in_the_loss",),
     "test_parity.py": ("test_the_command_compares_both_frameworks",),
     # A sum has the same plan as a mean.
     "test_jax_pallas_transforms.py": (
@@ -238,11 +238,11 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # The test that compares bitwise resumes too, at another step.
     "test_flax_resume.py": (
-        "test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies",
+        "test_resuming_a_finished_run_takes_no_step_and_reports_again_with_moved_texts",
         # One way to damage a checkpoint represents the others.
-        "test_an_older_checkpoint_takes_the_place_of_a_broken_one[<lambda>-its checksum is another]",
-        "test_an_older_checkpoint_takes_the_place_of_a_broken_one[<lambda>-is missing]",
-        "test_a_checkpoint_without_its_list_of_files_is_read_all_the_same",
+        "test_an_older_checkpoint_replaces_a_damaged_one[<lambda>-its checksum is another]",
+        "test_an_older_checkpoint_replaces_a_damaged_one[<lambda>-is missing]",
+        "test_a_checkpoint_without_its_manifest_is_still_read",
     ),
     # Other families use every switch of these families. test_examples.py exports a folder and reads it.
     "test_flax_families.py": (
@@ -253,8 +253,8 @@ SLOW: dict[str, tuple[str, ...]] = {
     ),
     # Only muon could mistake stacked layers for one array.
     "test_flax_optimizers.py": (
-        "test_each_layer_moves_as_the_library_moves_an_array_of_its_own[adafactor]",
-        "test_each_layer_moves_as_the_library_moves_an_array_of_its_own[schedule_free_adamw]",
+        "test_each_layer_is_updated_like_a_separate_array_in_optax[adafactor]",
+        "test_each_layer_is_updated_like_a_separate_array_in_optax[schedule_free_adamw]",
     ),
     "test_jax_pallas_sign.py": (
         # The kernels' first passes are merged by the same function.
@@ -285,7 +285,7 @@ SLOW: dict[str, tuple[str, ...]] = {
     # The quick suite runs the same kernels with another axis or dtype.
     "test_jax_pallas_kernels.py": (
         "test_add_target_rows[bfloat16-1]",
-        "test_vmap_runs_one_after_the_other",
+        "test_vmap_runs_elements_one_after_the_other",
     ),
     # The quick suite exports a symbolic axis in float32.
     "test_jax_pallas_symbolic.py": (

@@ -159,7 +159,7 @@ def import_absent() -> Any:
     return load("no_such_module")
 
 
-def test_plan_measures_what_matters_first_and_named_rows_alone_on_request() -> None:
+def test_plan_measures_what_matters_first_and_only_named_rows_on_request() -> None:
     first = [(shape.name, mode.name, targets) for shape, mode, targets in plan()]
     assert first == list(PLAN)
     assert first[0] == ("llama3-8b", "train", "peaked")
@@ -214,7 +214,7 @@ def test_errors_past_the_bound_and_nan_are_wrong() -> None:
     assert set(GRADIENT_BOUND) == set(linear_ce.DTYPES)
 
 
-def test_ratios_are_of_neighbours() -> None:
+def test_ratios_are_of_adjacent_calls() -> None:
     # The clock rate halves halfway through. The ratio of medians would be wrong, but the median of ratios is right.
     figures = Pairs([10, 10, 20, 20, 20], [11, 11, 22, 22, 22], [(1500.0, 600.0), (1400.0, 650.0)]).figures()
     assert figures["ratio"] == figures["ratio_p20"] == pytest.approx(1.1)

@@ -121,7 +121,7 @@ def test_speed_counts_neither_padding_nor_other_flops() -> None:
 # Fused and unfused.
 
 
-def test_the_unfused_trainer_differs_in_the_loss_alone() -> None:
+def test_the_unfused_trainer_differs_only_in_the_loss() -> None:
     figures: dict[str, Any] = {}
     with quick_compilation():
         train_jax.check(dataclasses.replace(FUSED.check(), seq=32), 2, figures, with_weights=False)
@@ -167,7 +167,7 @@ def test_steps_that_do_not_train_everything_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_measures_transformers() -> None:
+def test_a_separate_process_measures_transformers() -> None:
     row = SMOKE["smoke/hf/full/64x2"]
     found = ask(Request(dataclasses.asdict(row), 2, in_torch=True, split=True), limit=120)
     assert found["status"] == "ok", found["note"]
@@ -211,7 +211,7 @@ def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, s
     assert "\n" not in found["note"]
 
 
-def test_memory_that_ran_out_is_found_behind_other_errors() -> None:
+def test_out_of_memory_is_found_behind_other_errors() -> None:
     wrapped = RuntimeError("backend failed")
     assert not out_of_memory(wrapped)
     wrapped.__cause__ = ValueError("CUDA out of memory. Tried to allocate")
@@ -348,7 +348,7 @@ def test_a_row_that_ran_elsewhere_is_refused(tmp_path: Path, answers: dict[str, 
     assert rows["smoke/hf/full/64x2"]["note"] == "ran on CPU (times are no results)"
 
 
-def test_no_row_is_begun_too_late(
+def test_no_row_starts_too_late(
     tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train.main(["--rows", "smoke/hf/full/64x2", "--until", "-1"])
@@ -450,7 +450,7 @@ def test_distances_are_of_repeats_of_pairs_and_of_means() -> None:
 # Attention on packed rows.
 
 
-def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_attention_benchmark_reports_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "attention.json"
     arguments = ["--rows", "smoke/fused/full/64x2/data=packed", "--seconds", "0", "--json", str(path)]
     with quick_compilation():

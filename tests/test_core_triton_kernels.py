@@ -357,7 +357,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-def test_launches_are_recorded_as_triton_specialises_them() -> None:
+def test_launches_are_recorded_as_triton_specializes_them() -> None:
     [launch] = launches_of(90, scale(torch.bfloat16))
     assert launch.kernel is row_kernels.scale_kernel
     assert dict(launch.signature) == {

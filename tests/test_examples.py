@@ -17,7 +17,7 @@ from flax_models.model.decoder import ModelConfig
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypatch, capsys):
+def test_pretrain_text_learns_writes_a_model_and_prints_the_next_commands(place, monkeypatch, capsys):
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "pretrain_text.py")))
     monkeypatch.setitem(example.main.__globals__, "MODEL", ModelConfig(280, 16, 1, 2, 1, 8, 24, 16))
     example.main(["--data", str(place / "data"), "--steps=30", "--prompt=the fox", "--out", str(place / "out")])

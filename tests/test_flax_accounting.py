@@ -43,7 +43,7 @@ CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4, "head_dim": 16}, {"num_layers": 0}])
-def test_flops_are_the_products_of_the_traced_model(tie, changes):
+def test_flops_are_the_matmuls_of_the_traced_model(tie, changes):
     """The traced program also computes masked scores. With these included, both counts must be equal."""
     config = dataclasses.replace(CONFIG, tie_embeddings=tie, **changes)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
@@ -109,7 +109,7 @@ def test_peaks_are_those_of_the_whole_device():
 # Memory
 
 
-def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
+def test_memory_of_a_step_is_its_state_and_the_temporaries_that_xla_plans():
     trainer = small_trainer(batch_size=4)
     compiled = trainer.compile(4, 16)
     memory = step_memory(trainer, compiled)
@@ -139,7 +139,7 @@ def test_memory_analysis_reflects_options_that_reduce_memory(changes):
     assert plans[1] < plans[0] / 2
 
 
-def test_nothing_is_known_of_a_backend_that_does_not_plan():
+def test_a_backend_without_memory_analysis_gives_none():
     class Silent:
         def memory_analysis(self) -> None:
             return None
@@ -163,7 +163,7 @@ def test_device_memory_where_it_is_reported():
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("limit", [True, False])
-def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit, tmp_path, monkeypatch, capsys):
+def test_a_step_that_does_not_fit_is_reported_before_anything_runs_or_is_written(limit, tmp_path, monkeypatch, capsys):
     def interrupt(state):
         raise KeyboardInterrupt
 

@@ -44,7 +44,7 @@ def start(place: Path, *options: str) -> int:
     return train(place, "--data", str(place / "data.jsonl"), *OPTIONS, *options)
 
 
-def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(place, capsys, monkeypatch):
+def test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit(place, capsys, monkeypatch):
     assert start(place, "--name", "whole") == 0
     out = capsys.readouterr().out
     assert re.search(r"^corpus     .*: 5\d dialogues and \d held out, ", out, re.M)

@@ -127,7 +127,7 @@ def test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transfor
     assert texts[0].startswith("the fox ")
 
 
-def test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_gives(
+def test_resuming_does_not_need_the_folder_and_gives_the_uninterrupted_runs_results(
     hub, tuned, place, monkeypatch, capsys
 ):
     moved = shutil.copytree(hub[1], place / "hub")
@@ -157,7 +157,7 @@ def interrupt(state: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_folders_weights(
+def test_a_run_that_ended_before_its_first_checkpoint_restarts_from_the_folders_weights(
     hub, tuned, place, monkeypatch, capsys
 ):
     moved = shutil.copytree(hub[1], place / "hub")
@@ -231,7 +231,7 @@ def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, caps
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "gemma2-2b"])
-def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
+def test_a_config_that_matches_the_folder_equals_the_folders(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values_of(published(name))))
     named, _ = parse(["--config", name, "--weights", str(tmp_path)])
     unnamed, _ = parse(["--weights", str(tmp_path)])

@@ -54,7 +54,7 @@ def test_frozen_parameters_keep_their_bits_and_all_others_move(accumulate):
     assert bool(second.trained.all())
 
 
-def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gradient():
+def test_a_frozen_head_saves_its_matmul_and_memory_and_changes_no_other_gradient():
     batch, head = random_batch(2), 280 * 16
     whole, part = trainer_of(UNTIED), trainer_of(UNTIED, "head")
     compiled: list[Any] = [
@@ -87,7 +87,7 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
         (TIED, ("blocks",)),
     ],
 )
-def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
+def test_flops_are_the_matmuls_of_the_differentiated_model(config, freeze):
     """The traced program also computes masked scores. All other matmuls must be counted exactly."""
     trainer = Trainer(decoder_shapes(config), TrainConfig(freeze=freeze))
     params = trainer.initial.params
@@ -117,7 +117,7 @@ def test_unknown_names_and_freezing_everything_raise():
     assert is_named("blocks.attention.query.kernel", ["attention.query"])
 
 
-def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
+def test_a_run_reports_what_trains_and_resumes_with_it(place, monkeypatch, capsys):
     def stop(state):
         raise KeyboardInterrupt
 

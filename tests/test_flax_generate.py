@@ -63,7 +63,7 @@ def test_the_cache_changes_no_token(variant):
     assert len({token for row in whole for token in row}) > 3, "the texts must not repeat a single token"
 
 
-def test_no_row_knows_of_the_others():
+def test_rows_are_independent():
     model = make()
     together = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
     for i, use_cache in ((1, True), (2, False)):
@@ -106,7 +106,7 @@ def test_row_ends_at_an_end_token_after_min_tokens():
     assert continue_prompts(model, PROMPTS, length=0, key=KEY) == [[], [], []]
 
 
-def test_draws_repeat_with_their_key_and_rows_draw_for_themselves():
+def test_draws_repeat_with_their_key_and_rows_draw_independently():
     model, sampling = make(), Sampling(temperature=3.0)
     first, again, other = (
         continue_prompts(model, [[1], [1]], length=12, key=jax.random.key(seed), sampling=sampling)
@@ -116,7 +116,7 @@ def test_draws_repeat_with_their_key_and_rows_draw_for_themselves():
     assert first[0] != first[1]
 
 
-def test_draws_have_the_probabilities_of_the_rule():
+def test_draws_have_the_expected_probabilities():
     probabilities = np.array([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (4000, 4))[:, ::-1]
     keys = jax.random.split(KEY, 4000)
@@ -201,7 +201,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("source", ["weights", "run"])
-def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys):
+def test_the_command_prints_every_prompt_with_its_continuation(place, source, capsys):
     options = [f"--{source}", str(place / source), "--prompt", "the fox", "--prompt", "ink", "--length", "9"]
     assert program.main(options) == 0
     first = capsys.readouterr().out

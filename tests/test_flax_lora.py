@@ -75,14 +75,14 @@ TOKENS = jnp.asarray(random_batch(2).tokens)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_the_first_output_is_the_base_models_to_the_bit(dtype):
+def test_the_first_output_is_the_base_models_bit_for_bit(dtype):
     config = dataclasses.replace(BIASED, dtype=dtype)
     expected = hidden_states(random_decoder(config), TOKENS)
     np.testing.assert_array_equal(hidden_states(adapted(config, LORA), TOKENS), expected)
 
 
 @pytest.mark.slow
-def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
+def test_the_first_output_with_magnitudes_is_the_base_models_up_to_rounding():
     expected = hidden_states(random_decoder(BIASED), TOKENS)
     np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
 
@@ -100,7 +100,7 @@ def test_adapters_are_initialized_as_in_peft_and_differ():
 
 
 @pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits(differentiated):
+def test_frozen_parameters_are_stored_in_the_computation_dtype_and_give_the_same_bits(differentiated):
     """Compares the loss or its gradients with those of a model that has float32 copies of all frozen parameters."""
     config = dataclasses.replace(BIASED, dtype="bfloat16")
     lora = dataclasses.replace(FEW, unfreeze=("attention.query.kernel",))
@@ -182,7 +182,7 @@ def test_step_stores_no_gradient_of_frozen_parameters():
         (dataclasses.replace(UNTIED, tie_embeddings=True), LoraConfig(lora_rank=5, unfreeze=("embedding",))),
     ],
 )
-def test_flops_are_the_products_of_the_differentiated_model(config, lora):
+def test_flops_are_the_matmuls_of_the_differentiated_model(config, lora):
     """The traced program also computes masked scores. All other matmuls must be counted exactly."""
     trainer = trainer_of(adapted_shapes(config, lora), lora)
     params = trainer.initial.params
@@ -250,7 +250,7 @@ def test_options_are_parsed_and_stored():
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(LORA, marks=pytest.mark.slow)])
-def test_a_merged_model_gives_what_the_adapters_give(lora):
+def test_a_merged_model_gives_the_results_of_the_adapters(lora):
     model = adapted(BIASED, lora, moved=True)
     plain = merge(model)
     assert not any(adapted_projections(plain))
@@ -268,7 +268,7 @@ def test_a_merged_model_gives_what_the_adapters_give(lora):
         np.testing.assert_allclose(getattr(module, name).kernel[...], whole, atol=1e-6)
 
 
-def test_a_cache_changes_nothing_that_is_drawn():
+def test_a_cache_does_not_change_generated_tokens():
     model = adapted(UNTIED, FEW, moved=True)
     drawn = [
         continue_prompts(
@@ -311,7 +311,7 @@ def test_a_column_of_zeros_does_not_divide_by_zero():
 # Runs
 
 
-def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(place, monkeypatch, capsys):
+def test_a_run_reports_what_trains_resumes_bit_for_bit_and_evaluates_its_average(place, monkeypatch, capsys):
     def stop(state):
         raise KeyboardInterrupt
 

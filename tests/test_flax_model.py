@@ -292,7 +292,7 @@ def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
+def test_greedy_generation_reads_the_last_position_also_past_the_window():
     model = random_decoder(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
     drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 exceeds max_seq_len 4
     assert drawn == greedy(model, [3, 8], 6)

@@ -95,7 +95,7 @@ def theirs(optimizer: Optimizer, name: str, array: jax.Array, rate: optax.Schedu
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
-def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Optimizer):
+def test_each_layer_is_updated_like_a_separate_array_in_optax(optimizer: Optimizer):
     config = dataclasses.replace(CONFIG, optimizer=optimizer)
     rate, ours = learning_rate_schedule(config), make_optimizer(config)
     first = apart(drawn(0))

@@ -146,7 +146,7 @@ def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
 
 
 @pytest.mark.parametrize(("mean", "room"), [(100, 2), (40, 6), (25, 8), (24, 10), (1, 32)])
-def test_a_row_has_room_for_twice_what_fills_it_on_average(mean, room):
+def test_a_row_has_room_for_twice_the_mean_number_of_examples(mean, room):
     assert packing.room_for(np.array([mean - 1, mean + 1]), 100) == room
 
 
@@ -247,7 +247,7 @@ def test_examples_do_not_see_each_other(changes):
                 np.testing.assert_allclose(alone[0, : length - 1], together, rtol=2e-6, atol=2e-6)
 
 
-def test_cudnn_is_told_where_sequences_lie(monkeypatch):
+def test_cudnn_gets_the_positions_of_sequences(monkeypatch):
     """Replaces cuDNN's kernels by their documentation: lengths and starts per row, and -1 if unused."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -299,7 +299,7 @@ def test_packed_rows_use_the_reported_implementation(requested, monkeypatch):
     assert ran == ([] if requested == "xla" else ["cudnn"])
 
 
-def test_one_sequence_a_row_is_what_no_lengths_are():
+def test_one_sequence_per_row_equals_no_lengths():
     model = Decoder(SHAPE, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 97)
     np.testing.assert_array_equal(model(tokens, jnp.full((2, 1), 16)), model(tokens))
@@ -331,7 +331,7 @@ def test_mean_keys_of_sequences_of_different_lengths():
 # Training
 
 
-def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
+def test_packed_rows_give_the_gradients_of_padded_rows(sampler_of):
     """The same examples have the same mean loss over counted tokens and the same gradient, packed or one per row."""
     given = [example._replace(tokens=example.tokens * 2) for example in examples(12)]
     packed, alone = (pack_rows(given, 16, most=100, room=room) for room in (packing.ROOM, 1))
@@ -348,7 +348,7 @@ def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
-def test_micro_batches_of_packed_rows_are_the_whole_batch():
+def test_micro_batches_of_packed_rows_match_the_whole_batch():
     batch = pack_rows(examples(12), 16, most=4)
     steps = {}
     for accumulate in (1, 2):

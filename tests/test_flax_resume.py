@@ -148,7 +148,7 @@ def test_sigterm_before_training_ends_the_run_with_one_line(place, monkeypatch, 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies(copied):
+def test_resuming_a_finished_run_takes_no_step_and_reports_again_with_moved_texts(copied):
     write_texts(copied / "moved")
     before = read_rows(copied / "runs" / "whole")
     (copied / "runs" / "whole" / "result.json").unlink()
@@ -270,7 +270,7 @@ def data_file(folder: Path) -> Path:
         ),
     ],
 )
-def test_an_older_checkpoint_takes_the_place_of_a_broken_one(whole, copied, capfd, spoil, fault):
+def test_an_older_checkpoint_replaces_a_damaged_one(whole, copied, capfd, spoil, fault):
     folder = copied / "runs" / "whole"
     spoil(data_file(folder / "checkpoints" / "8"))
     assert train(copied, "--name", "whole", "--resume") == 0
@@ -297,7 +297,7 @@ def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd)
     assert "checkpoints has no checkpoint" in one_line(capfd.readouterr().err)
 
 
-def test_a_checkpoint_without_its_list_of_files_is_read_all_the_same(copied, capfd):
+def test_a_checkpoint_without_its_manifest_is_still_read(copied, capfd):
     """This is the state after a process is killed between writing the checkpoint and writing its manifest."""
     (copied / "runs" / "whole" / "checkpoints" / "8" / MANIFEST).unlink()
     assert train(copied, "--name", "whole", "--resume") == 0

@@ -230,7 +230,7 @@ def test_start_reports_what_trains_and_each_line_reports_progress(finished):
         assert re.search(pattern, out, re.MULTILINE), pattern
 
 
-def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
+def test_a_known_peak_gives_the_utilization(place, monkeypatch, capsys):
     monkeypatch.setattr(program, "device_peak", lambda kind: 1e12)
     assert start(place, "a") == 0
     assert re.search(r"tokens/s  [\d.]+% MFU", capsys.readouterr().out)
@@ -249,7 +249,9 @@ def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
         ),
     ],
 )
-def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys, options, frozen, message):
+def test_no_throughput_is_reported_for_a_model_that_does_not_learn(
+    place, monkeypatch, capsys, options, frozen, message
+):
     def stopped(hidden, weight, *arguments, **keywords):
         hidden = jax.lax.stop_gradient(hidden) if "hidden" in frozen else hidden
         weight = jax.lax.stop_gradient(weight) if "weight" in frozen else weight

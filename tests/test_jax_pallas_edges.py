@@ -185,7 +185,7 @@ def test_ties_count_as_correct() -> None:
     assert stats.accuracy == 1
 
 
-def test_float32_matmuls_obey_the_frameworks_switch() -> None:
+def test_float32_matmuls_obey_jax_default_matmul_precision() -> None:
     arrays = problem()
 
     def precisions() -> set[str]:

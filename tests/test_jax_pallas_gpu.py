@@ -67,7 +67,7 @@ def test_case(name: str, printed: Printed) -> None:
         assert refusal in printed[name]["failure"]
 
 
-def test_cases_of_every_day_cover_the_contract() -> None:
+def test_default_cases_cover_the_contract() -> None:
     served = [case for case in OFTEN if limits(case) is None]
     assert {case.dtype for case in served} == {"bfloat16", "float16"}
     assert {case.vocab_axis for case in OFTEN} == {0, 1}

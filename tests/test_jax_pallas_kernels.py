@@ -158,7 +158,7 @@ def called(tokens: int, target: Any, flag: Any) -> CallRows:
 
 
 @pytest.mark.parametrize("stores", [True, pytest.param(False, marks=SLOW)])
-def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
+def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     case = Case(softcap=4.0)
     problem = Problem(case)
     first_row, first_flag = 256, 3
@@ -320,7 +320,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     assert (np.asarray(found if vocab_axis == 0 else found.T)[[0, 1, 5]] == np.asarray(before)[[0, 1, 5]]).all()
 
 
-def test_vmap_runs_one_after_the_other() -> None:
+def test_vmap_runs_elements_one_after_the_other() -> None:
     case = Case("float32")
     problem = Problem(case)
     options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}

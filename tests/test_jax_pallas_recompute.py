@@ -255,7 +255,7 @@ def test_a_named_implementation_that_cannot_serve_says_why() -> None:
     assert set(launch.NAMES) < set(IMPLEMENTATIONS)
 
 
-def test_cases_reach_both_ways_of_plan_a() -> None:
+def test_cases_reach_both_forms_of_plan_a() -> None:
     spread = [replace(case, hidden=64) for case in cases() if case.dtype == "bfloat16"]
     assert any(case.spec.label_smoothing for case in spread)
     assert any(not case.spec.label_smoothing for case in spread)

@@ -66,7 +66,7 @@ def test_error_refuses_other_shapes() -> None:
         tolerances.error(np.zeros((2, 1)), np.zeros(2))
 
 
-def test_rows_count_each_by_its_own_norm() -> None:
+def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
     want = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 1e-3], [6.0, 8.0]])
     got = want + np.array([[0.0, 0.5], [0.0, 7.0], [1e-3, 0.0], [0.0, 0.0]])
     errors = [0.1, 1.0, 0.0]
@@ -209,7 +209,7 @@ def test_sharp_logits_show_errors_of_the_softmax_part(
         assert rows["d_weight_class_p95"] > 150, used(comparisons)
 
 
-def test_missing_and_unasked_outputs_are_refused() -> None:
+def test_missing_and_unexpected_outputs_are_refused() -> None:
     case = next(select("edge-frozen_weight-fp32"))
     arrays = make_arrays(case)
     outputs = evaluate_unfused(case, arrays)
@@ -389,7 +389,7 @@ def test_a_wrong_option_is_named(arguments: list[str], message: str, capsys: pyt
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_a_missing_framework_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_framework_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "installed", lambda framework: framework == "torch")
     assert command._available(None) == ["torch-default", "torch-chunked"]
     assert "JAX is not installed: its backends are left out" in capsys.readouterr().out

@@ -127,7 +127,7 @@ def test_the_same_problem_agrees(problem: Problem, trained: Run) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_number_in_one_framework_is_caught(change: dict[str, Any], problem: Problem, trained: Run) -> None:
+def test_a_different_setting_in_one_framework_is_caught(change: dict[str, Any], problem: Problem, trained: Run) -> None:
     (failure,) = found(problem._replace(setup=replace(problem.setup, **change)), trained)
     assert failure.startswith("torch-fused and jax-fused differ by ")
     assert "over 1e-05 from step " in failure
@@ -197,7 +197,7 @@ def test_a_loss_without_its_kernel_fails_on_a_gpu() -> None:
     assert not compare.failures({"torch-unfused": run_of([1.0], "cross_entropy", "cuda")})
 
 
-def test_what_fails_is_said(
+def test_failures_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     outcomes: dict[str, Run | str] = {name: run_of([3.0, 2.0]) for name in CURVES}
@@ -288,7 +288,7 @@ def test_a_problem_repeats_and_survives_its_file(problem: Problem, tmp_path: Pat
     assert not np.array_equal(make_problem(replace(problem.setup, seed=1)).tokens, problem.tokens)
 
 
-def test_targets_follow_their_tokens_but_for_the_ignored(problem: Problem) -> None:
+def test_targets_follow_their_tokens_unless_ignored(problem: Problem) -> None:
     ignored = problem.targets == IGNORED
     assert 0.1 < ignored.mean() < 0.15
     following = problem.targets[..., :-1][~ignored[..., :-1]]
@@ -310,7 +310,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert 0 < rates[-1] < 0.01
 
 
-def test_matrices_alone_decay() -> None:
+def test_only_matrices_decay() -> None:
     decayed = {name for name in parameter_shapes(Setup()) if is_decayed(name)}
     assert {"embedding", "head", "blocks.attention.query.kernel"} <= decayed
     assert parameter_shapes(Setup()).keys() - decayed == {
