@@ -99,7 +99,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def place(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with texts in data/ and an empty cache/. Tests write runs/."""
+    """A folder with texts in data/. The cache is in cache/, and tests write runs/."""
     from flax_runs import write_texts
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -157,7 +157,7 @@ def compile_kernel(
         signature: argument -> type, such as "*bf16", "i32", "tensordesc<bf16[128, 64]>" or "constexpr".
         constexprs: the values of the constexpr arguments.
         arch: 80, 90, ...
-        divisible: arguments, or addresses, that are multiples of 16.
+        divisible: arguments that are multiples of 16 or whose addresses are.
         options: num_warps, num_stages.
     """
     source_type: Any = ASTSource

@@ -57,7 +57,7 @@ class Programs:
     """Runs commands in parallel."""
 
     def __init__(self) -> None:
-        self.times: dict[Command, tuple[float, float]] = {}  # start and end, in seconds from now
+        self.times: dict[Command, tuple[float, float]] = {}  # start and end, in seconds since creation
         self._began = monotonic()
         self._pool = ThreadPoolExecutor(len(sched_getaffinity(0)))
         self._running: set[Popen[str]] = set()

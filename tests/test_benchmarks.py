@@ -94,7 +94,7 @@ def test_sharp_logits_show_what_rounded_logits_cost(
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_errors_of_rows_are_those_of_parity(framework: str) -> None:
+def test_row_errors_equal_those_of_parity(framework: str) -> None:
     import jax.numpy as jnp
     import torch
 
@@ -283,7 +283,7 @@ def test_tables_name_packages_and_show_what_was_measured(tmp_path: Path, capsys:
     assert printed.count("2.0e-03") == 4
 
 
-def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:
+def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
     for framework, names in (("torch", ("triton", "eager")), ("jax", ("mosaic", "float32-logits"))):
         rows = [
             {

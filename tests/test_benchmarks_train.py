@@ -406,7 +406,7 @@ def test_files_are_merged(
         train.main(["--merge", str(two)])
 
 
-def test_pictures_are_made_of_recorded_rows(
+def test_plots_show_recorded_rows(
     tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "train.json"
@@ -429,7 +429,7 @@ def run_on_text(loss: str, seed: int, losses: list[float]) -> dict[str, Any]:
     return {"loss": loss, "seed": seed, "losses": losses}
 
 
-def test_distances_are_of_repeats_of_pairs_and_of_means() -> None:
+def test_distances_between_repeats_pairs_and_means() -> None:
     rows = [
         *(run_on_text("fused", 0, losses) for losses in ([6.0, 5.0], [6.0, 5.2])),
         *(run_on_text("unfused", 0, losses) for losses in ([6.0, 4.8], [6.0, 5.2])),

@@ -98,13 +98,13 @@ def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | No
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_compile_whole(function: str) -> None:
+def test_functions_compile_without_graph_breaks(function: str) -> None:
     arrays = problem()
     arrays["target"] %= 45
     assert_compiles(lambda arrays: total(function, arrays, softcap=5.0, vocab_size=45, memory_budget=2**20), arrays)
 
 
-def test_options_compile_whole() -> None:
+def test_options_compile_without_graph_breaks() -> None:
     extra: dict[str, Any] = {"weight": torch.linspace(0.5, 2.0, 50), "token_weight": torch.linspace(0.0, 1.0, 12)}
 
     def function(arrays: dict[str, Any]) -> Tensor:
@@ -115,13 +115,13 @@ def test_options_compile_whole() -> None:
     assert_compiles(function, problem())
 
 
-def test_statistics_compile_whole() -> None:
+def test_statistics_compile_without_graph_breaks() -> None:
     arrays = problem()
     compiled = torch.compile(core_triton.linear_cross_entropy_with_stats, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**arrays), core_triton.linear_cross_entropy_with_stats(**arrays))
 
 
-def test_evaluation_compiles_whole() -> None:
+def test_evaluation_compiles_without_graph_breaks() -> None:
     arrays = problem()
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ def test_dynamic_shapes_with_aot_autograd() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_model_around_the_loss_compiles_whole(reduction: Any) -> None:
+def test_a_model_around_the_loss_compiles_without_graph_breaks(reduction: Any) -> None:
     torch.manual_seed(0)
     head = core_triton.LinearCrossEntropy(8, 50, bias=True, reduction=reduction)
     body = nn.Sequential(nn.Linear(6, 8), nn.GELU())
@@ -180,7 +180,7 @@ def test_compiled_second_backward_repeats_the_first() -> None:
 
 
 @pytest.mark.parametrize(("obstacle", "name"), [(None, "triton"), ("no GPU", "chunked")])
-def test_a_compiled_function_chooses_as_an_eager_one(obstacle: str | None, name: str) -> None:
+def test_a_compiled_function_chooses_like_an_eager_one(obstacle: str | None, name: str) -> None:
     x, w = torch.ones(3, 16), torch.ones(5, 16)
 
     def chosen(x: Tensor, w: Tensor) -> Tensor:

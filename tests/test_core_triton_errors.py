@@ -213,7 +213,7 @@ def test_explain_prints_the_plan() -> None:
         core_triton.explain(x, w.T)
 
 
-def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run() -> None:
+def test_kernels_requested_by_name_are_refused_where_they_cannot_run() -> None:
     arrays = problem()
     message = "implementation 'triton' cannot run here: no kernel for cpu devices"
     for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):

@@ -108,7 +108,7 @@ def test_invalid_paths_raise(tmp_path):
 TEXTS = [Document("a", "the quick brown fox the quick brown dog\n" * 20), Document("b", f"été {END} 日本\n")]
 
 
-def test_tokenizer_comes_back_from_the_cache_and_is_the_same(tmp_path):
+def test_cached_tokenizer_equals_the_trained_one(tmp_path):
     first, origin = load_or_train(TEXTS, 300, tmp_path)
     again, second_origin = load_or_train(TEXTS, 300, tmp_path)
     assert (origin, second_origin) == ("trained", "cached")

@@ -147,4 +147,4 @@ def test_run_ends_if_fewer_parameters_train_than_requested(place, monkeypatch, c
         r"error: no throughput to report: only 4,480 of ([\d,]+) parameters train", capsys.readouterr().err
     )
     assert found
-    assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices"
+    assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices must count"

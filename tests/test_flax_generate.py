@@ -180,7 +180,7 @@ def write_run(folder: Path, config: RunConfig) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint; both have random weights."""
+    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint. Both have random weights."""
     from flax_models.train.checkpoint import Checkpoints
 
     place = tmp_path_factory.mktemp("generate")

@@ -105,7 +105,7 @@ def interrupt(_: Any) -> None:
 
 
 def run_and_print(attention: str, course: str) -> None:
-    """Trains and prints the results; a "broken" run is interrupted and resumed from its last checkpoint."""
+    """Trains and prints the results. A "broken" run is interrupted and resumes from its last checkpoint."""
     with texts() as place:
         arguments = [*SMALL, *options(attention_implementation=attention, data=place / "data")]
         if course == "broken":

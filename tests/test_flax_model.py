@@ -248,7 +248,7 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
 
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_what_is_kept_for_the_backward_pass(lora_rank: int):
-    """ "elementwise" saves the outputs of matmuls with weights; "full" saves only the input of a block."""
+    """ "elementwise" saves the outputs of matmuls with weights. "full" saves only the input of a block."""
     kept, matmuls = {}, {}
     for remat in ("none", "elementwise", "full"):
         lora = LoraConfig(lora_rank=lora_rank)

@@ -190,7 +190,7 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_merged_weights_are_those_of_the_written_files_by_pefts_formula(dora, tmp_path):
+def test_merged_weights_match_the_written_files_by_pefts_formula(dora, tmp_path):
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     write_folder(make("llama2"), base)
     lora = LoraConfig(lora_rank=3, lora_alpha=4.0, lora_targets=("query", "down"), dora=dora)

@@ -1,4 +1,4 @@
-"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton; parity and benchmarks on top."""
+"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton, below parity and benchmarks."""
 
 import ast
 import json
@@ -59,7 +59,7 @@ def test_no_package_imports_what_is_not_below_it(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", AT_THE_TOP)
-def test_the_contract_and_parity_import_numpy_only(package: str) -> None:
+def test_the_contract_and_parity_import_only_numpy(package: str) -> None:
     for path in files(package):
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text())

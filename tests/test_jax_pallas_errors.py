@@ -153,7 +153,7 @@ def test_head_of_another_16_bit_dtype_is_refused(dtype: str) -> None:
         linear_cross_entropy(**arrays)
 
 
-def test_refusals_come_at_tracing_too() -> None:
+def test_errors_are_raised_when_tracing_too() -> None:
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes"):
         jax.jit(lambda arrays: linear_cross_entropy(**arrays, memory_budget=1000))(problem())
     with pytest.raises(ValueError, match=r"target must have shape \(12,\)"):

@@ -1,7 +1,7 @@
 """Lowers jax_pallas for devices that the machine does not have: jax.export for a CPU and a GPU, and the kernels in
 each program.
 
-Mosaic and Triton kernels are lowered without a driver; none of them runs here.
+Lowering Mosaic and Triton kernels needs no driver. None of them runs here.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
 
 HERE = Path(__file__).parent
-COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`
+COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}

@@ -88,7 +88,7 @@ def test_two_chunks_count_a_second_d_weight() -> None:
         assert grown(tokens, 2**23, **second).rows == 16
 
 
-def test_a_last_chunk_takes_the_kernels_of_the_others_where_that_costs_little() -> None:
+def test_a_last_chunk_uses_the_kernels_of_the_others_if_that_costs_little() -> None:
     for tokens, last_rows in ((8192, 1664), (8064, 1408)):  # 128 more rows of 8192, and 256 of 8064, more than a 50th
         config = grown(tokens, 2**29, classes=151936)
         assert config.rows == 1664
@@ -141,7 +141,7 @@ def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
     assert (config.rows, config.vocab_chunk) == (16, 64)
 
 
-def test_kernels_are_asked_for_by_name() -> None:
+def test_kernels_are_requested_by_name() -> None:
     arrays = problem(dtype=jnp.bfloat16)
     assert explain(arrays["input"], arrays["linear_weight"]).name == "chunked"
     assert explain(arrays["input"], arrays["linear_weight"], implementation="pallas_triton").name == "pallas_triton"

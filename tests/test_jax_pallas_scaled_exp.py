@@ -136,7 +136,7 @@ def test_scaled_exp(
     ours = problem(n, d, v, classes, vocab_axis, options)
     planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=True)
     last = (n - 1) % rows + 1
-    last = rows if (rows - last) * 50 <= n else last  # as `choose_scaled_exp` does
+    last = rows if (rows - last) * 50 <= n else last  # like `choose_scaled_exp`
     plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, last, 2**20, 0))
     assert plan.path == "scaled_exp"
     ours = replace(ours, plan=plan)

@@ -77,7 +77,7 @@ def test_vocab_chunks_of_masked_classes_merge() -> None:
     np.testing.assert_allclose(np.log(whole[1]) - whole[4] / whole[1], want.entropy, rtol=1e-12)
 
 
-def test_four_coefficients_a_row_and_vocab_chunks_give_the_gradients() -> None:
+def test_four_coefficients_per_row_and_vocab_chunks_give_the_gradients() -> None:
     arrays, c = problem(12), np.random.default_rng(12).uniform(0.5, 2, V)
     d_log_prob, d_entropy, d_lse = np.random.default_rng(13).standard_normal((3, N))
     z, y, zero = logits_of(arrays, SPEC), arrays["target"], np.zeros(N)

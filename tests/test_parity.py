@@ -142,7 +142,7 @@ LEFT_OUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["pairwise", "all"])
 @pytest.mark.parametrize("option", [*LEFT_OUT, "linear_bias", "weight", "token_weight", "normalizer", "d_loss"])
-def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
+def test_an_omitted_option_exceeds_the_budget(option: str, every: bool) -> None:
     seen = 0
     for case in cases():
         if case.name.startswith("edge") or not (every or case.name in pairwise_names()):

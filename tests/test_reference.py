@@ -160,7 +160,7 @@ def test_log_probs_are_those_of_pytorch(softcap: float | None) -> None:
         assert_same(got, want)
 
 
-def test_masked_classes_are_as_if_absent() -> None:
+def test_masked_classes_count_as_absent() -> None:
     kept = np.arange(V) % 3 != 1
     arrays = problem(5, target=np.array([0, 2, 3, 5, 6, 8, 9]))
     few: dict[str, Any] = arrays | {
