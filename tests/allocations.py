@@ -1,4 +1,4 @@
-"""Counts what PyTorch operators allocate and which matmuls they run, without a GPU."""
+"""Counts the memory that PyTorch operators allocate and the matmuls that they run, without a GPU."""
 
 import weakref
 from typing import Any
@@ -13,9 +13,9 @@ MATMULS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 
 
 class Meter(TorchDispatchMode):
-    """Counts, while it is active, live bytes of storages that operators make, their peak, and matmuls.
+    """While it is active, counts the live and peak bytes of storages that operators allocate, and matmuls.
 
-    Operators of the project are opened: what they allocate inside is counted.
+    It also counts what the project's operators allocate internally.
     """
 
     def __init__(self) -> None:
@@ -48,5 +48,5 @@ class Meter(TorchDispatchMode):
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
-    """Returns the bytes that the tensors' storages take."""
+    """Returns the total bytes of the tensors' storages."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)

@@ -15,7 +15,7 @@ from parity.tolerances import error
 
 
 def check(backend: str, case: Case) -> None:
-    """Fails if an output of `backend` is over its budget."""
+    """Fails if an output of `backend` exceeds its budget."""
     arrays = make_arrays(case)
     assert_within_budget(case, arrays, run_case(backend, case, arrays).outputs)
 
@@ -23,7 +23,7 @@ def check(backend: str, case: Case) -> None:
 def assert_within_budget(
     case: Case, arrays: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray], *, floor: float = 0.0
 ) -> None:
-    """Fails with the percentage of its budget that each output used, if one used more than all and exceeds `floor`."""
+    """Fails if an error exceeds its budget and `floor`, with the percentage of its budget that each output used."""
     comparisons = compare(case, expected(case, arrays), outputs)
     used = ", ".join(f"{name} {comparison.percent:.0f}%" for name, comparison in comparisons.items())
     within = (comparison.percent <= 100 or comparison.error <= floor for comparison in comparisons.values())
@@ -31,7 +31,7 @@ def assert_within_budget(
 
 
 def check_many_logits(backend: str) -> None:
-    """Runs more than 2**31 logits; rows at both ends stand for all, whose float64 logits would take 17 GB."""
+    """Runs more than 2**31 logits. Checks only rows at both ends, because all float64 logits would take 17 GB."""
     case = Case(name="N*V", lead=(2**16,), hidden=1, vocab=2**15 + 3)
     arrays = make_arrays(case)
     outputs = run_case(backend, case, arrays).outputs

@@ -1,7 +1,7 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
-Run by test_jax_pallas_gpu_compile.py in a subprocess: `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`, where
-PROGRAMS is a JSON list of dicts with keys mode ("train", "none" or "eval"), n, d, v, vocab_axis and implementation.
+test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
+a JSON list of dicts with the keys mode ("train", "none" or "eval"), n, d, v, vocab_axis and implementation.
 """
 
 import json
@@ -41,12 +41,12 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         return jax.jit(function).lower(*arguments).compile()
 
 
-# What stands in a program and is no launch.
+# Instructions of a program that launch nothing.
 NO_LAUNCH = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier", "after-all", "while"}
 
 
 def launches(program: str) -> int:
-    """Returns how many kernels and copies a compiled program launches, those in a loop once for each of its turns."""
+    """Returns how many kernels and copies a compiled program launches. Launches in a loop count once per iteration."""
     computations: dict[str, list[str]] = {}
     entry, body = "", []
     for line in program.splitlines():
@@ -65,7 +65,7 @@ def launches(program: str) -> int:
             called = re.search(r"(?:body|to_apply)=%?([\w.-]+)", line)
             if kind[1] == "while" and called is not None:
                 turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-                assert turns is not None, f"the host waits for the end of a loop: {line}"
+                assert turns is not None, f"the host waits for a loop to end: {line}"
                 total += int(turns[1]) * count(called[1])
             elif kind[1] == "call" and called is not None:
                 total += count(called[1])

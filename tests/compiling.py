@@ -1,4 +1,4 @@
-"""How tests compile and interpret JAX programs."""
+"""Settings that make tests compile and interpret JAX programs faster."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from jax._src import callback as callbacks
 
 @contextmanager
 def quick_compilation() -> Iterator[None]:
-    """Compiles with few optimizations: the tests' programs run for milliseconds and compile for seconds."""
+    """Compiles with few optimizations, because the tests' programs run for milliseconds and compile for seconds."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     try:
@@ -23,9 +23,10 @@ def quick_compilation() -> Iterator[None]:
 
 @contextmanager
 def quick_callbacks() -> Iterator[None]:
-    """Gives the callbacks of Mosaic's interpreter NumPy arrays and Python's numbers.
+    """Passes NumPy arrays and Python numbers to the callbacks of Mosaic's interpreter.
 
-    JAX converts all arguments to JAX arrays, and the interpreter converts them back. That takes two thirds of the time.
+    JAX would convert all arguments to JAX arrays, and the interpreter would convert them back. That takes two thirds of
+    the time.
     """
 
     def call(*arguments: Any, callback: Any, **_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Settings of the whole suite."""
+"""Settings for the whole test suite."""
 
 import gc
 import math
@@ -13,12 +13,13 @@ from hypothesis.internal.conjecture import providers
 from programs import LONG, Command, Printed, Programs
 from slow_tests import is_slow, unknown
 
-# Mosaic's interpreter waits for itself where XLA has fewer threads than two programs of three and their caller.
+# Mosaic's interpreter deadlocks if XLA has too few threads: two programs of three threads each, and their caller.
 if len(os.sched_getaffinity(0)) < 8:
     os.environ.setdefault("NPROC", "8")
 
-# Two options make XLA compile the tests' small programs faster. It does not split them, which takes an eighth of the
-# time. On a CPU it does not use its newer code generator for fusions, which takes three quarters of the rest.
+# Two options make XLA compile the tests' small programs faster. The first stops XLA from splitting programs, which
+# takes an eighth of the time. The second turns off its newer code generator for fusions on CPUs, which takes three
+# quarters of the rest.
 COMPILATION = {
     "--xla_cpu_parallel_codegen_split_count": "1",
     "--xla_backend_extra_options": "xla_cpu_disable_new_fusion_emitters",
@@ -27,14 +28,14 @@ for name, value in COMPILATION.items():
     if name not in (flags := os.environ.get("XLA_FLAGS", "")):
         os.environ["XLA_FLAGS"] = f"{flags} {name}={value}".strip()
 
-# Programs that tests start import the checkout, which has packages that the wheel has not: parity and benchmarks.
+# Programs that tests start import from the checkout, because the wheel does not contain parity and benchmarks.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")))
 )
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch and other processes share a GPU with JAX
 
-# A test run repeats: hypothesis draws the same examples every time, and a slow machine fails none of them.
+# Test runs are repeatable: hypothesis draws the same examples every time, and no example fails on a slow machine.
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -43,11 +44,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("repeatable")
-# Hypothesis also draws constants from the project's modules that are imported so far. Other tests decide which.
+# Hypothesis would also draw constants from the project's imported modules, which depend on the tests that ran before.
 providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPrivateImportUsage]
 
 
-# What imports and collection make stays to the end: to look through it again and again takes 3% of all time.
+# Objects from imports and collection live until the end. Scanning them repeatedly takes 3% of the total time.
 gc.disable()
 
 
@@ -59,27 +60,27 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.freeze()  # the process ends: nothing is looked for once more
+    gc.freeze()  # the process ends, so a last scan is useless
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and config.getoption("markexpr") == "gpu":
-        raise pytest.UsageError("-m gpu goes without -n: each worker would start the programs of all tests")
+        raise pytest.UsageError("-m gpu does not work with -n: each worker would start the programs of all tests")
 
 
 QUICKLY_COMPILED = ("test_flax_", "test_examples", "test_jax_pallas_", "test_parity", "test_benchmarks")
-# Programs on a GPU have all optimizations, as have programs that a test measures or that depend on fused multiply-add.
+# Programs on a GPU use all optimizations, and so do programs that a test measures or that depend on fused multiply-add.
 WELL_COMPILED = ("_gpu", "_memory", "_sign")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles with few optimizations: each program runs only a few times. `python -m parity` compiles with all."""
+    """Compiles with few optimizations, because each program runs only a few times. `python -m parity` uses all."""
     name = request.module.__name__
     if not name.startswith(QUICKLY_COMPILED):
         yield
         return
-    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests have no need of JAX
+    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests do not need JAX
 
     with quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
         yield
@@ -87,7 +88,7 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of compiled programs, which all tests share: of a session, or of a worker of pytest-xdist."""
+    """The folder of compiled programs, which all tests of a session or of a pytest-xdist worker share."""
     from flax_runs import compilation_cache
 
     folder = tmp_path_factory.getbasetemp() / "compiled"
@@ -98,7 +99,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def place(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with texts in data/, the cache beside it, and runs/ to come."""
+    """A folder with texts in data/. The cache is in cache/, and tests write runs/."""
     from flax_runs import write_texts
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -108,8 +109,8 @@ def place(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 @pytest.fixture(scope="module")
 def torch_poisons_buffers() -> Iterator[None]:
-    """Fills new PyTorch buffers with NaN: an element that is not written shows."""
-    import torch  # the tests of JAX have no need of it
+    """Fills new PyTorch buffers with NaN, so that unwritten elements show."""
+    import torch  # JAX's tests do not need it
 
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
@@ -127,9 +128,9 @@ TIMES = pytest.StashKey[dict[Command, tuple[float, float]]]()
 
 @pytest.fixture(scope="session", autouse=True)
 def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
-    """The programs of all selected tests, which run from the first test on.
+    """The programs of all selected tests, which start before the first test.
 
-    A worker of pytest-xdist does not know which of the tests will be its own: there programs start when a test asks.
+    A pytest-xdist worker does not know which tests it will get, so there a program starts when a test requests it.
     """
     found = Programs()
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -141,7 +142,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
 
 @pytest.fixture
 def printed(request: pytest.FixtureRequest, programs: Programs) -> Printed:
-    """What the programs of this test printed."""
+    """The output of this test's programs."""
     return programs.printed(commands_of(request.node))
 
 
@@ -154,14 +155,14 @@ def no_other_programs(programs: Programs) -> None:
 def turn(item: pytest.Item) -> tuple[bool, float]:
     """Returns the sort key of a test.
 
-    Tests that need no program run first. Then follow those that need some, with long programs first, because programs
-    start in this order. Tests that wait for all programs run last.
+    Tests without programs run first. Tests with programs follow, those with long programs first, because programs start
+    in this order. Tests that wait for all programs run last.
     """
     seconds = [mark.kwargs.get("seconds", LONG) for mark in item.iter_markers("programs")]
     return "no_other_programs" in getattr(item, "fixturenames", ()), -max(seconds, default=math.inf)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
+@pytest.hookimpl(tryfirst=True)  # before pytest drops the tests that -m does not select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names: dict[str, set[str]] = {}
     for item in items:
@@ -171,12 +172,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not any("::" in argument for argument in config.args):
         stale = {file: found for file in names if (found := unknown(file, names[file]))}
         if stale:
-            raise pytest.UsageError(f"slow_tests.py names tests that are not there: {stale}")
+            raise pytest.UsageError(f"slow_tests.py names tests that do not exist: {stale}")
     items.sort(key=turn)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """With --durations, says how long the programs took: where they should start, and what to make shorter."""
+    """With --durations, prints how long the programs took. This shows what to start earlier and what to shorten."""
     times = config.stash.get(TIMES, {})
     durations = config.getoption("durations")
     if not times or durations is None:

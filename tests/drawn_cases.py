@@ -1,4 +1,4 @@
-"""Cases that hypothesis draws: shapes, dtypes and options beyond the table of parity/cases.py."""
+"""Cases that hypothesis draws, with shapes, dtypes and options beyond the table of parity/cases.py."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
 from parity.cases import Case
 
-# With one or two elements luck decides how far rounding takes the unfused gradient; so far it always may.
+# These errors are always allowed, because the unfused gradient of one or two elements can be exact by chance.
 FEW_ELEMENTS = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 LEADS = st.lists(st.integers(1, 7), max_size=3).map(tuple)
 
@@ -47,7 +47,7 @@ def drawn_cases(draw: st.DrawFn) -> Case:
         target_dtype=draw(st.sampled_from(("int64", "int32", "int16"))),
         ignored=draw(st.sampled_from(("", "some"))),
         vocab_axis=draw(st.sampled_from((0, 1))),
-        tight_memory=True,  # grants d_weight the roundings of several chunks
+        tight_memory=True,  # allows d_weight the rounding errors of several chunks
         loss_scale=scale if dtype == "float16" else 1.0,
         **arrays,
     )

@@ -1,4 +1,4 @@
-"""Small runs of `python -m flax_models.train` for the tests: options, texts, and what was learned."""
+"""Small runs of `python -m flax_models.train` for the tests: options, texts and results."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ CACHE_OPTIONS = {"jax_persistent_cache_min_compile_time_secs": 0.0, "jax_persist
 
 @contextmanager
 def compilation_cache(folder: Path) -> Iterator[None]:
-    """Keeps compiled programs in a folder: runs of one shape take two seconds instead of ten."""
+    """Keeps compiled programs in a folder, so that runs of the same shape take two seconds instead of ten."""
     with ExitStack() as stack:
         for name, value in {"jax_compilation_cache_dir": str(folder), **CACHE_OPTIONS}.items():
             stack.callback(jax.config.update, name, getattr(jax.config, name))
@@ -59,7 +59,7 @@ def compilation_cache(folder: Path) -> Iterator[None]:
 
 
 def gpu(capability: str = "9.0", version: str = "PJRT C API\ncuda 13000") -> Any:
-    """A device that is not there, for what is chosen before anything runs."""
+    """Returns a fake GPU, for choices that are made before anything runs."""
     client = SimpleNamespace(platform_version=version)
     return SimpleNamespace(platform="gpu", compute_capability=capability, client=client)
 
@@ -81,12 +81,12 @@ def start(place: Path, name: str, *options: str) -> int:
 
 
 def learned(folder: Path) -> list[dict]:
-    """The rows of a run without what the clock put there."""
+    """Returns the rows of a run without times and rates."""
     return [{name: value for name, value in row.items() if name not in CLOCKED} for row in read_rows(folder)]
 
 
 def run_alone(options: list[str], compiled: str, cache: str, out: Path, err: Path) -> None:
-    """Runs the command as the whole of a process, with stdout and stderr in files."""
+    """Runs the command in a separate process, with stdout and stderr in files."""
     os.environ["XDG_CACHE_HOME"] = cache
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -106,7 +106,7 @@ def random_batch(rows: int, length: int = 16) -> Batch:
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[TrainState], TrainState | None]) -> None:
-    """Makes runs call `act` with the state before they take a step; what it returns, if anything, is the state then."""
+    """Makes runs call `act` with the state before a step. If it returns a state, that state replaces the old one."""
     original = Trainer.__init__
 
     def patched(self: Trainer, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Small random models of the transformers library for each family and feature, saved as Hugging Face folders."""
+"""Small random transformers models for each family and feature, saved as Hugging Face folders."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-LENGTH = 40  # longer than every window and every original length below
+LENGTH = 40  # longer than every window and every original_max_position_embeddings below
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,
@@ -90,7 +90,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 
 
 def make(name: str) -> Any:
-    """Returns the case's model of the transformers library in evaluation mode, with random parameters."""
+    """Returns the case's transformers model in evaluation mode, with random parameters."""
     import torch
 
     transformers = import_transformers()
@@ -109,7 +109,7 @@ def make(name: str) -> Any:
 
 
 def import_transformers() -> Any:
-    """Imports the library in offline mode, and ignores warnings of the import."""
+    """Imports transformers in offline mode and ignores its import warnings."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -126,7 +126,7 @@ def write_folder(model: Any, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
-    """Saves a tokenizer of whole words, which prepends <s> to a text, in the format of transformers."""
+    """Saves a tokenizer of whole words that prepends <s> to a text, in the format of transformers."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     entries = ["<pad>", "<s>", "</s>", "<unk>", *words]
@@ -138,7 +138,7 @@ def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
 
 
 def load_transformers(folder: Path) -> Any:
-    """Loads the model of a folder with transformers, in float32."""
+    """Loads the model in a folder with transformers, in float32."""
     import torch
 
     transformers = import_transformers()

@@ -1,9 +1,10 @@
 """Runs the loss through its Triton kernels in Triton's interpreter. It needs its own process, because Triton decides at
-import whether to interpret. Run by test_core_triton_interpreted.py as `python interpret_loss.py PROGRAMS`: a JSON list
-of lists, each a program's name and its arguments. Prints one JSON line per call, with the index of its program.
+import whether to interpret. test_core_triton_interpreted.py runs it as `python interpret_loss.py PROGRAMS`. PROGRAMS is
+a JSON list of lists, each with a program's name and arguments. The file prints one JSON line per call, with the index
+of the program.
 
-Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which gives gradients two and a half times the
-error of rounding. Here its casts round to nearest, so interpreted results have the same budgets as those of a GPU.
+Triton's interpreter truncates float32 to bfloat16 where a GPU rounds, which makes the errors of gradients two and a
+half times as large. Here its casts round to nearest, so interpreted results have the same budgets as GPU results.
 """
 
 import functools
@@ -61,7 +62,7 @@ def _rounding_cast(self: Any, source: Any, to: Any) -> Any:
 
 
 def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """As the interpreter's, which copies the keyword arguments of every call."""
+    """Replaces the interpreter's function, which copies the keyword arguments of every call."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         options["_semantic"] = interpreter.interpreter_semantic
@@ -71,9 +72,9 @@ def _patch_attr(package: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _patch_language() -> None:
-    """Puts the interpreter's functions in the place of Triton's until the process ends.
+    """Replaces Triton's functions with the interpreter's until the process ends.
 
-    The interpreter does so at each launch and each call of a function: a seventh of all time went there.
+    The interpreter does this at each launch and each function call, which took a seventh of the total time.
     """
     interpreter._patch_attr = _patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -84,7 +85,7 @@ _unwrap_if_constexpr = tl.core._unwrap_if_constexpr
 
 
 def _unwrap(value: Any) -> Any:
-    """Most values are no constants and hold none."""
+    """Skips the search for constants in types that cannot contain any, which most values have."""
     return value if type(value) in (tl.tensor, int, tl.dtype) else _unwrap_if_constexpr(value)
 
 
@@ -103,12 +104,13 @@ def _broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
     return (lhs, rhs) if shapes[0] is shapes[1] else _broadcast(self, lhs, rhs)
 
 
-# Of each shape the interpreter makes new tuples for every value, and a new table of dtypes: a third of the time.
+# The interpreter makes new tuples of the shape and a new table of dtypes for every value, which took a third of the
+# time.
 
 
 @functools.cache
 def _shape(sizes: tuple[int, ...]) -> tuple[Any, int, Any, Any]:
-    """Returns the shape and the number of elements of a type, and both of a tensor."""
+    """Returns the shape and the number of elements, first as a type has them, then as a tensor has them."""
     core = tl.core
     shape, numel = core.tuple(sizes), core.validate_block_shape(list(sizes))
     return shape, numel, core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(numel)
@@ -139,7 +141,7 @@ def _get_np_dtype(dtype: Any) -> Any:
 
 
 class Running:
-    """Which of the programs asked for runs."""
+    """The index of the program that runs now."""
 
     program = 0
 
@@ -157,21 +159,21 @@ def print_budget_used(case: Case, arrays: Mapping[str, np.ndarray], **fields: An
 
 
 def run_table(*names: str) -> None:
-    """Cases of the contract."""
+    """Runs cases of the contract."""
     by_name = {case.name: case for case in cases()}
     for case in map(by_name.__getitem__, names):
         print_budget_used(case, make_arrays(case))
 
 
 def run_fewer_rows(*names: str) -> None:
-    """The same cases with two fifths of their rows: kernels with a program for each row take most of the time."""
+    """Runs cases with two fifths of their rows, because kernels with one program per row take most of the time."""
     by_name = {case.name: case for case in cases()}
     for case in map(by_name.__getitem__, names):
         smaller = replace(case, lead=(case.n * 2 // 5,)) if len(case.lead) == 1 and case.n > 100 else case
         print_budget_used(smaller, make_arrays(smaller))
 
 
-# Reference exponents that have to be repaired.
+# Reference exponents that must be repaired.
 
 REPAIRED = (
     Case(name="far-nostats", logit_std=60.0, with_stats=False, lead=(60,), token_weight="mask", has_bias=True),
@@ -181,11 +183,11 @@ REPAIRED = (
     Case(name="far-frozen_weight", logit_std=60.0, frozen=("linear_weight",), vocab=300),
     Case(name="far-frozen_input", logit_std=60.0, frozen=("input",), tight_memory=True, lead=(150,)),
 )
-LIMIT = 64 * np.log(2)  # nats of a logsumexp above the target's logit that a reference exponent stands
+LIMIT = 64 * np.log(2)  # a reference exponent allows the logsumexp to be this many nats above the target's logit
 
 
 def run_repair(which: Literal["quick", "more"]) -> None:
-    """Logits far above the target's, in every block of rows or in only one."""
+    """Runs cases with logits far above the target's, in every block of rows or in only one."""
     for case in REPAIRED[:2] if which == "quick" else REPAIRED[2:]:
         case = replace(case, dtype="bfloat16")
         arrays = make_arrays(case)
@@ -198,7 +200,7 @@ def run_repair(which: Literal["quick", "more"]) -> None:
 
 
 def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
-    """Returns the rows whose reference exponents are too low, which is why their block has to be done again."""
+    """Returns the rows whose reference exponents are too low, so that their block must be computed again."""
     arguments: dict[str, Any] = {**arrays, "spec": replace(case.spec, reduction="none")}
     result = reference_loss(**arguments)
     return np.flatnonzero((result.lse - result.target_logit).reshape(-1) > LIMIT + 1).tolist()
@@ -206,14 +208,14 @@ def far_rows(case: Case, arrays: Mapping[str, np.ndarray]) -> list[int]:
 
 # Writes.
 
-GUARD = 1024  # elements beside every buffer: a multiple of 16 bytes, as descriptors want
+GUARD = 1024  # elements on each side of a buffer: a multiple of 16 bytes, which descriptors need
 FACTORIES = ("empty", "new_empty", "empty_like", "zeros", "new_zeros", "zeros_like", "full", "full_like", "new_full")
-PATTERNS = {1: 0x5A, 2: 0x7FD3, 4: 0x7FC12345, 8: -(2**40) - 7}  # NaN of 2 and 4 bytes: what is read there shows
+PATTERNS = {1: 0x5A, 2: 0x7FD3, 4: 0x7FC12345, 8: -(2**40) - 7}  # 2 and 4 bytes are NaN, so that reads show
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Guards(TorchDispatchMode):
-    """Puts a pattern before and behind every buffer that is made while it is active, also inside the operators."""
+    """Writes a pattern before and after every buffer that is allocated while it is active, also inside operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +242,7 @@ class Guards(TorchDispatchMode):
         for buffer in self.buffers:
             pattern = PATTERNS[buffer.itemsize]
             assert (buffer[:GUARD] == pattern).all(), "written before a buffer"
-            assert (buffer[-GUARD:] == pattern).all(), "written behind a buffer"
+            assert (buffer[-GUARD:] == pattern).all(), "written after a buffer"
 
 
 WRITES: tuple[dict[str, Any], ...] = (
@@ -257,7 +259,7 @@ WRITES: tuple[dict[str, Any], ...] = (
 
 
 def run_writes(dtype: str, functions: Sequence[str], numbers: Sequence[int] = range(len(WRITES))) -> None:
-    """Calls between guards, on buffers full of NaN: nothing is written or used outside, and everything inside is."""
+    """Calls the loss on guarded buffers full of NaN. It must write every element, and access nothing outside."""
     for function in functions:
         for number, options in ((number, WRITES[number]) for number in numbers):
             if function == "log_probs" and "label_smoothing" in options:
@@ -267,13 +269,13 @@ def run_writes(dtype: str, functions: Sequence[str], numbers: Sequence[int] = ra
             assert value.isfinite()
             for leaf in leaves(arrays):
                 assert leaf.grad is not None
-                assert leaf.grad.isfinite().all(), f"{function} {options}: a gradient is not written everywhere"
+                assert leaf.grad.isfinite().all(), f"{function} {options}: a gradient has unwritten elements"
             guards.assert_whole()
             say(name=f"{function}-{number}", buffers=len(guards.buffers))
 
 
 def guarded_call(guards: Guards, function: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    """Returns a total of the function's results and the arrays, whose gradients are there."""
+    """Returns the sum of the function's results, and the arrays with their gradients."""
     sizes = {name: options.pop(name, default) for name, default in (("n", 40), ("d", 24), ("v", 300))}
     made = problem(**sizes, dtype=dtype, bias=options.pop("bias", False))
     frozen = options.pop("frozen", ())
@@ -305,7 +307,7 @@ SIZES = (300, 100, 107)
 
 
 def run_shards(dtype: str) -> None:
-    """Statistics and gradients of three vocabulary chunks, merged."""
+    """Merges the statistics and gradients of three vocabulary shards."""
     for case in SHARDED:
         case = replace(case, lead=(70,), dtype=dtype, spec=replace(case.spec, reduction="sum"))
         arrays = make_arrays(case)
@@ -323,7 +325,7 @@ def run_shards(dtype: str) -> None:
 
 
 def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    """Returns loss, lse, target_logit and gradients made of the shards', each computed from its rows of the head."""
+    """Returns loss, lse, target_logit and gradients merged from shards, each computed from its rows of the head."""
     dtypes = {name: getattr(torch, case.dtype) for name in ("input", "linear_weight", "linear_bias")}
     t = {name: torch.tensor(array, dtype=dtypes.get(name)) for name, array in arrays.items()}
     classes, n, everything = case.classes, case.n, slice(0, case.n)
@@ -375,7 +377,7 @@ def shards_of(
 
 
 def run_layouts(dtype: str) -> None:
-    """An input whose columns are contiguous has a descriptor's strides in the wrong order: it gives the same bits."""
+    """Checks that an input with contiguous columns, whose strides no descriptor allows, gives the same bits."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=generator).to(getattr(torch, dtype)) for shape in ((24, 24), (300, 24)))
     target = torch.randint(0, 300, (24,), generator=generator)
@@ -395,8 +397,8 @@ def run_layouts(dtype: str) -> None:
 
 
 def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
-    """A float32 head that is cast in vocabulary chunks, the last of fewer class blocks than others, gives the same
-    loss."""
+    """Checks that a float32 head that is cast in vocabulary chunks gives the same loss. The last chunk has fewer class
+    blocks than the others."""
     x, w = (torch.randn(*shape, generator=generator) for shape in ((16, 24), (700, 24)))
     target = torch.randint(0, 700, (16,), generator=generator)
     for differentiates in (False, True):
@@ -411,7 +413,7 @@ def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
 
 
 def run_segments(generator: torch.Generator) -> None:
-    """Targets sorted in three segments, which are merged, give the same bits as those sorted in one."""
+    """Checks that targets that are sorted in three segments and merged give the same bits as one segment."""
     x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((700, 8), (40, 8)))
     target = torch.randint(0, 50, (700,), generator=generator)
     target[target >= 40] = -100
@@ -429,7 +431,7 @@ def run_segments(generator: torch.Generator) -> None:
 
 
 def run_chunks() -> None:
-    """Rows in as many chunks as the least budget makes, whose gradients of the head add up, against one chunk."""
+    """Compares the head's gradients, summed over the many chunks of rows of the smallest budget, with one chunk."""
     x, w = (
         torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((100, 8), (140, 8))
     )
@@ -447,11 +449,11 @@ def run_chunks() -> None:
         say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
 
 
-# Rows of more than one program.
+# Rows of several programs.
 
 
 def run_rows() -> None:
-    """Weights of rows and their packing, by several programs, each of which counts the rows before its own."""
+    """Checks row weights and packing with several programs, each of which counts the rows before its own."""
     generator = torch.Generator().manual_seed(0)
     tokens, classes = 5000, 40
     target = torch.randint(0, classes + 20, (tokens,), generator=generator)
@@ -492,7 +494,7 @@ def run_rows() -> None:
 
 
 def run_scale() -> None:
-    """Scales more elements than whole blocks, in place and not, before guards."""
+    """Scales buffers that end within a block, in place and out of place, with guards after them."""
     scale_kernel: Any = row_kernels.scale_kernel
     guard = torch.full((23,), 7.0)
     generator = torch.Generator().manual_seed(0)
@@ -533,21 +535,21 @@ def main() -> None:
     tl.core._unwrap_if_constexpr = _unwrap
     tl.dtype.__eq__ = _equal
     _SEMANTIC.broadcast_impl_value = _broadcast_impl_value
-    # The interpreter repeats each addition and multiplication of integers to check for overflow, and drops the result.
+    # The interpreter repeats each integer addition and multiplication to check for overflow, and drops the result.
     _SEMANTIC.binary_op_sanitize_overflow_impl = lambda *_: None
     tl.core.block_type.__init__ = _init_block_type
     tl.core.tensor.__init__ = _init_tensor
     _patch_language()
-    torch.use_deterministic_algorithms(True)  # fills new buffers with NaN: an element that is not written shows
+    torch.use_deterministic_algorithms(True)  # fills new buffers with NaN, so that unwritten elements show
     torch.set_num_threads(1)
-    # NumPy, which interprets the kernels, warns of infinities and NaN, which the edges have on purpose, and of how
-    # Triton 3.6's interpreter makes scalars.
+    # NumPy, which interprets the kernels, warns of infinities and NaN, which the edge cases contain on purpose. It also
+    # warns of how Triton 3.6's interpreter converts arrays to scalars.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
     warnings.filterwarnings("ignore", "Conversion of an array with ndim > 0 to a scalar", DeprecationWarning)
     for Running.program, (name, *arguments) in enumerate(json.loads(sys.argv[1])):
         try:
             PROGRAMS[name](*arguments)
-        except Exception:  # one program that fails must not hide the others
+        except Exception:  # a failing program must not hide the others
             say(name=name, failure=traceback.format_exc()[-5000:])
 
 

@@ -1,4 +1,4 @@
-"""Small random problems as JAX arrays, for the tests of jax_pallas that are about more than numbers."""
+"""Small random problems as JAX arrays, for the tests of jax_pallas that do not use the table of cases."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,14 +45,14 @@ def planned(
     budget: int = DEFAULT_MEMORY_BUDGET,
     **options: bool,
 ) -> Problem:
-    """Returns a problem with the plan of a call on this machine, or on a Hopper GPU for "mosaic"."""
+    """Returns a problem with its plan for this machine, or for a Hopper GPU with "mosaic"."""
     device = DeviceInfo("cuda", 90, 132) if implementation == "mosaic" else DeviceInfo("cpu", 0, 0)
     plan = plan_for(problem, stage, budget, implementation, needs_grad, device, **options)
     return replace(problem, plan=plan)
 
 
 def total(function: Any, arrays: dict[str, Any], **options: Any) -> Array:
-    """Returns a scalar made of the results of `function`, one of FUNCTIONS, with another factor for each element."""
+    """Returns a sum of the results of `function`, one of FUNCTIONS, with a different factor for each element."""
     if function == "log_probs":
         results = tuple(linear_log_probs(**arrays, **options))
     else:
@@ -64,7 +64,7 @@ def total(function: Any, arrays: dict[str, Any], **options: Any) -> Array:
 
 
 def gradients(function: Any, arrays: dict[str, Any], names: tuple[str, ...] = ARGUMENTS, **options: Any) -> Any:
-    """Returns the gradients of `total` by the named arguments, a dict."""
+    """Returns the gradients of `total` by the named arguments as a dict."""
 
     def value(differentiated: dict[str, Any], others: dict[str, Any]) -> Array:
         return total(function, differentiated | others, **options)
@@ -74,7 +74,7 @@ def gradients(function: Any, arrays: dict[str, Any], names: tuple[str, ...] = AR
 
 
 def materialized(arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
-    """Returns the (N, V) logits, in float32."""
+    """Returns the (N, V) logits in float32."""
     w = arrays["linear_weight"] if vocab_axis == 1 else arrays["linear_weight"].T
     with jax.default_matmul_precision("float32"):
         return arrays["input"].astype(jnp.float32) @ w.astype(jnp.float32) + arrays.get("linear_bias", 0.0)

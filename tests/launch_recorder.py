@@ -1,7 +1,7 @@
-"""Records which kernels a call launches on a GPU and with which arguments, and compiles them, without a GPU.
+"""Records which kernels a call would launch on a GPU, with their arguments, and compiles them. No GPU is needed.
 
-The calls run on PyTorch's fake tensors, which have a device, a shape and strides but no memory, so the shapes of real
-models need no memory. Launches are recorded instead of run.
+The calls run on PyTorch's fake tensors, which have a device, a shape and strides, but no memory, so tests can use the
+shapes of real models. Launches are recorded instead of run.
 """
 
 import re
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 from core_triton import chunked, launch, problem, scaled_exp
 
-SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # bytes a block may have on A100, H200 and B200
+SHARED_MEMORY = {80: 166912, 90: 232448, 100: 232448}  # maximal bytes per block on A100, H200 and B200
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DTYPES = {
@@ -40,7 +40,7 @@ DTYPES = {
 
 
 class Launch(NamedTuple):
-    """One launch: a kernel and what its compilation depends on."""
+    """A launch: a kernel and what its compilation depends on."""
 
     kernel: Any
     signature: tuple[tuple[str, str], ...]  # argument -> type
@@ -50,7 +50,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's module and name, and its switches that are on."""
+        """The kernel's module and name, and the switches that are on."""
         switches = ",".join(name for name, value in self.constexprs if value is True)
         module = self.kernel.__module__.removeprefix("core_triton.")
         blocks = [re.sub(r"tensordesc<(.*?\]).*", r"\1", kind) for _, kind in self.signature if "tensordesc" in kind]
@@ -58,18 +58,18 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a kernel compiled to."""
+    """A compiled kernel and its resources."""
 
     ptx: str
     shared: int  # bytes
-    registers: int  # of a thread
-    stack: int  # bytes of a thread's stack, where spilled registers go
+    registers: int  # per thread
+    stack: int  # bytes per thread, where spilled registers go
     cubin: bytes
 
 
 @contextmanager
 def fake_gpu(arch: int) -> Iterator[list[Launch]]:
-    """Makes CUDA tensors fake, of a GPU of compute capability `arch`; yields the list that launches are added to."""
+    """Makes CUDA tensors fake, for a GPU of compute capability `arch`. Yields the list to which launches are added."""
     launches: list[Launch] = []
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -82,7 +82,7 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch, "_direct_version", False),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(scaled_exp, "add_matmul", no_matmul),  # torch.addmm with out_dtype has no fake form
+        mock.patch.object(scaled_exp, "add_matmul", no_matmul),  # torch.addmm with out_dtype has no fake implementation
         mock.patch.object(chunked, "add_matmul", no_matmul),
         mock.patch.object(problem, "add_matmul", no_matmul),
         mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
@@ -96,11 +96,11 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
 
 
 def no_matmul(*_: Any, first: bool) -> None:
-    """Replaces a matmul into existing memory. A mock would keep its arguments alive."""
+    """Replaces a matmul that writes to existing memory. A mock would keep its arguments alive."""
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Launch:
-    """Returns what Triton's launcher makes of a launch's arguments."""
+    """Returns a launch as Triton's launcher would specialize it for the arguments."""
     options = dict(options)
     values = dict(zip(kernel.arg_names, arguments, strict=False))
     values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
@@ -130,13 +130,13 @@ def type_of(value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
-    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon's descriptors have one
+    layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # Gluon descriptors have a layout
     return f"tensordesc<{DTYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
 
 
 @cache
 def compile_launch(launch: Launch, arch: int) -> Compiled:
-    """Compiles a recorded launch; the same one once."""
+    """Compiles a recorded launch, at most once."""
     return compile_kernel(
         launch.kernel, dict(launch.signature), dict(launch.constexprs), arch, launch.divisible, **dict(launch.options)
     )
@@ -150,14 +150,14 @@ def compile_kernel(
     divisible: tuple[str, ...] = (),
     **options: int,
 ) -> Compiled:
-    """Compiles a kernel, of Triton or Gluon, for compute capability `arch`.
+    """Compiles a Triton or Gluon kernel for compute capability `arch`.
 
     Args:
-        kernel: a function of triton.jit or gluon.jit.
+        kernel: a function decorated with triton.jit or gluon.jit.
         signature: argument -> type, such as "*bf16", "i32", "tensordesc<bf16[128, 64]>" or "constexpr".
-        constexprs: the values of the last.
+        constexprs: the values of the constexpr arguments.
         arch: 80, 90, ...
-        divisible: arguments, or addresses, that are multiples of 16.
+        divisible: arguments that are multiples of 16 or whose addresses are.
         options: num_warps, num_stages.
     """
     source_type: Any = ASTSource
@@ -176,7 +176,7 @@ def compile_kernel(
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Returns the registers and the bytes of stack of the one kernel of a cubin."""
+    """Returns the registers and the stack bytes of the only kernel in a cubin."""
     text = dump(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
@@ -184,7 +184,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def dump(cubin: bytes, what: str) -> str:
-    """Returns what cuobjdump says of a cubin."""
+    """Returns the output of cuobjdump for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -1,4 +1,4 @@
-"""Tokens that a model can learn: samples of a Markov chain."""
+"""Samples of a Markov chain: tokens that a model can learn."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The flops of a traced program's matmuls, counted one by one."""
+"""Counts the flops of the matmuls in a traced program."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 
 def matmul_flops(jaxpr: Jaxpr) -> float:
-    """Two for each multiplication of each matmul in a traced program, loops as often as they run."""
+    """Returns two flops per multiplication of each matmul in a traced program. Loops count once per iteration."""
     total = 0.0
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":

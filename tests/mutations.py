@@ -1,10 +1,10 @@
-"""Breaks the code in one place at a time and reports whether the quick tests notice: `make test-mutations`.
+"""Breaks the code in one place at a time and reports whether the quick tests notice. Run by `make test-mutations`.
 
-Each mutation is one change of one line of kernels, row math, plans or launches. The command copies the tree to a
-separate folder, makes the change there, runs the quick ones of the tests that the mutation names, and prints "caught"
-or "SURVIVED". It exits with 1 if a mutation survives, or if the text to change is not in its file exactly once: then
-the code has changed, and the table below must follow. `python tests/mutations.py TEXT...` runs the mutations whose file
-or text holds one of these.
+Each mutation changes one line of kernels, row math, plans or launches. The command copies the tree to a separate
+folder, makes the change there, runs those of the mutation's tests that are quick, and prints "caught" or "SURVIVED". It
+exits with 1 if a mutation survives, or if the text to change does not occur exactly once in its file. In that case the
+code has changed, and the table below must be updated. `python tests/mutations.py TEXT...` runs the mutations whose file
+or text contains one of the arguments.
 """
 
 import os
@@ -23,12 +23,12 @@ WORKERS = 2
 
 
 class Mutation(NamedTuple):
-    """One change, and the tests that must notice.
+    """A change, and the tests that must notice it.
 
     Args:
-        file: relative to the root.
-        old: what is in the file exactly once.
-        new: what takes its place.
+        file: path relative to the root.
+        old: text that occurs exactly once in the file.
+        new: its replacement.
         tests: arguments of pytest.
     """
 
@@ -39,7 +39,7 @@ class Mutation(NamedTuple):
 
 
 def tests(file: str, chosen: str) -> tuple[str, ...]:
-    """Returns the arguments for the tests of a file that an expression of -k chooses."""
+    """Returns the pytest arguments for the tests of a file that a -k expression selects."""
     return (f"tests/test_{file}.py", "-k", chosen)
 
 
@@ -113,7 +113,7 @@ TRITON_KERNELS = (
         "others[None, :] <= row_ids[:, None]",
         TABLE,
     ),
-    # Hopper's kernels run on a GPU only: without one they are compiled, and their code is read.
+    # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
     Mutation(
         "core_triton/hopper_common.py",
         "warpgroup_mma_wait(1, deps=[acc])",
@@ -274,11 +274,11 @@ LAUNCHES = (
     ),
 )
 MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
-NOTHING_RAN = 5  # pytest's status where no test was chosen
+NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
 
 def outcome(mutation: Mutation) -> tuple[str, float]:
-    """Returns "caught", or what is wrong, and the seconds it took."""
+    """Returns "caught" or what is wrong, and the seconds that it took."""
     start = time.monotonic()
     text = (ROOT / mutation.file).read_text()
     if text.count(mutation.old) != 1:

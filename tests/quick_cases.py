@@ -1,4 +1,4 @@
-"""Selects the cases of the table that the quick suite runs where a case takes half a second or more.
+"""Selects the cases that the quick suite runs on backends that take half a second or more per case.
 
 `python -m parity`, `make test-slow` and the tests of the cheap backend (torch-chunked) run every case.
 """
@@ -14,8 +14,8 @@ from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
 
 FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
 
-# The edge cases that jax_pallas runs: each is compiled separately. test_jax_pallas_edges.py tests the other edges that
-# are about values, test_jax_pallas_transforms.py tests frozen arguments, and tight budgets are an option of the tables.
+# The edge cases that jax_pallas runs. Each is compiled separately. test_jax_pallas_edges.py tests the other special
+# values, test_jax_pallas_transforms.py tests frozen arguments, and tight budgets are an option of the tables.
 OF_JAX = (
     "log_probs-frozen_input",
     "log_probs-masked_target",
@@ -32,18 +32,19 @@ OF_JAX = (
 )
 
 
-# Of the cases of sharp logits: gradients made in the forward pass and in the backward pass, one for each deviation.
+# Cases with sharp logits: one computes gradients in the forward pass, one in the backward pass. Their standard
+# deviations differ.
 QUICK_SHARP = frozenset({"sharp8-mean-bf16-n123", "sharp3.5-none-bf16-padded-bias-axis1-tight-nostats-n123"})
 
 
 def quick_parameters(names: frozenset[str]) -> list[Any]:
-    """Returns every case as a parameter of a test, with the mark `slow` unless its name is among `names`."""
+    """Returns every case as a test parameter, marked `slow` unless its name is in `names`."""
     return [pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.slow) for case in cases()]
 
 
 @cache
 def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> frozenset[str]:
-    """Returns the names of `pairwise_names`, QUICK_SHARP, one case of each edge in the dtype that suits a backend."""
+    """Returns `pairwise_names`, QUICK_SHARP, and one case of each edge in the dtype that suits the backend."""
     dtype_of = {"jax-chunked": shared_dtype, "torch-triton": interpreted_dtype}[implementation]
     names = {*pairwise_names("all" if implementation == "torch-triton" else "strata"), *QUICK_SHARP}
     for edge, variants in edges().items():
@@ -54,23 +55,23 @@ def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> froze
 
 
 def is_left_out(implementation: str, edge: str) -> bool:
-    """Returns whether the quick suite has no case of an edge, for another has what is special about it."""
-    if "hidden64" in edge:  # for the kernels of Hopper, which run on a GPU only
+    """Returns whether the quick suite omits an edge because another case covers it."""
+    if "hidden64" in edge:  # for the Hopper kernels, which run only on a GPU
         return implementation == "jax-chunked" or not edge.endswith("hidden64")
     if implementation == "jax-chunked":
         return edge.removeprefix("edge-") not in OF_JAX
-    # Where a mean has the same contents, a few of its losses not reduced stand for all.
+    # If a mean has the same contents, a few of the unreduced losses represent all of them.
     mean = edge.removesuffix("none") + "mean"
     return edge.endswith("-none") and mean in edges() and not edge.endswith(FEW_OF_NONE)
 
 
 def shared_dtype(edge: Case) -> str:
-    """One dtype for each reduction: edges that differ only in their arrays' contents share a compiled program."""
+    """One dtype per reduction, so that edges that differ only in their values share a compiled program."""
     return {"mean": "bfloat16", "sum": "float16", "none": "float32"}[edge.spec.reduction]
 
 
 def interpreted_dtype(edge: Case) -> str:
-    """bfloat16, which has the most kernels, where contents are special; elsewhere the dtype that takes least time."""
+    """bfloat16, which has the most kernels, if values are special, and otherwise the dtype that takes least time."""
     special = edge.poison or edge.logit_std > 2
     return "bfloat16" if special and edge.spec.reduction != "sum" else "float16"
 
@@ -93,10 +94,10 @@ STRATUM = {"function", "dtype", "reduction"}
 
 @cache
 def pairwise_names(among: Literal["all", "strata"] = "all") -> frozenset[str]:
-    """Returns the names of few cases that together hold every pair of options that the pairwise tables hold.
+    """Returns the names of a few cases that together contain every pair of options in the pairwise tables.
 
-    The tables hold every pair for each dtype and reduction. Here function, dtype and reduction are options like others;
-    among the strata only pairs count that have one of these three.
+    The tables contain every pair for each dtype and reduction. Here function, dtype and reduction are options like the
+    others. With "strata", only pairs that include one of these three count.
     """
     candidates = {case.name: pairs_of(row) for case, row in zip(cases(), table_rows(), strict=False)}
     if among == "strata":

@@ -1,4 +1,4 @@
-"""Small decoders for the tests, with random parameters from NumPy: the initialization of JAX compiles for seconds."""
+"""Small decoders with random parameters from NumPy, because compiling JAX's initialization takes seconds."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ SMALL = ModelConfig(
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, spread: float = 1.0) -> Decoder:
-    """Returns a decoder whose matrices are normal with variance spread**2 / features_in, norms near their start."""
+    """Returns a decoder with normal matrices of variance spread**2 / features_in, and almost initial norms."""
     generator = np.random.default_rng(seed)
     graph, shapes = nnx.split(decoder_shapes(config))
 

@@ -1,5 +1,5 @@
 """Runs cases of the contract on a backend and prints one JSON line per case, with the percentage of its budget that
-each output used: `python run_cases.py BACKEND NAME...`. Tests on a GPU run several in parallel (programs.py)."""
+each output used: `python run_cases.py BACKEND NAME...`. Tests on a GPU run several such programs in parallel."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from parity.expected import compare, expected
 
 
 def commands(backend: str, shares: Iterable[Sequence[Case]]) -> dict[str, Command]:
-    """Returns the program that runs each case, by the case's name: one for each share of them."""
+    """Returns a dict from case names to the programs that run them, one program for each share of the cases."""
     found: dict[str, Command] = {}
     for share in shares:
         names = [case.name for case in share]
@@ -24,7 +24,7 @@ def commands(backend: str, shares: Iterable[Sequence[Case]]) -> dict[str, Comman
 
 
 def assert_passed(result: dict[str, Any], ran: tuple[str, str]) -> None:
-    """Fails if a case failed, used more than its budgets, or by another (implementation, platform) than `ran`."""
+    """Fails if a case failed, exceeded a budget, or ran on another (implementation, platform) than `ran`."""
     assert "failure" not in result, result["failure"]
     assert result["ran"] == [*ran]
     used = ", ".join(f"{output} {share:.0f}%" for output, share in result["used"].items())

@@ -1,4 +1,4 @@
-"""One small problem in float64, for tests of the equations."""
+"""A small problem in float64 for tests of the equations."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ N, D, V = 7, 5, 11
 
 
 def problem(seed: int = 0, **overrides: Any) -> dict[str, Any]:
-    """A small problem in float64; `overrides` replace arrays."""
+    """Returns a small problem in float64. `overrides` replace arrays."""
     rng = np.random.default_rng(seed)
     made = {
         "input": rng.standard_normal((N, D)),

@@ -1,4 +1,4 @@
-"""The benchmark on a CPU: what it reports, not how fast anything is."""
+"""Tests what the benchmark reports, on a CPU. Nothing here depends on speed."""
 
 import json
 from itertools import product
@@ -22,7 +22,7 @@ KEYS = {
 
 
 def run(framework: str, folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
-    """Runs the command on the smoke shape; returns its exit status and the rows of its file."""
+    """Runs the command on the smoke shape. Returns its exit status and the rows of its file."""
     file = folder / f"{framework}.json"
     common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
     status = linear_ce.main([*common, "--json", str(file), *arguments])
@@ -55,7 +55,7 @@ def test_every_mode_runs_end_to_end(
             figures = [row[key] for key in ROW_ERRORS if key.startswith(name)]
             assert len(figures) == 2
             assert all((figure is not None) == needed for figure in figures)
-            assert not needed or 5e-4 < row[name] < 5e-3  # bfloat16 rounding, and no more
+            assert not needed or 5e-4 < row[name] < 5e-3  # only bfloat16 rounding
     measured = {(row["mode"], row["method"]) for row in rows}
     assert ("lean", "chunked") in measured
     assert ("lean", others[0]) not in measured  # it has no budget
@@ -75,7 +75,7 @@ def test_random_targets_and_float32(framework: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("framework", "exact", "rounded"),
-    # On a CPU XLA keeps the float32 logits that "bf16-logits" rounds.
+    # On a CPU, XLA keeps float32 logits where "bf16-logits" rounds them.
     [("torch", "eager-float32-logits", ["eager"]), ("jax", "float32-logits-rounded-gradient", [])],
 )
 def test_sharp_logits_show_what_rounded_logits_cost(
@@ -94,7 +94,7 @@ def test_sharp_logits_show_what_rounded_logits_cost(
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_errors_of_rows_are_those_of_parity(framework: str) -> None:
+def test_row_errors_equal_those_of_parity(framework: str) -> None:
     import jax.numpy as jnp
     import torch
 
@@ -159,7 +159,7 @@ def import_absent() -> Any:
     return load("no_such_module")
 
 
-def test_plan_measures_what_matters_first_and_named_rows_alone_on_request() -> None:
+def test_plan_measures_what_matters_first_and_only_named_rows_on_request() -> None:
     first = [(shape.name, mode.name, targets) for shape, mode, targets in plan()]
     assert first == list(PLAN)
     assert first[0] == ("llama3-8b", "train", "peaked")
@@ -214,8 +214,8 @@ def test_errors_past_the_bound_and_nan_are_wrong() -> None:
     assert set(GRADIENT_BOUND) == set(linear_ce.DTYPES)
 
 
-def test_ratios_are_of_neighbours() -> None:
-    # The clock halves half way: the ratio of medians would be off, the median of the ratios is not.
+def test_ratios_are_of_adjacent_calls() -> None:
+    # The clock rate halves halfway through. The ratio of medians would be wrong, but the median of ratios is right.
     figures = Pairs([10, 10, 20, 20, 20], [11, 11, 22, 22, 22], [(1500.0, 600.0), (1400.0, 650.0)]).figures()
     assert figures["ratio"] == figures["ratio_p20"] == pytest.approx(1.1)
     assert (figures["ms"], figures["floor_ms"], figures["sm_mhz"], figures["power_w"]) == (22, 20, 1450, 625)
@@ -239,7 +239,7 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
     add("one", {**row, "ms": 1.0}, {**row, "method": "b", "ms": float("nan")})
     rows = add("two", {**row, "ms": 2.0})
     assert [(r["method"], r["ms"], r["commit"]) for r in rows] == [("b", None, "one"), ("a", 2.0, "two")]
-    assert add("three", {**row, "status": "skipped", "ms": None}) == rows  # an absent peer takes no time away
+    assert add("three", {**row, "status": "skipped", "ms": None}) == rows  # a skip does not replace a time
     assert add("four", {**row, "status": "failed", "ms": None})[-1]["status"] == "failed"
     assert json.loads(path.read_text()).keys() == {"device", "versions", "commit", "date", "rows"}
     lines = [line.strip().rstrip(",") for line in path.read_text().splitlines()]
@@ -283,7 +283,7 @@ def test_tables_name_packages_and_show_what_was_measured(tmp_path: Path, capsys:
     assert printed.count("2.0e-03") == 4
 
 
-def test_pictures_are_made_of_the_recorded_rows(tmp_path: Path) -> None:
+def test_plots_show_the_recorded_rows(tmp_path: Path) -> None:
     for framework, names in (("torch", ("triton", "eager")), ("jax", ("mosaic", "float32-logits"))):
         rows = [
             {

@@ -1,4 +1,4 @@
-"""The comparison of two checkouts on a CPU. Stub packages of a few lines take the place of the checkouts."""
+"""Tests the comparison of two checkouts on a CPU. Stub packages of a few lines replace the checkouts."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""How the benchmark times: order, warm-up and energy, with calls that only record that they ran."""
+"""Tests how the benchmark measures time and energy: order and warm-up, with calls that only record that they ran."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from benchmarks.torch_bench import TorchBench
 
 
 class Meter(Sensor):
-    """An energy counter of a GPU that takes `watts`, which changes every `step` seconds."""
+    """An energy counter of a GPU that draws `watts`. The counter changes every `step` seconds."""
 
     def __init__(self, watts: float, step: float) -> None:
         super().__init__(gpu=False)
@@ -64,7 +64,7 @@ def test_joules_do_not_depend_on_how_coarse_the_counter_is(step: float) -> None:
     energy = measure_energy(lambda: time.sleep(0.01), 0.6, timing.same, timing.same, Meter(700, step))
     assert energy.note is None
     assert energy.joules is not None
-    assert 0.95 * 7 < energy.joules < 2 * 7  # 10 ms at 700 W; a busy machine oversleeps
+    assert 0.95 * 7 < energy.joules < 2 * 7  # 10 ms at 700 W; a busy machine sleeps longer
 
 
 def test_energy_that_cannot_be_measured_says_why() -> None:
@@ -94,7 +94,7 @@ def test_without_a_driver_the_sensor_gives_its_reason(monkeypatch: pytest.Monkey
 
 
 class FakeEvent:
-    """A CUDA event by a clock that only the calls move."""
+    """A CUDA event with a clock that only the calls advance."""
 
     now = 0.0  # ms
 
@@ -132,8 +132,8 @@ def test_events_lie_between_the_calls_of_a_pair(monkeypatch: pytest.MonkeyPatch)
     assert len(pairs.forward) == figures["pairs"] == 4
     assert (figures["floor_ms"], figures["ms"], figures["forward_ms"]) == pytest.approx((0.25, 1.5, 0.5))
     assert figures["joules"] > 0
-    assert log[:3] == ["floor", "method", "forward"]  # once each, to find how often a short call must be repeated
-    pair = ["floor"] * 4 + ["method"] + ["forward"] * 2  # until 1 ms is full
+    assert log[:3] == ["floor", "method", "forward"]  # once each, to find how often to repeat short calls
+    pair = ["floor"] * 4 + ["method"] + ["forward"] * 2  # repeated to fill 1 ms
     timed = pair + pair[::-1] + pair + pair[::-1]
     assert timed in [log[at : at + len(timed)] for at in range(len(log))]
     assert log[-1] == "method"  # the energy block

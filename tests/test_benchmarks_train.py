@@ -1,4 +1,4 @@
-"""The benchmark of training steps on a CPU: what it measures and reports, not how fast anything is."""
+"""Tests what the benchmark of training steps measures and reports, on a CPU. Nothing here depends on speed."""
 
 import dataclasses
 import itertools
@@ -22,8 +22,8 @@ from flax_models.train.accounting import flops_per_token
 KEYS = {"config", "loss", "mode", "seq", "batch", "tokens_per_s", "mfu", "peak_bytes", "step_ms", "status", "commit"}
 SMOKE = {row.name: row for row in GROUPS["smoke"]}
 FUSED = SMOKE["smoke/fused/full/64x2"]
-APART = "/scan_layers=false"  # each layer compiled separately
-CAST = "/cast_head=true"  # as the trainer does
+APART = "/scan_layers=false"  # compiles each layer separately
+CAST = "/cast_head=true"  # like the trainer
 
 # What is measured.
 
@@ -50,7 +50,7 @@ def test_rows_are_complete() -> None:
             assert f"{model}/{loss}/full/4096x8/remat=full" in {row.name for row in GROUPS["memory"]}
     runs = [(row.seed, row.loss, row.repeat) for row in GROUPS["converge"]]
     assert runs == [(seed, loss, repeat) for seed in range(4) for loss in ("fused", "unfused") for repeat in range(2)]
-    for row in GROUPS["converge"]:  # as published shapes train, but on text
+    for row in GROUPS["converge"]:  # like the training of published shapes, but on text
         assert dataclasses.replace(row, kind="speed", seed=0, repeat=0) in GROUPS["full"]
     assert {row.remat for row in GROUPS["remat"] if row.attention == "xla"} == {"none", "attention", "full"}
     rows = {row for group in GROUPS.values() for row in group}
@@ -118,10 +118,10 @@ def test_speed_counts_neither_padding_nor_other_flops() -> None:
     assert speed_figures(row, drawn, 500.0, None, "cpu")["mfu"] is None
 
 
-# Fused against unfused.
+# Fused and unfused.
 
 
-def test_the_unfused_trainer_differs_in_the_loss_alone() -> None:
+def test_the_unfused_trainer_differs_only_in_the_loss() -> None:
     figures: dict[str, Any] = {}
     with quick_compilation():
         train_jax.check(dataclasses.replace(FUSED.check(), seq=32), 2, figures, with_weights=False)
@@ -163,11 +163,11 @@ def test_steps_that_do_not_train_everything_are_refused() -> None:
         train_jax.check_steps([metrics(float("nan"), True)], ["a"])
 
 
-# Processes, and what becomes of their answers.
+# Processes and their answers.
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_measures_transformers() -> None:
+def test_a_separate_process_measures_transformers() -> None:
     row = SMOKE["smoke/hf/full/64x2"]
     found = ask(Request(dataclasses.asdict(row), 2, in_torch=True, split=True), limit=120)
     assert found["status"] == "ok", found["note"]
@@ -211,7 +211,7 @@ def test_errors_are_answers(monkeypatch: pytest.MonkeyPatch, error: Exception, s
     assert "\n" not in found["note"]
 
 
-def test_memory_that_ran_out_is_found_behind_other_errors() -> None:
+def test_out_of_memory_is_found_behind_other_errors() -> None:
     wrapped = RuntimeError("backend failed")
     assert not out_of_memory(wrapped)
     wrapped.__cause__ = ValueError("CUDA out of memory. Tried to allocate")
@@ -220,7 +220,7 @@ def test_memory_that_ran_out_is_found_behind_other_errors() -> None:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What processes answer, by the row's name, beyond what they all do; the test may change it."""
+    """Fields to add to the answers of processes, by row name. Tests may change them."""
     special: dict[str, dict[str, Any]] = {}
 
     def fake(request: Request, limit: float) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def test_rows_are_merged_one_by_one(
     assert all(row.keys() >= KEYS for row in rows.values())
     answers["smoke/hf/full/64x2"] = {"status": "oom", "note": "no room", "step_ms": None}
     status, rows = run(path, "--rows", "smoke/hf/full/64x2", commit="two")
-    assert status == 0  # a peer's
+    assert status == 0  # only another library's row failed
     assert [row["commit"] for row in rows.values()] == ["one", "one", "two"]
     assert rows["smoke/hf/full/64x2"]["status"] == "oom"
     assert "smoke/hf/full/64x2" in capsys.readouterr().out
@@ -335,7 +335,7 @@ def test_recorded_rows_are_still_known() -> None:
     known = {row.name: row for row in select()}
     for row in recorded:
         if row["name"] in known:
-            for field in fields & row.keys() - {"batch"}:  # a search for the largest batch records what it found
+            for field in fields & row.keys() - {"batch"}:  # a search for the largest batch records its result
                 assert row[field] == getattr(known[row["name"]], field)
     assert {"full", "converge"} <= {
         group for group, rows in GROUPS.items() if {row.name for row in rows} <= {row["name"] for row in recorded}
@@ -348,7 +348,7 @@ def test_a_row_that_ran_elsewhere_is_refused(tmp_path: Path, answers: dict[str, 
     assert rows["smoke/hf/full/64x2"]["note"] == "ran on CPU (times are no results)"
 
 
-def test_no_row_is_begun_too_late(
+def test_no_row_starts_too_late(
     tmp_path: Path, answers: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     train.main(["--rows", "smoke/hf/full/64x2", "--until", "-1"])
@@ -406,7 +406,7 @@ def test_files_are_merged(
         train.main(["--merge", str(two)])
 
 
-def test_pictures_are_made_of_recorded_rows(
+def test_plots_show_recorded_rows(
     tmp_path: Path, answers: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "train.json"
@@ -429,7 +429,7 @@ def run_on_text(loss: str, seed: int, losses: list[float]) -> dict[str, Any]:
     return {"loss": loss, "seed": seed, "losses": losses}
 
 
-def test_distances_are_of_repeats_of_pairs_and_of_means() -> None:
+def test_distances_between_repeats_pairs_and_means() -> None:
     rows = [
         *(run_on_text("fused", 0, losses) for losses in ([6.0, 5.0], [6.0, 5.2])),
         *(run_on_text("unfused", 0, losses) for losses in ([6.0, 4.8], [6.0, 5.2])),
@@ -440,17 +440,17 @@ def test_distances_are_of_repeats_of_pairs_and_of_means() -> None:
     assert list(found) == ["repeats", "pairs", "means"]
     np.testing.assert_allclose(found["repeats"], [0, (0.2 + 0.4 + 0 + 0.4) / 4], atol=1e-12)
     np.testing.assert_allclose(found["pairs"], [0, (0.2 + 0.2 + 0.4 + 0 + 0.4 + 0 + 0.4 + 0) / 8], atol=1e-12)
-    np.testing.assert_allclose(found["means"], [0, abs(0.1 - 0.2) / 2], atol=1e-12)  # signs of seeds cancel
+    np.testing.assert_allclose(found["means"], [0, abs(0.1 - 0.2) / 2], atol=1e-12)  # opposite signs cancel
     assert list(train_plot.distances(rows[:2])) == ["repeats"]
     assert list(train_plot.distances(rows[1:3])) == ["pairs", "means"]
     assert not train_plot.distances(rows[:1])
-    assert not train_plot.distances([rows[0], rows[-1]])  # of different seeds
+    assert not train_plot.distances([rows[0], rows[-1]])  # different seeds
 
 
-# Attention over packed rows.
+# Attention on packed rows.
 
 
-def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_attention_benchmark_reports_what_cannot_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "attention.json"
     arguments = ["--rows", "smoke/fused/full/64x2/data=packed", "--seconds", "0", "--json", str(path)]
     with quick_compilation():
@@ -468,7 +468,7 @@ def test_the_trial_of_attention_reports_what_cannot_run(tmp_path: Path, capsys: 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What every process draws is compiled once.
+    # Compiles the random initialization once for all processes.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     names = ("smoke/*fused/*/64x2", "smoke/*packed", "largest/smoke*", "converge/smoke*")
@@ -476,7 +476,7 @@ def test_smoke_rows_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     status, rows = run(tmp_path / "train.json", *arguments)
     assert status == 0
     assert all(row["status"] == "ok" for row in rows.values())
-    assert rows["check/smoke/full"]["err_weights"] < 1e-5  # by transformers, from the same weights
+    assert rows["check/smoke/full"]["err_weights"] < 1e-5  # compared with transformers, from the same weights
     assert rows["smoke/fused/full/64x2"]["first_loss"] == pytest.approx(
         rows["smoke/unfused/full/64x2"]["first_loss"], rel=1e-3
     )

@@ -1,4 +1,4 @@
-"""The table of cases: what it covers, and that its arrays match their description."""
+"""Tests the table of cases: what it covers, and whether its arrays match their description."""
 
 from collections import Counter
 from itertools import product
@@ -103,7 +103,8 @@ def test_arrays_and_truth_of_a_case(case: Case) -> None:
     assert not case.ignored or case.n == 0 or not np.all(valid)
     want = expected(case, arrays)
     assert tuple(want) == outputs_of(case)
-    # An infinite budget would mean that the unfused computation overflows or has NaN elsewhere: a case without teeth.
+    # With an infinite budget, which means that the unfused computation overflows or has NaN elsewhere, a case tests
+    # nothing.
     assert all(0 < budget < 0.02 for one in want.values() for budget in (one.budget, *(one.row_budgets or ()))), want
 
 

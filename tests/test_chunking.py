@@ -1,5 +1,5 @@
-"""The choice of chunks, for both frameworks: pure functions, which are tested with random shapes and with the shapes of
-models."""
+"""Tests how both frameworks choose chunks. The choices are pure functions, which are tested with random shapes and with
+the shapes of models."""
 
 import itertools
 import re
@@ -24,18 +24,18 @@ MODELS = {"Llama-3 8B": (4096, 128256), "Qwen2.5-0.5B": (896, 151936), "Gemma-2 
 
 def workspace_model(chunked: ModuleType, **options: Any) -> Any:
     if chunked is not core_triton.chunk_config:
-        del options["upcasts"]  # JAX has matmuls of 16-bit operands on every device
+        del options["upcasts"]  # JAX has 16-bit matmuls on every device
     return chunked.workspace_model(**options)
 
 
 class Drawn(NamedTuple):
-    """A choice to be made: `keeping` and `recomputing` are the two forms of plan A."""
+    """The inputs of a choice. `keeping` and `recomputing` are the two forms of plan A."""
 
     keeping: Any
     recomputing: Any
     tokens: int
     classes: int
-    budget: int  # at least the least of `recomputing`
+    budget: int  # at least the smallest budget of `recomputing`
 
     @property
     def least(self) -> int:
@@ -144,11 +144,11 @@ def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, in
             assert config.vocab_chunk >= 512
 
 
-# The choices of the Triton kernels.
+# Choices for the Triton kernels.
 
 
 def refusal(choose: Callable[..., Any], options: dict[str, Any]) -> int:
-    """Returns the least budget that a refusal names."""
+    """Returns the smallest budget, from the error message for a budget of one byte."""
     tokens, classes = max(options["tokens"], 1), options["classes"]
     with pytest.raises(ValueError, match=rf"at least \d+ bytes for {tokens} tokens and {classes} classes") as refused:
         choose(**options, budget=1)
@@ -158,13 +158,13 @@ def refusal(choose: Callable[..., Any], options: dict[str, Any]) -> int:
 
 
 def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
-    """Returns the arguments that are true or false."""
+    """Returns the names of the bool arguments."""
     return tuple(name for name, parameter in signature(choose).parameters.items() if parameter.annotation is bool)
 
 
 @st.composite
 def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws the arguments of `choose_scaled_exp` but for the budget."""
+    """Draws the arguments of `choose_scaled_exp` except the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_scaled_exp)}
     options["d_input"] &= options["stores"]
     return options | {
@@ -180,7 +180,7 @@ def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def recomputed(draw: st.DrawFn) -> dict[str, Any]:
-    """Draws the arguments of `choose_recomputed` but for the budget."""
+    """Draws the arguments of `choose_recomputed` except the budget."""
     options = {flag: draw(st.booleans()) for flag in flags(core_triton.tile_config.choose_recomputed)}
     itemsize = draw(st.sampled_from((2, 4)))
     return options | {
@@ -194,7 +194,7 @@ def recomputed(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-MORE = st.integers(0, 40), st.integers(0, 2**26)  # bytes above the smallest budget: one number times the other
+MORE = st.integers(0, 40), st.integers(0, 2**26)  # their product is the number of bytes above the smallest budget
 
 
 @settings(max_examples=200)
@@ -254,9 +254,9 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     choose = getattr(core_triton.tile_config, name)
     options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
-        options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head are worth some rows
+        options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head can cost rows
     else:
-        options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks too
+        options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks can cost rows too
     budget = refusal(choose, options) + times * more
     tokens = max(options["tokens"], 1)
     chunks = [-(-tokens // choose(**options, budget=size).rows) for size in (budget, budget + yet_more)]

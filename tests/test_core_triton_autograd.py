@@ -1,4 +1,5 @@
-"""core_triton under autograd: which gradients are computed, how often, and under checkpointing, autocast and hooks."""
+"""Tests core_triton under autograd: which gradients are computed, how often, and with checkpointing, autocast and
+hooks."""
 
 import gc
 import itertools
@@ -19,8 +20,8 @@ from core_triton import ops
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ARGUMENTS: tuple[str, ...] = ("input", "linear_weight", "linear_bias")
 
-# Matmuls of a whole call with one chunk and one vocabulary chunk: logits, d_input, d_weight, once more the
-# logits.
+# The number of matmuls of a call with one chunk of rows and one vocabulary chunk: logits, d_input, d_weight, and the
+# logits again.
 MATMULS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
@@ -86,7 +87,7 @@ def test_second_backward_repeats_the_first(function: str, dtype: torch.dtype) ->
     first = [gradient.clone() for gradient in first]
     second = torch.autograd.grad(value, leaves(arrays), upstream, retain_graph=True)
     for gradient in second:
-        gradient.zero_()  # what a caller does to a gradient must not reach the next one
+        gradient.zero_()  # a caller's change to a gradient must not affect the next one
     third = torch.autograd.grad(value, leaves(arrays), upstream)
     assert_same(list(third), first)
 
@@ -124,7 +125,7 @@ def test_backward_after_the_arrays_changed_is_refused(function: str) -> None:
     value = total(function, arrays)
     with torch.no_grad():
         arrays["linear_weight"].add_(1.0)
-    if function in ("mean", "sum"):  # the gradients were made before: those of the old values
+    if function in ("mean", "sum"):  # the forward pass computed the gradients, from the old values
         assert_same(list(torch.autograd.grad(value, leaves(arrays))), gradients(function, problem()))
     else:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

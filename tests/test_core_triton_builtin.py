@@ -1,4 +1,4 @@
-"""The loss compared with `linear_cross_entropy` of PyTorch, if the version has it: same names, same meaning."""
+"""Compares the loss with PyTorch's `linear_cross_entropy`, if this version has it: same names, same meaning."""
 
 from typing import Any
 

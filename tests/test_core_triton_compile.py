@@ -1,4 +1,4 @@
-"""core_triton's operators under torch.library.opcheck, and its functions inside torch.compile without a graph break."""
+"""Tests core_triton's operators with torch.library.opcheck, and its functions in torch.compile without graph breaks."""
 
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ Arguments = tuple[Any, ...]
 def operator_arguments(
     dtype: torch.dtype, *, smoothing: float, softcap: float | None, bias: bool
 ) -> tuple[Arguments, Arguments, Arguments]:
-    """Returns the arrays, the weights of tokens and the options of an operator's call."""
+    """Returns the arrays, the token weights and the options of an operator call."""
     arrays = problem(dtype=dtype)
     tensors = (
         arrays["input"],
@@ -52,7 +52,7 @@ def operator_arguments(
 OPTIONS = [{"smoothing": 0.0, "softcap": None, "bias": True}, {"smoothing": 0.1, "softcap": 4.0, "bias": False}]
 
 
-# torch 2.15's own opcheck reads .grad of tensors that have none.
+# opcheck of torch 2.15 reads .grad of tensors that have none.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:])])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -60,7 +60,7 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     tensors, weights, settings = operator_arguments(dtype, **options)
     arguments = (*tensors, *weights, *settings)
     bias = options["bias"]
-    # Rounding to 16 bits makes the traced and the eager gradient differ where their summation orders do.
+    # Different summation orders make the traced and the eager gradients round differently in 16 bits.
     close: dict[str, Any] = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     for needs_grad in ((True, True, bias), (False, True, False)):
         for statistics in (True, False):
@@ -88,7 +88,7 @@ def test_opcheck_of_the_scaling(dtype: torch.dtype, factor: Tensor) -> None:
 
 
 def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | None = None) -> None:
-    """Compiles `function` whole, and compares its value and gradients with those of the uncompiled one."""
+    """Compiles `function` without graph breaks, and compares its value and gradients with those of eager mode."""
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     want, got = function(arrays), compiled(arrays)
     torch.testing.assert_close(got, want)
@@ -98,13 +98,13 @@ def assert_compiles(function: Any, arrays: dict[str, Any], *, dynamic: bool | No
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_functions_compile_whole(function: str) -> None:
+def test_functions_compile_without_graph_breaks(function: str) -> None:
     arrays = problem()
     arrays["target"] %= 45
     assert_compiles(lambda arrays: total(function, arrays, softcap=5.0, vocab_size=45, memory_budget=2**20), arrays)
 
 
-def test_options_compile_whole() -> None:
+def test_options_compile_without_graph_breaks() -> None:
     extra: dict[str, Any] = {"weight": torch.linspace(0.5, 2.0, 50), "token_weight": torch.linspace(0.0, 1.0, 12)}
 
     def function(arrays: dict[str, Any]) -> Tensor:
@@ -115,13 +115,13 @@ def test_options_compile_whole() -> None:
     assert_compiles(function, problem())
 
 
-def test_statistics_compile_whole() -> None:
+def test_statistics_compile_without_graph_breaks() -> None:
     arrays = problem()
     compiled = torch.compile(core_triton.linear_cross_entropy_with_stats, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**arrays), core_triton.linear_cross_entropy_with_stats(**arrays))
 
 
-def test_evaluation_compiles_whole() -> None:
+def test_evaluation_compiles_without_graph_breaks() -> None:
     arrays = problem()
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ def test_dynamic_shapes_with_aot_autograd() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_model_around_the_loss_compiles_whole(reduction: Any) -> None:
+def test_a_model_around_the_loss_compiles_without_graph_breaks(reduction: Any) -> None:
     torch.manual_seed(0)
     head = core_triton.LinearCrossEntropy(8, 50, bias=True, reduction=reduction)
     body = nn.Sequential(nn.Linear(6, 8), nn.GELU())
@@ -180,7 +180,7 @@ def test_compiled_second_backward_repeats_the_first() -> None:
 
 
 @pytest.mark.parametrize(("obstacle", "name"), [(None, "triton"), ("no GPU", "chunked")])
-def test_a_compiled_function_chooses_as_an_eager_one(obstacle: str | None, name: str) -> None:
+def test_a_compiled_function_chooses_like_an_eager_one(obstacle: str | None, name: str) -> None:
     x, w = torch.ones(3, 16), torch.ones(5, 16)
 
     def chosen(x: Tensor, w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Edge cases of core_triton, and the comparison with torch.nn.functional.cross_entropy on materialized logits."""
+"""Edge cases of core_triton, compared with torch.nn.functional.cross_entropy on materialized logits."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_no_upstream_gradient_reaches_an_ignored_row(function: str) -> None:
     results = (results,) if function == "none" else tuple(results)
     upstream = torch.ones(12)
     upstream[::2] = float("nan")
-    for frozen in (False, True):  # the way of plan C, and that of plan A with its rows scaled
+    for frozen in (False, True):  # plan C, and plan A with scaled rows
         if frozen and function == "none":
             head = {name: arrays[name].detach() for name in ("linear_weight", "linear_bias")}
             results = (core_triton.linear_cross_entropy(**arrays | head, reduction="none"),)
@@ -92,7 +92,7 @@ def test_out_of_range_target(dtype: torch.dtype, target: int) -> None:
     assert mean.isnan()
     d_input = torch.autograd.grad(mean, arrays["input"])[0]
     assert d_input[3].isnan().all()
-    assert d_input[others].isfinite().all()  # without class weights the denominator is a count
+    assert d_input[others].isfinite().all()  # without class weights, the denominator is a count
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

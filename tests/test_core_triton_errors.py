@@ -1,4 +1,4 @@
-"""Every bad input of the contract raises an error that names the argument and what it got."""
+"""Every invalid input of the contract raises an error that names the argument and the value it got."""
 
 from typing import Any
 
@@ -239,7 +239,7 @@ def test_explain_of_a_gpu_without_a_name() -> None:
         core_triton.explain(x, w, device="v100")
 
 
-def test_kernels_asked_for_by_name_are_refused_where_they_cannot_run() -> None:
+def test_kernels_requested_by_name_are_refused_where_they_cannot_run() -> None:
     arrays = problem()
     message = "implementation 'triton' cannot run here: no kernel for cpu devices"
     for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):

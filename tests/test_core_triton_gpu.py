@@ -1,6 +1,6 @@
-"""core_triton on an NVIDIA GPU: every case of the contract, memory, and calls inside PyTorch's transformations.
+"""Tests core_triton on an NVIDIA GPU: every case of the contract, memory, and PyTorch's transformations.
 
-Runs with `pytest -m gpu`.
+Run with `pytest -m gpu`.
 """
 
 import math
@@ -40,11 +40,11 @@ pytestmark = pytest.mark.gpu
 # Every case of the contract.
 
 
-SHARES = 16  # of the cases, each a process
+SHARES = 16  # processes that share the cases
 
 
 def kinds(case: Case) -> tuple[Any, ...]:
-    """What a case's kernels depend on most: cases of a kind in one process compile them once."""
+    """Returns what a case's kernels depend on most. One process runs cases of a kind, so that kernels compile once."""
     options = case.spec.reduction == "none", case.spec.softcap is not None, case.has_bias, case.vocab_axis
     return case.dtype, case.function, *options
 
@@ -61,7 +61,7 @@ def test_case(name: str, printed: Printed) -> None:
 
 
 @pytest.mark.usefixtures("no_other_programs")
-@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # several chunks, and one chunk of 5 GB
+@pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # several chunks, or one chunk of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
     arrays = gpu_problem(20000, 64, 128256)
@@ -122,17 +122,17 @@ def test_workspace_is_within_budget(model: str) -> None:
     used = {}
     for kind in KINDS:
         for name, budget in BUDGETS.items():
-            call(kind, budget)  # the library's own workspace is made once, and stays
+            call(kind, budget)  # cuBLAS allocates its workspace once and keeps it
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             gradients = call(kind, budget)
             used[kind, name] = (torch.cuda.max_memory_allocated() - before - gradients) / budget
     over = {key: f"{share:.1%}" for key, share in used.items() if share > 1}
-    assert not over, f"of its budget: {over}"
+    assert not over, f"used of its budget: {over}"
 
 
-# What PyTorch puts around a call.
+# PyTorch features around a call.
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -141,7 +141,7 @@ def test_a_graph_replays_with_changed_inputs(function: str, dtype: torch.dtype) 
     arrays = gpu_problem(dtype=dtype)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and makes the library's workspace
+    with torch.cuda.stream(stream):  # compiles, and allocates the workspace of cuBLAS
         results(function, arrays)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -283,7 +283,7 @@ def test_nothing_waits_for_the_device(function: str, dtype: torch.dtype, ignored
 
 
 def curve(fused: bool, steps: int = 300) -> Tensor:
-    """Trains a model in bfloat16; returns the mean losses of every 50 steps."""
+    """Trains a bfloat16 model and returns the mean losses of every 50 steps."""
     torch.manual_seed(0)
     model = Model(v=503, dtype=torch.bfloat16, fused=fused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -303,12 +303,12 @@ def test_a_model_trains_as_with_the_unfused_loss() -> None:
     torch.testing.assert_close(fused, unfused, rtol=0.01, atol=0)
 
 
-# Accesses to memory.
+# Memory accesses.
 
 
 def under_sanitizer(name: str) -> Command:
-    """Returns the program that runs a case where each access to the device's memory is checked."""
-    each_its_own = "PYTORCH_NO_CUDA_MEMORY_CACHING=1"  # or an access past one tensor would fall into another
+    """Returns the program that runs a case and checks each access to device memory."""
+    each_its_own = "PYTORCH_NO_CUDA_MEMORY_CACHING=1"  # otherwise an access past one tensor would hit another
     options = ("--tool", "memcheck", "--error-exitcode", "9")
     return ("env", each_its_own, "compute-sanitizer", *options, *python("run_cases.py", "torch-triton", name))
 
@@ -325,7 +325,7 @@ def test_memcheck_finds_nothing(name: str, printed: Printed) -> None:
 
 @pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf"), 0.0, 3.0])
 def test_a_normalizer_on_the_gpu(normalizer: float) -> None:
-    """Only a negative or non-finite one makes the loss NaN; 0 makes it 0."""
+    """Only a negative or non-finite normalizer makes the loss NaN. A normalizer of 0 makes it 0."""
     arrays: dict[str, Any] = {
         "input": torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True),
         "linear_weight": torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True),

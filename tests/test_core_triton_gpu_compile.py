@@ -1,8 +1,8 @@
-"""core_triton on an NVIDIA GPU, tests that compile for long: the operators under torch.library.opcheck, a model with
-the loss in torch.compile, and two runs that are bitwise equal.
+"""Tests of core_triton on an NVIDIA GPU that take long to compile: the operators under torch.library.opcheck, a model
+with the loss in torch.compile, and two runs that are bitwise equal.
 
-Runs with `pytest -m gpu`. As a program, this file runs the checks of its arguments. The tests run several such programs
-in parallel.
+Run with `pytest -m gpu`. As a program, this file runs the checks that its arguments name. The tests run several such
+programs in parallel.
 """
 
 import sys
@@ -25,20 +25,20 @@ pytestmark = pytest.mark.gpu
 
 def two_runs_are_bitwise_equal(function: str, dtype: torch.dtype) -> None:
     arrays = gpu_problem(1500, 256, 5003, dtype=dtype, bias=True)
-    arrays["target"][::3] = 7  # many rows add to one of d_weight
+    arrays["target"][::3] = 7  # many rows add to the same row of d_weight
     first = results(function, arrays, memory_budget=2**23)
     for _ in range(3):
         assert_same(results(function, arrays, memory_budget=2**23), first)
 
 
 def a_model_around_the_loss_compiles_whole(dtype: torch.dtype) -> None:
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of what PyTorch's compiler imports
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # from imports of PyTorch's compiler
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores.*available but not enabled", UserWarning)
     torch.compiler.reset()
     model, *batch = model_and_tokens(dtype=dtype)
     want = model_results(model, *batch)
     compiled: Any = torch.compile(model, fullgraph=True)
-    # The compiled body rounds to bfloat16 in other places.
+    # The compiled body rounds to bfloat16 in different places.
     assert_close(model_results(compiled, *batch), want, 1e-4 if dtype == torch.float32 else 3e-2)
 
 
@@ -80,7 +80,7 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
     torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
 
 
-# Each is run in a process with others of its kind.
+# A process runs several checks of the same kind.
 
 
 OPTIONS = ((0.0, None, True), (0.1, 4.0, False))  # smoothing, softcap, bias
@@ -92,7 +92,7 @@ CHECK_COMMANDS: dict[str, Command] = {}
 
 
 def strictly(check: Callable[..., None], *arguments: Any) -> None:
-    """Runs a check with warnings as errors, as pytest runs a test."""
+    """Runs a check with warnings as errors, like pytest."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(*arguments)
@@ -120,6 +120,6 @@ def test_opcheck_of_the_scaling(dtype: torch.dtype, rows: bool) -> None:
 
 
 if __name__ == "__main__":
-    import torch._inductor.compile_fx  # what it imports may warn, which is no check's matter
+    import torch._inductor.compile_fx  # imported here, because its imports may warn
 
     run_checks(CHECKS, sys.argv[1:])

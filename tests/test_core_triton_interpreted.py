@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter, against the float64 reference: no GPU is needed.
+"""Compares the Triton kernels, in Triton's interpreter, with the float64 reference. No GPU is needed.
 
 One process runs the programs of all quick tests, because starting a process takes as long as ten cases.
 """
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.timeout(900)
 HERE = Path(__file__).parent
 QUICK = quick_names("torch-triton")
 PAIRWISE = {name for name in QUICK if not name.startswith("edge")}
-SHARES = 2  # of the slow cases of a dtype, for the workers of a test run to share
+SHARES = 2  # the slow cases of a dtype are split, so that several workers can run them
 
-Program = tuple[Any, ...]  # of interpret_loss.py: its name and arguments
-Results = list[dict[str, Any]]  # of each call
+Program = tuple[Any, ...]  # a program of interpret_loss.py: its name and arguments
+Results = list[dict[str, Any]]  # one per call
 
 
 def interpret(programs: list[Program]) -> list[Results]:
-    """Runs programs of interpret_loss.py in one process; returns the results of each."""
+    """Runs programs of interpret_loss.py in one process and returns the results of each."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(HERE / "interpret_loss.py"), json.dumps(programs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -41,7 +41,7 @@ def interpret(programs: list[Program]) -> list[Results]:
 
 @pytest.fixture(scope="module")
 def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
-    """What the programs of this module's selected quick tests printed."""
+    """The output of the programs of this module's selected quick tests."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     programs = [item.callspec.params["program"] for item in items if not item.get_closest_marker("slow")]
     return dict(zip(programs, interpret(programs), strict=True))
@@ -49,7 +49,7 @@ def quick_results(request: pytest.FixtureRequest) -> dict[Program, Results]:
 
 @pytest.fixture
 def results(request: pytest.FixtureRequest, program: Program) -> Results:
-    """Returns what the test's program printed. A slow program runs in a separate process."""
+    """Returns the output of the test's program. A slow program runs in a separate process."""
     if request.node.get_closest_marker("slow"):
         results = interpret([program])[0]
     else:
@@ -61,26 +61,26 @@ def results(request: pytest.FixtureRequest, program: Program) -> Results:
 
 
 def quick(*program: Any) -> Any:
-    """Returns a program as the parameter of a test."""
+    """Returns a program as a test parameter."""
     return pytest.param(program, id="-".join(map(str, program[:2])))
 
 
 def slow(*program: Any, id: str = "") -> Any:
-    """The same of a test that runs by `make test-slow` only."""
+    """Returns a program as the parameter of a test that only `make test-slow` runs."""
     return pytest.param(program, id=id or "-".join(map(str, program)), marks=pytest.mark.slow)
 
 
 def assert_within_budget(results: Results) -> None:
-    """Fails with the percentage of its budget that each output used, for every call that used more than all of one."""
+    """Fails if a call exceeded a budget, with the percentage of its budget that each output used."""
     over = []
     for result in results:
         used = ", ".join(f"{name} {share:.0f}%" for name, share in result["used"].items())
         if not all(share <= 100 for share in result["used"].values()):
             over.append(f"{result['name']} used of its budget: {used}")
-    assert not over, "\n".join([f"{len(over)} of {len(results)} calls are over a budget", *over])
+    assert not over, "\n".join([f"{len(over)} of {len(results)} calls exceed a budget", *over])
 
 
-# What is special about an edge shows in a few rows; a table's every row of options has its own shape.
+# A few rows show what is special about an edge. In the tables, every row of options has a different shape.
 TABLES = {
     "pairwise": PAIRWISE,
     "edges-bfloat16": [name for name in QUICK if name.startswith("edge") and name.endswith("-bf16")],
@@ -155,4 +155,4 @@ def test_rows_of_several_programs(results: Results) -> None:
 
 @pytest.mark.parametrize("program", [quick("scale")])
 def test_scale_kernel(results: Results) -> None:
-    assert len(results) == 12  # three dtypes by four factors
+    assert len(results) == 12  # three dtypes times four factors

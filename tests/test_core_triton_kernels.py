@@ -1,7 +1,7 @@
-"""The Triton kernels compiled for GPUs that the machine does not have, as calls with the shapes of models launch them,
-and the memory of these calls; the scaling kernel on a GPU (mark gpu).
+"""Compiles the Triton kernels for GPUs that the machine does not have, as calls with the shapes of models launch them.
+Also measures the memory of these calls, and runs the scaling kernel on a GPU (mark gpu).
 
-The quick suite compiles one launch of each kernel, with most switches on. `make test-slow` compiles all of them.
+The quick suite compiles one launch of each kernel, with most switches on. `make test-slow` compiles all launches.
 """
 
 import re
@@ -32,19 +32,19 @@ DEFAULT = 512 * 2**20
 
 
 class Call(NamedTuple):
-    """A call of the loss whose launches are compiled, and whose memory is counted.
+    """A call of the loss. The tests compile its launches and count its memory.
 
     Args:
-        plan: "train", "stats" (the same with statistics), "eval", "entropy" (evaluation with it), or the backward pass
-            of "none" or "log_probs".
-        shape: of benchmarks/shapes.py.
-        dtype: of the input.
-        head: of linear_weight; None is dtype.
-        bias: there is one.
-        transposed: linear_weight is a transposed (D, V).
-        class_weight: there are class weights.
-        needs_grad: d_input and d_weight.
-        softcap, smoothing: as in LossSpec.
+        plan: "train", "stats" (training with statistics), "eval", "eval-stats", "entropy" (evaluation with the
+        entropy), or the backward pass of "none" or "log_probs".
+        shape: a name from benchmarks/shapes.py.
+        dtype: the dtype of the input.
+        head: the dtype of linear_weight. None means `dtype`.
+        bias: whether there is a bias.
+        transposed: whether linear_weight is a transposed (D, V) array.
+        class_weight: whether there are class weights.
+        needs_grad: whether d_input and d_weight are computed.
+        softcap, smoothing: see LossSpec.
     """
 
     plan: str
@@ -59,7 +59,7 @@ class Call(NamedTuple):
     smoothing: float = 0.0
 
     def problem(self) -> Problem:
-        """Returns the call's arrays, whose contents nothing reads."""
+        """Returns the call's arrays. Nothing reads their contents."""
         shape = SHAPES[self.shape]
         head = self.head or self.dtype
         sizes = (shape.d, shape.v) if self.transposed else (shape.v, shape.d)
@@ -76,7 +76,7 @@ class Call(NamedTuple):
         )
 
     def run(self, budget: int = DEFAULT) -> tuple[Tensor | None, ...]:
-        """Makes the call; returns the gradients."""
+        """Runs the call and returns the gradients."""
         problem = self.problem()
         needs_grad = NeedsGrad(*self.needs_grad, self.bias and self.needs_grad[1])
         stage, entropy, statistics = STAGES[self.plan]
@@ -103,7 +103,7 @@ class Call(NamedTuple):
         return tuple(found)
 
 
-# Of a call's plan: the stage, whether it takes the entropy, whether the largest logits.
+# For each plan: the stage, whether it computes the entropy, and whether it computes the largest logits.
 STAGES: dict[str, tuple[Stage, bool, bool]] = {
     "train": ("loss_and_gradients", False, False),
     "stats": ("loss_and_gradients", False, True),
@@ -119,7 +119,7 @@ def array(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="cuda")
 
 
-# Between them, these launch every kernel, with each of its switches on and off.
+# Together, these calls launch every kernel with each of its switches on and off.
 CALLS = {
     "train": Call("train", "llama3-8b"),
     "train-options": Call("stats", "gemma2-2b", bias=True, softcap=30.0),
@@ -164,7 +164,7 @@ SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
-# Compiled only for Hopper, to save time: on other GPUs these kernels differ by one switch from others compiled there.
+# Compiled only for Hopper to save time. For other GPUs, the remaining calls compile kernels that differ by one switch.
 FOR_HOPPER = (
     "train-long",
     "train-transposed",
@@ -179,24 +179,24 @@ COMPILED = [(arch, name) for arch in SHARED_MEMORY for name in LAUNCHING if arch
 
 
 def multiplies(launch: Launch) -> str:
-    """Returns the dtype of the operands that a kernel multiplies, "" if it multiplies none."""
+    """Returns the dtype of the operands that a kernel multiplies, or "" if it has no matmul."""
     operands = [kind for name, kind in launch.signature if name in ("x_desc", "w_desc", "e_desc")]
     return operands[0].removeprefix("tensordesc<").partition("[")[0] if len(operands) > 1 else ""
 
 
 MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
-# The launches that the quick suite compiles, by kernel (a part of it), are those of these GPUs and operands.
+# The GPUs and operand dtypes for which the quick suite compiles launches.
 SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (100, "bf16"), (80, "fp32")]
 
 
 @cache
 def launches(arch: int, name: str) -> list[Launch]:
-    """Returns what a call of `LAUNCHING` launches on a GPU."""
+    """Returns the launches of a call of `LAUNCHING` on a GPU."""
     return launches_of(arch, LAUNCHING[name])
 
 
 def sample(arch: int, operands: str) -> list[Launch]:
-    """Returns a launch of each kernel that multiplies these operands on a GPU, of those with the most switches on."""
+    """Returns a launch of each kernel that multiplies these operands on a GPU, with as many switches on as possible."""
     names = [name for name in LAUNCHING if (arch, name) != SPILLS]
     found: dict[tuple[str, str], Launch] = {}
     for launch in (launch for name in names for launch in launches(arch, name) if multiplies(launch) == operands):
@@ -211,7 +211,7 @@ def switches_on(launch: Launch) -> int:
 
 
 def assert_fits(launch: Launch, arch: int) -> None:
-    """Fails where a kernel takes more shared memory than there is, or multiplies by other units than it should."""
+    """Fails if a kernel needs too much shared memory, or does not use the GPU's matrix units as it should."""
     compiled = compile_launch(launch, arch)
     assert compiled.shared <= SHARED_MEMORY[arch], f"{launch.name} takes {compiled.shared} bytes of shared memory"
     operands = multiplies(launch)
@@ -222,10 +222,10 @@ def assert_fits(launch: Launch, arch: int) -> None:
 
 
 def assert_overlaps(launch: Launch) -> None:
-    """Fails where ptxas cannot follow the accumulator and waits for each matmul, silently: a fifth of the time."""
+    """Fails if ptxas cannot follow the accumulator. It then silently waits for each matmul: a fifth of the time."""
     code = dump(compile_launch(launch, 90).cubin, "-sass")
     waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", code))
-    assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once a warpgroup"
+    assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once per warpgroup"
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
@@ -286,12 +286,12 @@ def test_every_kernel_is_launched(arch: int) -> None:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients"}
     for module in modules:
         expected = kernels_of(sys.modules[module])
-        if arch == 90:  # Hopper has its own d_logits
+        if arch == 90:  # Hopper has another d_logits kernel
             expected -= {"d_logits_kernel"} if module == "core_triton.kernels" else set()
         assert expected <= {kernel for owner, kernel in launched if owner == module}
 
 
-# What a call holds at once above its arguments and gradients.
+# The memory of a call, without its arguments and gradients.
 
 
 BUDGETS = {"128 MiB": 2**27, "512 MiB": 2**29, "2 GiB": 2**31}
@@ -315,7 +315,8 @@ def calls_of(shape: str) -> tuple[Call, ...]:
 
 
 def test_workspace_of_each_call_is_within_a_budget() -> None:
-    """Each call at one shape and one budget in turn; the smallest budget, of hundreds of launches, at the smallest."""
+    """Tests each call with one shape and one budget, in rotation. The smallest budget, which needs hundreds of
+    launches, is tested with the smallest shape."""
     turns = [("llama3-8b", 2**29), ("qwen2.5-0.5b", 2**27), ("llama3-8b", 2**31), ("qwen2.5-0.5b", 2**29)]
     for turn, call in enumerate(calls_of("llama3-8b")):
         shape, budget = turns[turn % len(turns)]
@@ -356,7 +357,7 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-def test_launches_are_recorded_as_triton_specialises_them() -> None:
+def test_launches_are_recorded_as_triton_specializes_them() -> None:
     [launch] = launches_of(90, scale(torch.bfloat16))
     assert launch.kernel is row_kernels.scale_kernel
     assert dict(launch.signature) == {
@@ -398,7 +399,7 @@ def test_no_wait_and_a_second_backward_on_a_gpu(dtype: torch.dtype, factor: floa
         arrays = [a.to(device).requires_grad_() for a in (x, w)]
         target, d_loss = y.to(device), upstream.to(device)
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")  # nothing may wait for the device
+            torch.cuda.set_sync_debug_mode("error")  # waiting for the device is an error
         try:
             loss = core_triton.linear_cross_entropy(arrays[0], arrays[1], target)
             for left in reversed(range(backwards)):

@@ -1,5 +1,5 @@
-"""Every array argument in every layout gives the same result as its contiguous copy. Unsupported kinds of tensors are
-refused. The loss of a confident token is never negative, and as accurate as that of materialized float32 logits."""
+"""Every array argument gives the same result in every layout as its contiguous copy. Unsupported kinds of tensors are
+refused. The loss of a confident token is never negative, and as accurate as the loss of materialized float32 logits."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def assert_layouts_agree(
             for index, (a, b) in enumerate(zip(got, want, strict=True)):
                 what = f"{function} {dtype}: {layout} {name} differs in result {index}"
                 if name == "linear_weight" or (name == "input" and implementation == "chunked"):
-                    # Another layout may take another GEMM, which sums in another order.
+                    # Another layout may use another GEMM, which sums in a different order.
                     close = 2e-5 if dtype == torch.float32 else 4e-3 if dtype == torch.float16 else 2e-2
                     torch.testing.assert_close(a, b, rtol=close, atol=close * float(b.abs().max()), msg=what)
                 else:
@@ -102,16 +102,14 @@ def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementatio
 def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
     arrays = arrays_of(dtype, "cuda", 2048, 256, 8192)
     budget = 24 * 2**20
-    from core_triton import replay  # Triton is not on every machine that has PyTorch
+    from core_triton import replay  # some machines have PyTorch without Triton
 
     for name in ARGUMENTS:
         for layout, made in layouts_of(arrays[name]):
             given = dict(arrays) | {name: made}
             leaves = {n: given[n].detach().requires_grad_() for n in ("input", "linear_weight", "linear_bias")}
             given |= leaves
-            for attempt in range(
-                3
-            ):  # the first is warm-up: cuBLAS takes its own workspace; then recorded, and replayed
+            for attempt in range(3):  # a warm-up, in which cuBLAS allocates its workspace, then recording and replaying
                 if attempt == 1:
                     replay._recordings.clear()
                 torch.cuda.synchronize()
@@ -125,7 +123,7 @@ def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
                 torch.cuda.synchronize()
                 taken = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in gradients)
                 assert attempt == 0 or taken <= budget, (
-                    f"{layout} {name}: {taken} bytes of workspace, the budget is {budget}"
+                    f"{layout} {name}: {taken} bytes of workspace for a budget of {budget}"
                 )
                 del loss, gradients
 
@@ -158,7 +156,7 @@ def assert_confident(
             assert (found.detach().double() - exact).abs().max() <= bound + 1e-6
         assert mean.detach() >= 0
         assert abs(float(mean.detach()) - float(exact.mean())) <= bound
-        # What the difference of two logits loses: a loss far below the rounding of the logits.
+        # Losses far below the rounding error of the logits, which the difference of two logits would lose.
         small = exact < 1e-3
         if small.any():
             difference = (losses.detach().double() - exact)[small].abs()
@@ -198,10 +196,10 @@ def test_repaired_rows_have_no_negative_loss() -> None:
         torch.testing.assert_close(mean.detach().double(), exact.mean(), rtol=1e-5, atol=1e-4)
 
 
-# Kinds of tensors.
+# Tensor types.
 
 
-# PyTorch's first dual level compiles its own decompositions by torch.jit.script.
+# PyTorch's first dual level compiles decompositions with torch.jit.script.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_forward_mode_tangent_is_refused() -> None:
     x, w, target = torch.randn(4, 8), torch.randn(10, 8), torch.zeros(4, dtype=torch.long)

@@ -28,7 +28,7 @@ def workspace(
     frozen: tuple[str, ...] = (),
     **options: Any,
 ) -> int:
-    """Returns the most bytes that a call and its backward pass held at once, less its gradients."""
+    """Returns the peak bytes of a call and its backward pass, minus the gradients."""
     arrays = {name: tensor.detach() if name in frozen else tensor for name, tensor in arrays.items()}
     found = ()
     with Meter() as meter:
@@ -39,8 +39,8 @@ def workspace(
 
 
 def in_turn(every: int, *factors: Sequence[Any]) -> list[Any]:
-    """Returns all combinations as parameters of a test, of which the quick suite runs one in `every`: each value of a
-    factor with those of the others in turn."""
+    """Returns all combinations of factors as test parameters. The quick suite runs one in `every`, so that each value
+    of a factor meets different values of the others."""
     combinations = itertools.product(*(enumerate(factor) for factor in factors))
     return [
         pytest.param(
@@ -100,10 +100,10 @@ def test_small_workspace_is_within_the_default_budget() -> None:
 def test_the_error_names_the_smallest_budget(function: str, dtype: torch.dtype) -> None:
     arrays = problem(40, 8, 120, dtype=dtype)
     least = least_budget(lambda budget: total(function, arrays, memory_budget=budget))
-    total(function, arrays, memory_budget=least).backward()  # neither pass refuses it
+    total(function, arrays, memory_budget=least).backward()  # neither pass raises
     with pytest.raises(ValueError, match=f"at least {least} bytes for 40 tokens and 120 classes, got {least - 1}"):
         total(function, arrays, memory_budget=least - 1)
-    # A larger problem needs no less, and evaluation no more than training.
+    # A larger problem does not need less, and evaluation does not need more than training.
     larger = problem(40, 16, 240, dtype=dtype)
     assert least_budget(lambda budget: total(function, larger, memory_budget=budget)) >= least
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LinearCrossEntropy, the head and its loss as a module."""
+"""Tests LinearCrossEntropy, a module with the head and its loss."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ def test_state_dict_is_that_of_a_linear_layer(bias: bool) -> None:
     linear.load_state_dict(head.state_dict())
 
 
-def test_is_initialised_as_a_linear_layer() -> None:
+def test_is_initialized_like_a_linear_layer() -> None:
     torch.manual_seed(0)
     head = LinearCrossEntropy(64, 5000, bias=True)
     assert head.bias is not None

@@ -1,4 +1,4 @@
-"""core_triton against the float64 reference: every case of the table, and float16 where it would underflow."""
+"""Compares core_triton with the float64 reference: every case of the table, and float16 sizes that could underflow."""
 
 import pytest
 from assertions import check, check_many_logits
@@ -34,12 +34,12 @@ def test_float16_mean_of_many_tokens_does_not_underflow(loss_scale: float, token
     arrays = make_arrays(case)
     outputs = run_case("torch-chunked", case, arrays).outputs
     for name in ("d_input", "d_weight", "d_bias"):
-        # Without a scale the smallest elements of d_input are float16's subnormal numbers; no more than that is lost.
+        # Without scaling, the smallest elements of d_input are subnormal in float16. No further precision may be lost.
         assert error(outputs[name], expected(case, arrays)[name].value) < 1e-3
 
 
 def test_float16_head_gradient_does_not_overflow() -> None:
-    # 3000 rows add up to more than half of what float16 holds, at an upstream gradient of 8.
+    # With an upstream gradient of 8, 3000 rows add up to more than half of float16's largest number.
     spec = LossSpec("sum", label_smoothing=0.1)
     case = Case(name="sum", lead=(3000,), hidden=4, vocab=3, dtype="float16", spec=spec, loss_scale=8.0)
     check("torch-chunked", case)

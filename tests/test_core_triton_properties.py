@@ -1,4 +1,4 @@
-"""core_triton with random shapes, options, strides, budgets and shards of the vocabulary, against the reference."""
+"""Compares core_triton with the reference on random shapes, options, strides, budgets and vocabulary shards."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Any:
-    """Draws a function that gives a tensor other strides: its axes in another order in memory, and gaps between."""
+    """Draws a function that gives a tensor other strides, with the axes in another order in memory and with gaps."""
     seed, step = draw(st.integers(0, 5)), draw(st.integers(1, 3))
 
     def restrided(tensor: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def check_call(case: Case, input_layout: Any, weight_layout: Any, factor: float)
             tensors[name].requires_grad_()
     least = least_budget(lambda budget: run(case, tensors, budget))
     outputs = run(case, tensors, int(factor * least))
-    chunks = 1 + case.n / 16  # at most: where the budget holds no float32 sum, d_weight is rounded after each
+    chunks = 1 + case.n / 16  # at most; without room for a float32 sum, d_weight is rounded after each chunk
     assert_within_budget(case, arrays, outputs, floor=chunks**0.5 * FEW_ELEMENTS[case.dtype])
 
 
@@ -127,7 +127,7 @@ def check_shards(
     weighted: bool,
 ) -> None:
     vocab = sum(sizes)
-    classes = max(vocab - padding, 1)  # the last shards can be all padding
+    classes = max(vocab - padding, 1)  # the last shards can be only padding
     case = Case(
         name="shards",
         lead=(n,),
@@ -159,7 +159,7 @@ def check_shards(
     statistics = row_math.finish(merged, t["target"], row_weight, classes)
     assert error(statistics.lse.numpy(), want.lse) < 2e-6
     target_logit = statistics.target_logit.numpy()
-    # The terms of a target's logit can cancel: float32 rounds each of them at most d + 2 times.
+    # The terms of a target's logit can cancel. float32 rounds each of them at most d + 2 times.
     terms = np.abs(arrays["input"] * arrays["linear_weight"][arrays["target"]]).sum(1)
     terms = case.spec.logit_scale * (terms + np.abs(arrays["linear_bias"][arrays["target"]]))
     rounding = (d + 2) * 2.0**-24 * terms
@@ -177,7 +177,7 @@ def check_shards(
     d_weight = np.concatenate([part.d_weight.numpy() for part in parts if part.d_weight is not None])
     d_bias = np.concatenate([part.d_bias.numpy() for part in parts if part.d_bias is not None])
     assert want.d_bias is not None
-    # Of a lone class nothing is left of alpha - tau but the z-loss's part, which float32 holds to a unit of 1 a row.
+    # With one class, alpha - tau contains only the term of the z-loss, with a rounding error relative to 1 in each row.
     floor = n * 2.0**-24
     for got, exact in ((d_input, want.d_input), (d_weight, want.d_weight), (d_bias, want.d_bias)):
         assert error(np.asarray(got), exact) < 1e-5 or np.abs(got - exact).max() < floor

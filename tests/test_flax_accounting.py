@@ -1,4 +1,4 @@
-"""The cost of a step against independent counts: matmuls in the traced program, and XLA's memory analysis."""
+"""Compares the computed cost of a step with independent counts: traced matmuls, and XLA's memory analysis."""
 
 import contextlib
 import dataclasses
@@ -43,8 +43,8 @@ CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4, "head_dim": 16}, {"num_layers": 0}])
-def test_flops_are_the_products_of_the_traced_model(tie, changes):
-    """The traced program computes masked scores too; with that number of keys, both counts must be equal."""
+def test_flops_are_the_matmuls_of_the_traced_model(tie, changes):
+    """The traced program also computes masked scores. With these included, both counts must be equal."""
     config = dataclasses.replace(CONFIG, tie_embeddings=tie, **changes)
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -101,24 +101,28 @@ def test_peaks_are_those_of_the_whole_device():
         assert device_peak(f"NVIDIA {alike}") is None, alike
     assert device_peak("TPU v4 lite") is None
     for earlier, name in enumerate(PEAK_BF16):
-        assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), f"{name} is never reached"
+        assert not any(name.startswith(before) for before in list(PEAK_BF16)[:earlier]), (
+            f"an earlier prefix hides {name}"
+        )
 
 
 # Memory
 
 
-def test_memory_of_a_step_is_its_state_and_what_xla_plans_beside_it():
+def test_memory_of_a_step_is_its_state_and_the_temporaries_that_xla_plans():
     trainer = small_trainer(batch_size=4)
     compiled = trainer.compile(4, 16)
     memory = step_memory(trainer, compiled)
     assert memory is not None
     count = sum(part.size for part in trainer.parts)
     assert memory.parameters == 4 * count
-    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, and the counts of AdamW and of the schedule
-    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens, targets, and the step number
+    assert memory.optimizer == 2 * 4 * count + 2 * 4  # AdamW's averages, and the step counts of AdamW and the schedule
+    assert memory.batch == 2 * 4 * 4 * 16 + 4  # tokens, targets and the step number
     plan: Any = compiled.memory_analysis()
     assert memory.temporaries >= plan.temp_size_in_bytes > 4 * count  # at least a gradient of every parameter
-    assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, "donated"
+    assert memory.total == sum(memory) < plan.argument_size_in_bytes + plan.temp_size_in_bytes + 10_000, (
+        "the state must be donated"
+    )
 
 
 @pytest.mark.slow
@@ -135,7 +139,7 @@ def test_memory_analysis_reflects_options_that_reduce_memory(changes):
     assert plans[1] < plans[0] / 2
 
 
-def test_nothing_is_known_of_a_backend_that_does_not_plan():
+def test_a_backend_without_memory_analysis_gives_none():
     class Silent:
         def memory_analysis(self) -> None:
             return None
@@ -159,7 +163,7 @@ def test_device_memory_where_it_is_reported():
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("limit", [True, False])
-def test_a_step_that_does_not_fit_is_told_before_anything_runs_or_is_made(limit, tmp_path, monkeypatch, capsys):
+def test_a_step_that_does_not_fit_is_reported_before_anything_runs_or_is_written(limit, tmp_path, monkeypatch, capsys):
     def interrupt(state):
         raise KeyboardInterrupt
 

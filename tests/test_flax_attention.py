@@ -1,4 +1,5 @@
-"""The choice of the attention implementation: requirements of cuDNN, the default, and no fallback from a named one."""
+"""Tests the choice of the attention implementation: requirements of cuDNN, the default, and no fallback from a
+named implementation."""
 
 import dataclasses
 import re
@@ -66,7 +67,7 @@ def test_published_models_train_with_cudnn_where_it_is_supported(name):
 @pytest.mark.parametrize("requested", [None, "cudnn", "xla"])
 @pytest.mark.parametrize("remat", ["none", "attention", "elementwise", "full"])
 def test_model_uses_the_reported_implementation(requested, remat, monkeypatch):
-    """Traced for an absent GPU; scores are rematerialized only if the implementation would store them."""
+    """Traces the model for an absent GPU. Scores are rematerialized only if the implementation would store them."""
     ran = []
 
     def attend(query: jax.Array, *rest: Any, implementation: str, **options: Any) -> jax.Array:

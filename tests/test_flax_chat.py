@@ -1,7 +1,7 @@
-"""Chat templates: tokens and answer masks against transformers, prompts, and rejected templates and contents.
+"""Tests chat templates: tokens and answer masks against transformers, prompts, and rejected templates and contents.
 
-transformers marks the text of {% generation %} blocks. Each template is given to transformers with these blocks, and
-to our code also without them: it must find the same answers.
+transformers marks the text in {% generation %} blocks. It gets each template with these blocks. Our code also gets the
+templates without them, and must find the same answers.
 """
 
 import datetime
@@ -68,7 +68,7 @@ PHI = (  # writes a token at the very end, without add_generation_prompt
     "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% else %}{{ eos_token }}{% endif %}"
 )
 BARE = "{% for m in messages %}{{ m.role + ': ' }}<<{{ m.content }}>>{{ '\\n' }}{% endfor %}"
-THINKING = (  # removes the reasoning from all answers but the last, and adds an empty one if that has none
+THINKING = (  # removes the reasoning from all answers except the last, and adds an empty one if the last has none
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role != 'assistant' %}{{ m.content }}"
     "{% else %}{% set parts = m.content.split('</think>') %}{% if loop.last %}"
     "{{ m.content if parts | length > 1 else '<think>\\n\\n</think>\\n\\n' + m.content }}"
@@ -96,7 +96,7 @@ TEXT = "Hallo, ça va? Ja: more no user assistant system model Grüße Zeile\n\n
 
 
 def of_bytes() -> Tokenizer:
-    """A tokenizer of bytes and merges, like those of Llama 3 and Qwen, which prepends <s> to texts."""
+    """Returns a byte-level BPE tokenizer, like those of Llama 3 and Qwen, that prepends <s> to texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -112,7 +112,7 @@ def of_bytes() -> Tokenizer:
 
 
 def of_pieces() -> Tokenizer:
-    """A tokenizer with a space marker, also before each text, and byte fallback, like those of Llama 2 and Phi-3."""
+    """Returns a tokenizer like those of Llama 2 and Phi-3, with byte fallback and a space marker, also before texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>", *SPECIAL], show_progress=False)
@@ -156,7 +156,7 @@ def with_template(folder: Path, place: Path, template: str, **fields: Any) -> Vo
 
 
 def learned(vocabulary: Vocabulary, *turns: Turn) -> str:
-    """Returns the text of the tokens that count in the loss."""
+    """Returns the text of the tokens that count for the loss."""
     (example,) = vocabulary.encode_examples([Dialogue("a.jsonl:1", turns)])
     return vocabulary.tokenizer.decode(example.tokens[example.counted].tolist(), skip_special_tokens=False)
 
@@ -210,10 +210,12 @@ def test_only_an_answer_and_its_end_count(folder, tmp_path):
         BARE.replace(": ", ":\\n") + "{% if add_generation_prompt %}assistant:\n{% else %}{{ eos_token }}{% endif %}"
     )
     closing = with_template(folder, tmp_path, unmarked(closed))
-    assert learned(closing, *TALK) == f"{ANSWER.content}\nno\n</s>", "the end of all, where it is the only one"
+    assert learned(closing, *TALK) == f"{ANSWER.content}\nno\n</s>", "the final end token, if there is no other"
     assert closing.format.ends == (closing.end,)
     bare = with_template(folder, tmp_path, unmarked(BARE))
-    assert learned(bare, *TALK[2:]) == "assistant: no\n", "without a prompt or an end all that the answer adds"
+    assert learned(bare, *TALK[2:]) == "assistant: no\n", (
+        "all text that the answer adds, if the template has no prompt and no end"
+    )
     assert bare.format.ends == ()
 
 
@@ -233,7 +235,9 @@ def test_token_across_the_boundary_of_an_answer_does_not_count(folder, tmp_path)
         (tmp_path / "tokenizer.json").write_text(json.dumps(values))
         vocabulary = read_hub_vocabulary(tmp_path)
         offsets = vocabulary.tokenizer.encode("< va va", add_special_tokens=False).offsets
-        assert offsets == [(0, 1), *([(2, 4), (5, 7)] if trimmed else [(1, 4), (4, 7)])], "the case is what is meant"
+        assert offsets == [(0, 1), *([(2, 4), (5, 7)] if trimmed else [(1, 4), (4, 7)])], (
+            "the tokenizer must produce the intended offsets"
+        )
         assert learned(vocabulary, Turn("user", "?"), Turn("assistant", "va va")) == " va</s>"
 
 
@@ -243,7 +247,9 @@ def test_marks_of_the_template_are_used_unchanged(folder, tmp_path):
     assert learned(with_template(folder, tmp_path, marked(template)), *TALK) == f"{ANSWER.content}</s>\nno</s>\n"
     template = template.replace("</s>\n", "")
     spaced = Turn("assistant", "no ")
-    assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", "' va' is over the end"
+    assert learned(with_template(folder, tmp_path, marked(template)), QUESTION, spaced) == "no", (
+        "' va' must not count, because it crosses the end"
+    )
 
 
 def test_earlier_answers_that_are_formatted_differently_do_not_count(folder, tmp_path):
@@ -334,7 +340,7 @@ def test_end_token_that_includes_white_space_counts(folder, tmp_path):
         assert learned(vocabulary, *TALK) == f"{ANSWER.content}<|im_end|>no<|im_end|>"
 
 
-# Files that hold the template
+# Files that contain the template
 
 
 def test_template_is_read_from_the_same_file_as_in_transformers(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""The data of flax_models: corpus, split, tokenizer and its cache, windows, baselines."""
+"""Tests the data of flax_models: corpus, split, tokenizer and its cache, windows, and baselines."""
 
 import json
 import math
@@ -108,7 +108,7 @@ def test_invalid_paths_raise(tmp_path):
 TEXTS = [Document("a", "the quick brown fox the quick brown dog\n" * 20), Document("b", f"été {END} 日本\n")]
 
 
-def test_tokenizer_comes_back_from_the_cache_and_is_the_same(tmp_path):
+def test_cached_tokenizer_equals_the_trained_one(tmp_path):
     first, origin = load_or_train(TEXTS, 300, tmp_path)
     again, second_origin = load_or_train(TEXTS, 300, tmp_path)
     assert (origin, second_origin) == ("trained", "cached")
@@ -128,7 +128,7 @@ def test_any_text_survives_and_each_document_ends(tmp_path):
     tokens = encode(tokenizer, TEXTS)
     assert tokens.dtype == np.int32
     ends = np.flatnonzero(tokens == END_ID)
-    assert len(ends) == 2, "a text that spells the end token does not end itself"
+    assert len(ends) == 2, "a text that spells the end token must not contain it"
     assert ends[-1] == len(tokens) - 1
     assert tokenizer.decode(tokens[: ends[0]].tolist()) == TEXTS[0].text
     assert tokenizer.decode(tokens[ends[0] + 1 : ends[1]].tolist()) == TEXTS[1].text
@@ -155,7 +155,7 @@ def test_unwritable_cache_does_not_stop_training(tmp_path):
     tokenizer, origin = load_or_train(TEXTS, 300, tmp_path / "file")
     assert tokenizer.get_vocab_size() > 257
     assert origin.startswith("trained, not cached: ")
-    _, origin = load_or_train(TEXTS, 300, tmp_path / ("x" * 300))  # Path.is_file raises, as without search permission
+    _, origin = load_or_train(TEXTS, 300, tmp_path / ("x" * 300))  # Path.is_file raises, like without search permission
     assert origin.startswith("trained, not cached: ")
 
 

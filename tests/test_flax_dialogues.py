@@ -1,4 +1,4 @@
-"""Runs of `python -m flax_models.train` on dialogues and on packed texts: output, training and resuming."""
+"""Tests runs of `python -m flax_models.train` on dialogues and on packed texts: output, training and resuming."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def start(place: Path, *options: str) -> int:
     return train(place, "--data", str(place / "data.jsonl"), *OPTIONS, *options)
 
 
-def test_a_run_learns_answers_says_how_rows_are_filled_and_goes_on_to_the_bit(place, capsys, monkeypatch):
+def test_a_run_learns_answers_reports_packing_and_resumes_bit_for_bit(place, capsys, monkeypatch):
     assert start(place, "--name", "whole") == 0
     out = capsys.readouterr().out
     assert re.search(r"^corpus     .*: 5\d dialogues and \d held out, ", out, re.M)
@@ -82,7 +82,7 @@ def test_non_finite_loss_reports_the_examples_of_its_batch(place, capsys, monkey
 
 
 def facts(place: Path, length: int, **options: Any) -> tuple[TrainConfig, dict[str, str]]:
-    """Returns the line on packing that a run prints at its start."""
+    """Returns the training config and the facts that a run prints at its start."""
     config = RunConfig(data=(place / "data.jsonl",), train=TrainConfig(**options))
     text = read_text(config, None, Display(Console(file=io.StringIO())))
     train_config = config.train.with_rows(length)

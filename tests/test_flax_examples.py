@@ -1,4 +1,4 @@
-"""Examples: the plain-text format, truncation, the token cache, and the output of a run."""
+"""Tests examples: the plain-text format, truncation, the token cache, and the output of a run."""
 
 import io
 import json
@@ -38,7 +38,7 @@ def vocabulary(tmp_path_factory) -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """The word tokenizer of a model without a chat template, which prepends <s> to a text."""
+    """The word tokenizer of a model without a chat template. It prepends <s> to a text."""
     folder = tmp_path_factory.mktemp("base")
     write_tokenizer(folder, ["###", "Instruction:", "Response:", "the", "fox", "jumps", "why?"])
     (folder / "config.json").write_text("{}")
@@ -62,11 +62,11 @@ def test_answers_and_end_tokens_count_in_plain_text(vocabulary):
     for example, dialogue in ((alpaca, ALPACA), (pair, PAIR)):
         assert decoded(vocabulary, example.tokens) == END + dialogue.text + END
         assert decoded(vocabulary, example.tokens[example.counted]) == dialogue.turns[-1].content + END
-        assert (example.tokens == END_ID).sum() == 2, "an answer that spells the end token does not end itself"
+        assert (example.tokens == END_ID).sum() == 2, "an answer that spells the end token must not contain it"
     assert decoded(vocabulary, chat.tokens[chat.counted]) == f"hello{END}no{END}"
     assert decoded(vocabulary, chat.tokens).endswith(f"hello{END}### Instruction:\nmore\n\n### Response:\nno{END}")
     whole = vocabulary.tokenizer.encode(ALPACA.text).ids
-    assert alpaca.tokens.tolist() == [END_ID, *whole, END_ID], "tokens are those of the whole text"
+    assert alpaca.tokens.tolist() == [END_ID, *whole, END_ID], "the tokens must be those of the whole text"
     assert alpaca.name == "a.jsonl:1"
 
 
@@ -117,7 +117,7 @@ def test_examples_are_truncated_or_dropped():
     ]
     assert (fitted.cut, fitted.dropped) == (1, 2)
     assert fitted.describe() == ("of 4 examples, 1 (25%) truncated, 2 (50%) dropped because no answer would be left")
-    assert fit_examples([example("a", "00011")], 4).cut == 0, "T positions predict T tokens, and one more is read"
+    assert fit_examples([example("a", "00011")], 4).cut == 0, "T positions predict T tokens from T + 1"
     with pytest.raises(RunError, match=r"none of 2 examples has an answer within --max-seq-len 2: .* after 3 tokens"):
         fit_examples([example("a", "0001"), example("b", "00001")], 2)
 
@@ -260,7 +260,7 @@ def test_a_run_says_what_it_learns_from(tmp_path, base, monkeypatch):
     assert "% count in the loss) held out, encoded at " in output
     assert read(config)[1].rstrip().endswith("% count in the loss) held out, cached")
 
-    # A template that omits earlier answers, and ends answers with a token that does not end generated text.
+    # A template that omits earlier answers and ends answers with a token that does not end generated text.
     hub = tmp_path / "hub"
     hub.mkdir()
     for path in base.iterdir():

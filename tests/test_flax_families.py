@@ -1,4 +1,4 @@
-"""Every family against the transformers library: hidden states, losses, and folders written by either."""
+"""Compares every family with the transformers library: hidden states, losses, and folders that either one writes."""
 
 import dataclasses
 import json
@@ -33,18 +33,18 @@ from flax_models.train.config import CONFIGS, TrainConfig, from_json, to_json
 from flax_models.train.step import Trainer
 from jax_pallas.linear_ce import linear_cross_entropy
 
-# Two float32 computations of three layers with different orders of summation.
+# For two float32 computations of three layers with different orders of summation.
 TOLERANCE = 5e-6
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, tuple[Any, Path]]:
-    """The model of each case in the transformers library, and the folder that it was saved to."""
+    """The transformers model of each case, and the folder that it was saved to."""
     made = {}
     for name in CASES:
         model, folder = make(name), tmp_path_factory.mktemp("hub") / name
         write_folder(model, folder)
-        assert len(list(folder.glob("*.safetensors"))) > 1, "sharded"
+        assert len(list(folder.glob("*.safetensors"))) > 1, "the weights must be sharded"
         made[name] = model, folder
     return made
 
@@ -68,7 +68,7 @@ def distance(ours: Any, theirs: np.ndarray) -> float:
 def test_hidden_states_and_loss_are_those_of_transformers(folders, name):
     theirs, folder = folders[name]
     ours = load(folder)
-    for length in (12, 40) if name == "phi3-long" else (40,):  # shorter and longer than its original length of 16
+    for length in (12, 40) if name == "phi3-long" else (40,):  # shorter and longer than the original length of 16
         ids = tokens(length=length)
         error = distance(hidden_states(ours, jnp.asarray(ids)), their_hidden_states(theirs, ids))
         assert error <= TOLERANCE, f"{length} tokens: relative error {error:.1e}, {error / TOLERANCE:.0%} of the budget"
@@ -88,7 +88,7 @@ def test_saved_model_is_the_same_in_transformers(folders, name, tmp_path):
     assert their_loss(again, ids) == their_loss(theirs, ids)
 
 
-PARAMETERS = {  # from the models' pages
+PARAMETERS = {  # from the model pages
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,

@@ -1,4 +1,5 @@
-"""Runs that start from a Hugging Face folder: their first loss against transformers, resumption, export, errors."""
+"""Tests runs that start from a Hugging Face folder: the first loss against transformers, resumption, export and
+errors."""
 
 import contextlib
 import dataclasses
@@ -57,7 +58,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> tuple[Any, Path]:
-    """A model of the transformers library that uses every option of the loss, and the folder that it was saved to."""
+    """A transformers model that uses every option of the loss, and the folder that it was saved to."""
     model, folder = make("gemma2"), tmp_path_factory.mktemp("hub") / "small-gemma2"
     write_folder(model, folder)
     write_tokenizer(folder, [*WORDS, *(f"word{i}" for i in range(SIZES["vocab_size"] - 4 - len(WORDS)))])
@@ -70,7 +71,7 @@ def start(place: Path, name: str, weights: Path, *options: str) -> int:
 
 @pytest.fixture(scope="module")
 def tuned(hub, tmp_path_factory) -> tuple[Path, str]:
-    """A folder with the finished run `whole`, which started from the saved model, and the output of the run."""
+    """A folder with the finished run `whole`, which started from the saved model, and the run's output."""
     place = tmp_path_factory.mktemp("tuned")
     write_texts(place / "data")
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -111,7 +112,7 @@ def test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transfor
     with torch.no_grad():
         got = trained(torch.from_numpy(ids)).logits.numpy()
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=2e-5)
-    assert their_loss(trained, ids) != their_loss(theirs, ids), "it has learned something"
+    assert their_loss(trained, ids) != their_loss(theirs, ids), "training must change the model"
     text = "the quick fox </s>"
     tokenizers = [import_transformers().AutoTokenizer.from_pretrained(where) for where in (out, folder)]
     assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
@@ -119,14 +120,14 @@ def test_an_exported_run_has_the_folders_files_and_is_the_same_model_in_transfor
     texts = []
     capsys.readouterr()
     for source in (["--run", str(run)], ["--weights", str(out)]):
-        # Longer than the sequences of the run: max_seq_len is still that of the folder.
+        # Longer than the run's sequences: the exported max_seq_len is still that of the folder.
         assert generate.main([*source, "--prompt", "the fox", "--length", "30", "--min-tokens=20"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].startswith("the fox ")
 
 
-def test_resuming_needs_the_folder_no_more_and_gives_what_the_uninterrupted_run_gives(
+def test_resuming_does_not_need_the_folder_and_gives_the_uninterrupted_runs_results(
     hub, tuned, place, monkeypatch, capsys
 ):
     moved = shutil.copytree(hub[1], place / "hub")
@@ -156,7 +157,7 @@ def interrupt(state: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_begins_again_with_the_folders_weights(
+def test_a_run_that_ended_before_its_first_checkpoint_restarts_from_the_folders_weights(
     hub, tuned, place, monkeypatch, capsys
 ):
     moved = shutil.copytree(hub[1], place / "hub")
@@ -221,7 +222,7 @@ def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, caps
         assert start(place, "a", folder, *options) == 1, message
         out, err = capsys.readouterr()
         assert re.match(f"error: .*{message}", err), err
-        assert folder not in damaged or "\ntokens " not in out, "reported before the data is encoded"
+        assert folder not in damaged or "\ntokens " not in out, "the error must come before the data is encoded"
         assert err.count("\n") == 1
         assert not (place / "runs").exists()
     with pytest.raises(SystemExit):
@@ -230,7 +231,7 @@ def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, caps
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "gemma2-2b"])
-def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
+def test_a_config_that_matches_the_folder_equals_the_folders(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values_of(published(name))))
     named, _ = parse(["--config", name, "--weights", str(tmp_path)])
     unnamed, _ = parse(["--weights", str(tmp_path)])
@@ -238,7 +239,9 @@ def test_a_config_that_agrees_with_the_folder_is_the_folders(name, tmp_path):
     assert not differing(named.model, unnamed.model)
     for config in (named, unnamed):
         assert (config.model.dtype, config.model.param_dtype, config.model.max_seq_len) == ("bfloat16", "float32", 4096)
-        assert config.train.learning_rate < CONFIGS[name].train.learning_rate / 10, "fine-tuning takes small steps"
+        assert config.train.learning_rate < CONFIGS[name].train.learning_rate / 10, (
+            "fine-tuning must use a small learning rate"
+        )
     assert parse(["--weights", str(tmp_path), "--learning-rate", "0.5"])[0].train.learning_rate == 0.5
 
 
@@ -258,7 +261,7 @@ def test_run_is_named_after_its_folder_and_the_latest_is_resumed(hub, tmp_path):
 
 @pytest.mark.slow
 def test_random_weights_with_the_tokenizer_of_a_folder(hub, tuned, place, capsys):
-    like = read_record(tuned[0] / "runs" / "whole").config  # the same shape, so that nothing is recompiled
+    like = read_record(tuned[0] / "runs" / "whole").config  # the same shape avoids recompilation
     config = dataclasses.replace(like, config="tiny", weights=None, tokenizer=hub[1], name="a", runs=place / "runs")
     program.run(config, None, Display(Console()))
     run = read_run(place / "runs" / "a")
@@ -290,14 +293,14 @@ def test_texts_have_the_templates_tokens_and_one_end_token(hub):
     assert stream == [1, word("the"), word("fox"), 2, 1, word("<unk>"), 2]
     with pytest.raises(RunError, match="--data: c contains </s>, which is the end token of texts"):
         vocabulary.encode([Document("c", "lazy </s> dog")])
-    assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "in a prompt it is the token"
+    assert vocabulary.prompt("the</s>") == [1, word("the"), 2], "</s> in a prompt must be the token"
     for template in ("</s> $A", "$A </s>", "</s> $A </s>"):
         vocabulary.tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=[("</s>", 2)])
         assert vocabulary.encode([*documents[:1], Document("b", "")]).tolist() == [word("the"), word("fox"), 2, 2]
     vocabulary.tokenizer.enable_truncation(2)
     vocabulary.tokenizer.save(str(hub[1].parent / "tokenizer.json"))
     again = read_hub_vocabulary(hub[1].parent)
-    assert len(again.tokenizer.encode("the fox the fox").ids) == 6, "no text is cut"
+    assert len(again.tokenizer.encode("the fox the fox").ids) == 6, "texts must not be truncated"
     assert (again.end, again.ends) == (None, ())
     with pytest.raises(RunError, match="defines no end-of-text token"):
         again.encode(documents)

@@ -1,4 +1,4 @@
-"""`--freeze`: frozen parameters keep their values and cost nothing, and the run reports them."""
+"""Tests `--freeze`: frozen parameters keep their values and cost nothing, and the run reports them."""
 
 import dataclasses
 import re
@@ -54,14 +54,14 @@ def test_frozen_parameters_keep_their_bits_and_all_others_move(accumulate):
     assert bool(second.trained.all())
 
 
-def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gradient():
+def test_a_frozen_head_saves_its_matmul_and_memory_and_changes_no_other_gradient():
     batch, head = random_batch(2), 280 * 16
     whole, part = trainer_of(UNTIED), trainer_of(UNTIED, "head")
     compiled: list[Any] = [
         jax.jit(each._gradients).lower(each.initial.params, batch).compile() for each in (whole, part)
     ]
     flops = [program.cost_analysis()["flops"] for program in compiled]
-    assert flops[0] - flops[1] == 2 * 32 * head, "d_weight: tokens, rows and width"
+    assert flops[0] - flops[1] == 2 * 32 * head, "the difference must be d_weight: tokens, rows and width"
 
     (loss, gradients), (frozen_loss, some) = (program(whole.initial.params, batch) for program in compiled)
     assert frozen_loss == loss
@@ -87,8 +87,8 @@ def test_a_frozen_head_spares_its_product_and_its_memory_and_changes_no_other_gr
         (TIED, ("blocks",)),
     ],
 )
-def test_flops_are_the_products_of_the_differentiated_model(config, freeze):
-    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
+def test_flops_are_the_matmuls_of_the_differentiated_model(config, freeze):
+    """The traced program also computes masked scores. All other matmuls must be counted exactly."""
     trainer = Trainer(decoder_shapes(config), TrainConfig(freeze=freeze))
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -117,7 +117,7 @@ def test_unknown_names_and_freezing_everything_raise():
     assert is_named("blocks.attention.query.kernel", ["attention.query"])
 
 
-def test_a_run_says_what_trains_and_goes_on_with_it(place, monkeypatch, capsys):
+def test_a_run_reports_what_trains_and_resumes_with_it(place, monkeypatch, capsys):
     def stop(state):
         raise KeyboardInterrupt
 
@@ -147,4 +147,4 @@ def test_run_ends_if_fewer_parameters_train_than_requested(place, monkeypatch, c
         r"error: no throughput to report: only 4,480 of ([\d,]+) parameters train", capsys.readouterr().err
     )
     assert found
-    assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices"
+    assert 4480 < int(found[1].replace(",", "")) < 2 * 4480, "the head and the block's matrices must count"

@@ -1,4 +1,5 @@
-"""Text generation: the cache against recomputation, batches against single prompts, the sampler, the command."""
+"""Tests text generation: the cache against recomputation, batches against single prompts, the sampler and the
+command."""
 
 import dataclasses
 import json
@@ -46,7 +47,7 @@ KEY = jax.random.key(0)
 
 
 def make(**changes: Any) -> Decoder:
-    # Larger weights than initial ones, so that the context determines the most likely token.
+    # The weights are larger than initial weights, so that the context determines the most likely token.
     return random_decoder(dataclasses.replace(SMALL, **changes), spread=1.5)
 
 
@@ -59,10 +60,10 @@ def test_the_cache_changes_no_token(variant):
         for use_cache in (False, True)
     )
     assert cached == whole
-    assert len({token for row in whole for token in row}) > 3, "the texts are not one token repeated"
+    assert len({token for row in whole for token in row}) > 3, "the texts must not repeat a single token"
 
 
-def test_no_row_knows_of_the_others():
+def test_rows_are_independent():
     model = make()
     together = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=GREEDY)
     for i, use_cache in ((1, True), (2, False)):
@@ -105,7 +106,7 @@ def test_row_ends_at_an_end_token_after_min_tokens():
     assert continue_prompts(model, PROMPTS, length=0, key=KEY) == [[], [], []]
 
 
-def test_draws_repeat_with_their_key_and_rows_draw_for_themselves():
+def test_draws_repeat_with_their_key_and_rows_draw_independently():
     model, sampling = make(), Sampling(temperature=3.0)
     first, again, other = (
         continue_prompts(model, [[1], [1]], length=12, key=jax.random.key(seed), sampling=sampling)
@@ -115,7 +116,7 @@ def test_draws_repeat_with_their_key_and_rows_draw_for_themselves():
     assert first[0] != first[1]
 
 
-def test_draws_have_the_probabilities_of_the_rule():
+def test_draws_have_the_expected_probabilities():
     probabilities = np.array([0.5, 0.3, 0.15, 0.05])
     logits = jnp.broadcast_to(jnp.log(jnp.asarray(probabilities, jnp.float32)), (4000, 4))[:, ::-1]
     keys = jax.random.split(KEY, 4000)
@@ -179,7 +180,7 @@ def write_run(folder: Path, config: RunConfig) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint; both have random weights."""
+    """A folder with weights/, a Hugging Face folder, and run/, a run with a checkpoint. Both have random weights."""
     from flax_models.train.checkpoint import Checkpoints
 
     place = tmp_path_factory.mktemp("generate")
@@ -200,7 +201,7 @@ def place(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("source", ["weights", "run"])
-def test_the_command_prints_every_prompt_with_what_follows(place, source, capsys):
+def test_the_command_prints_every_prompt_with_its_continuation(place, source, capsys):
     options = [f"--{source}", str(place / source), "--prompt", "the fox", "--prompt", "ink", "--length", "9"]
     assert program.main(options) == 0
     first = capsys.readouterr().out

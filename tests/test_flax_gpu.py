@@ -1,8 +1,8 @@
-"""flax_models on an NVIDIA GPU: runs that resume bit for bit, cuDNN attention, training and generation with a published
-shape, and training in both frameworks.
+"""Tests flax_models on an NVIDIA GPU: runs that resume bit for bit, cuDNN attention, training and generation with a
+published shape, and training in both frameworks.
 
-Run with `pytest -m gpu`. This file is also a program that executes the given runs or checks; the tests start several
-such processes in parallel.
+Run with `pytest -m gpu`. As a program, this file executes the given runs or checks. The tests start several such
+programs in parallel.
 """
 
 import contextlib
@@ -48,12 +48,12 @@ pytestmark = pytest.mark.gpu
 
 FILE = Path(__file__).name
 ROOT = Path(__file__).parents[1]
-FUSED = expected_default("jax", "gpu", "bfloat16")  # the implementation of the loss in bfloat16
+FUSED = expected_default("jax", "gpu", "bfloat16")  # the default loss implementation in bfloat16
 
 
 @contextlib.contextmanager
 def texts() -> Iterator[Path]:
-    """Yields a folder with a part of the standard library in data/, and a cache."""
+    """Yields a folder with part of the standard library in data/, and a cache."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         place = Path(folder)
         patch.setenv("XDG_CACHE_HOME", str(place / "cache"))
@@ -68,7 +68,7 @@ def options(**values: Any) -> list[str]:
 
 
 def train(place: Path, *arguments: str) -> tuple[int, str]:
-    """Runs the trainer; returns its exit status and its output."""
+    """Runs the trainer. Returns its exit status and output."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = program.main(["--runs", str(place / "runs"), "--name", "run", *arguments])
     return status, out.getvalue()
@@ -105,7 +105,7 @@ def interrupt(_: Any) -> None:
 
 
 def run_and_print(attention: str, course: str) -> None:
-    """Trains and prints the results; a "broken" run is interrupted and resumed from its last checkpoint."""
+    """Trains and prints the results. A "broken" run is interrupted and resumes from its last checkpoint."""
     with texts() as place:
         arguments = [*SMALL, *options(attention_implementation=attention, data=place / "data")]
         if course == "broken":
@@ -124,7 +124,7 @@ def run_and_print(attention: str, course: str) -> None:
 
 
 def both_courses(attention: str) -> tuple[Command, ...]:
-    """Returns two separately jitted functions, because each must be compiled separately."""
+    """Returns the commands of the uninterrupted and the resumed run, each in its own process."""
     deterministic = "XLA_FLAGS=--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning
     return tuple(("env", deterministic, *python(FILE, attention, course)) for course in COURSES)
 
@@ -152,7 +152,7 @@ def checked(function: Callable[[], None]) -> Callable[[], None]:
 def hidden_states_and_gradients(
     config: ModelConfig, tokens: np.ndarray, lengths: np.ndarray | None, implementation: str
 ) -> list[np.ndarray]:
-    """Returns hidden states, and the gradients of attention's kernels under a random upstream gradient."""
+    """Returns the hidden states, and the gradients of the attention kernels for a random upstream gradient."""
     model = random_decoder(dataclasses.replace(config, attention_implementation=implementation))
     graph, params = nnx.split(model)
     upstream = jax.random.normal(jax.random.key(1), (*tokens.shape, config.hidden_size))
@@ -172,7 +172,7 @@ def hidden_states_and_gradients(
 def errors_of(
     implementations: tuple[str, ...], length: int, lengths: np.ndarray | None = None, **changes: Any
 ) -> Iterator[tuple[float, ...]]:
-    """Yields, for hidden states and each gradient, the bfloat16 errors against XLA attention in float32."""
+    """Yields the bfloat16 errors of the hidden states and of each gradient, relative to XLA attention in float32."""
     config = ModelConfig(**{"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4, **changes})
     tokens = np.random.default_rng(0).integers(97, size=(3, length))
     with jax.default_matmul_precision("highest"):
@@ -183,7 +183,7 @@ def errors_of(
         yield tuple(float(np.linalg.norm(array - want) / np.linalg.norm(want)) for array in got)
 
 
-# Rows of 256 tokens: four sequences, one sequence, and many sequences of which one has a single token.
+# Rows of 256 tokens: four sequences, one sequence, and many sequences, one of them with a single token.
 PACKED = np.array([[100, 28, 65, 63, 0, 0], [256, 0, 0, 0, 0, 0], [1, 40, 3, 130, 80, 2]], np.int32)
 FAMILIES: dict[str, dict[str, Any]] = {
     "a key head for each query head": {"length": 128, "num_kv_heads": 4, "head_dim": 64},
@@ -207,7 +207,7 @@ CHECKS |= {f"cudnn, {name}": partial(attends_as_plain_products_do, shape) for na
 
 @checked
 def packed_sequences_do_not_see_each_other() -> None:
-    """Replacing one sequence does not change any bit of the hidden states of the others."""
+    """Replacing one sequence does not change any bit of the others' hidden states."""
     shape: dict[str, Any] = {"vocab_size": 97, "hidden_size": 128, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = random_decoder(ModelConfig(**shape, dtype="bfloat16", attention_implementation="cudnn"))
     tokens = np.random.default_rng(0).integers(97, size=(3, 256))
@@ -308,7 +308,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
             assert re.search(pattern, output, re.MULTILINE), f"{pattern} is not in\n{output}"
         traced = re.search(r"device time of 5 traced steps, over all threads and streams: ([\d.]+) ms", output)
         assert traced is not None, output
-        assert float(traced[1]) > 5 * 0.8, "matmuls take longer: operations without a name were left out"
+        assert float(traced[1]) > 5 * 0.8, "matmuls must take longer: operations without a name are missing"
         run, weights = str(place / "runs" / "run"), str(place / "weights")
         assert export.main(["--run", run, "--out", weights]) == 0
         for source in (["--run", run], ["--weights", weights, "--dtype", "bfloat16"]):
@@ -325,7 +325,7 @@ def a_published_shape_trains_and_its_weights_continue_texts() -> None:
 @checked
 def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
     shape = CONFIGS["qwen2.5-0.5b"].model
-    config = dataclasses.replace(shape, max_seq_len=1024, scan_layers=True)  # compiles in a third of the time
+    config = dataclasses.replace(shape, max_seq_len=1024, scan_layers=True)  # takes a third of the time to compile
     settings = TrainConfig(steps=8, batch_size=8, learning_rate=3e-4, warmup_steps=2)
     trainer = Trainer(Decoder(config, rngs=nnx.Rngs(0)), settings)
     compiled = trainer.compile(8, 1024)
@@ -345,7 +345,7 @@ def a_step_of_a_published_model_takes_the_memory_that_is_said() -> None:
             losses.append(metrics.loss)
     losses = jax.device_get(losses)
     assert abs(losses[0] - math.log(config.vocab_size)) < 1.5
-    assert losses[-1] < losses[0] - 0.1  # on one repeated batch
+    assert losses[-1] < losses[0] - 0.1  # one batch, repeated
     statistics = jax.devices()[0].memory_stats()
     assert statistics is not None
     took = statistics["peak_bytes_in_use"]

@@ -1,4 +1,5 @@
-"""`config.json` read and written: published files, rejected fields, and configs that a family cannot express."""
+"""Tests reading and writing `config.json`: published files, rejected fields, and configs that a family cannot
+express."""
 
 import dataclasses
 import json
@@ -17,7 +18,7 @@ from flax_models.model.families import PUBLISHED, published
 from flax_models.model.rope import RopeScaling
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "use_cache": True}
-# Published files: old formats, irrelevant fields, absent fields.
+# Published files, with old formats, irrelevant fields and absent fields.
 HUB: dict[str, dict[str, Any]] = {
     "llama2-7b": {
         **LLAMA,
@@ -245,7 +246,7 @@ def test_yarns_two_scales_become_its_attention_factor():
     scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
     config = config_of({**values_of(SMALL), "rope_scaling": scaling}, "x")
     assert config.rope.attention_factor() == pytest.approx((0.1 * np.log(40) + 1) / (0.05 * np.log(40) + 1))
-    assert config.rope.rope_original_seq_len == SMALL.max_seq_len, "transformers' value where the file has none"
+    assert config.rope.rope_original_seq_len == SMALL.max_seq_len, "transformers' default if the file has no value"
 
 
 @pytest.mark.parametrize(
@@ -371,7 +372,7 @@ def test_config_that_a_family_cannot_express_raises(changes, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# The config.json of published models and of re-uploads by fine-tuning tools, without their sizes.
+# config.json files of published models and of re-uploads by fine-tuning tools, without the sizes.
 LAID_OUT: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {
         **LLAMA,

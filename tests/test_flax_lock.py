@@ -1,4 +1,4 @@
-"""A run's folder has one writer: other processes get an error that names it, and a dead process holds no lock."""
+"""A run's folder has one writer. Other processes get an error that names it, and a dead process holds no lock."""
 
 import fcntl
 import os

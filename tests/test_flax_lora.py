@@ -1,4 +1,5 @@
-"""Adapters: the initial model is the base model; trained parameters and cost match the report; merging is exact."""
+"""Tests adapters: the initial model equals the base model, trained parameters and cost match the report, and merging
+is exact."""
 
 import dataclasses
 import json
@@ -41,7 +42,7 @@ UNFROZEN = LoraConfig(lora_rank=3, unfreeze=("head", "norms"), lora_targets=("up
 
 
 def adapted(config: ModelConfig, lora: LoraConfig, *, moved: bool = False) -> Decoder:
-    """Returns a random decoder with adapters; with `moved`, B and magnitudes differ from their initial values."""
+    """Returns a random decoder with adapters. With `moved`, B and magnitudes differ from their initial values."""
     model = random_decoder(config)
     adapt(model, lora, nnx.Rngs(1))
     if moved:
@@ -74,14 +75,14 @@ TOKENS = jnp.asarray(random_batch(2).tokens)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_the_first_output_is_the_base_models_to_the_bit(dtype):
+def test_the_first_output_is_the_base_models_bit_for_bit(dtype):
     config = dataclasses.replace(BIASED, dtype=dtype)
     expected = hidden_states(random_decoder(config), TOKENS)
     np.testing.assert_array_equal(hidden_states(adapted(config, LORA), TOKENS), expected)
 
 
 @pytest.mark.slow
-def test_the_first_output_with_magnitudes_is_the_base_models_to_rounding():
+def test_the_first_output_with_magnitudes_is_the_base_models_up_to_rounding():
     expected = hidden_states(random_decoder(BIASED), TOKENS)
     np.testing.assert_allclose(hidden_states(adapted(BIASED, DORA), TOKENS), expected, rtol=1e-5, atol=1e-5)
 
@@ -90,7 +91,7 @@ def test_adapters_are_initialized_as_in_peft_and_differ():
     assert [name for name, _ in adapted_projections(adapted(UNTIED, LORA))] == list(LORA.lora_targets)
     model = adapted(dataclasses.replace(UNTIED, hidden_size=256), LoraConfig(8, lora_targets=("query", "key")))
     drawn = {name: np.asarray(linear.lora_a[...]) for name, linear in adapted_projections(model)}
-    for a in (drawn["query"], drawn["key"]):  # kaiming uniform with a = sqrt(5): a bound of 1 / sqrt(in)
+    for a in (drawn["query"], drawn["key"]):  # Kaiming uniform with a = sqrt(5) has the bound 1 / sqrt(in)
         assert a.shape == (2, 256, 8)
         assert 0.95 / 16 < np.abs(a).max() < 1 / 16
         assert abs(a.mean()) < 0.003
@@ -99,8 +100,8 @@ def test_adapters_are_initialized_as_in_peft_and_differ():
 
 
 @pytest.mark.parametrize("differentiated", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_what_stays_frozen_is_kept_in_the_computations_dtype_and_gives_the_same_bits(differentiated):
-    """Compares the loss or its gradients with the same model with float32 copies of all frozen parameters."""
+def test_frozen_parameters_are_stored_in_the_computation_dtype_and_give_the_same_bits(differentiated):
+    """Compares the loss or its gradients with those of a model that has float32 copies of all frozen parameters."""
     config = dataclasses.replace(BIASED, dtype="bfloat16")
     lora = dataclasses.replace(FEW, unfreeze=("attention.query.kernel",))
     trainer = trainer_of(adapted(config, lora, moved=True), lora)
@@ -146,7 +147,7 @@ def test_only_adapters_and_unfrozen_parameters_change(lora):
 
 
 def halves() -> tuple[Trainer, Trainer]:
-    """Returns trainers of a bfloat16 model: of all parameters, and of adapters on two projections."""
+    """Returns two trainers of a bfloat16 model: one for all parameters, and one for adapters on two projections."""
     half = dataclasses.replace(UNTIED, dtype="bfloat16", tie_embeddings=True)
     lora = LoraConfig(lora_rank=3, lora_targets=("query", "value"))
     return trainer_of(decoder_shapes(half), LoraConfig()), trainer_of(adapted_shapes(half, lora), lora)
@@ -181,8 +182,8 @@ def test_step_stores_no_gradient_of_frozen_parameters():
         (dataclasses.replace(UNTIED, tie_embeddings=True), LoraConfig(lora_rank=5, unfreeze=("embedding",))),
     ],
 )
-def test_flops_are_the_products_of_the_differentiated_model(config, lora):
-    """The traced program computes masked scores too; all other matmuls must be counted exactly."""
+def test_flops_are_the_matmuls_of_the_differentiated_model(config, lora):
+    """The traced program also computes masked scores. All other matmuls must be counted exactly."""
     trainer = trainer_of(adapted_shapes(config, lora), lora)
     params = trainer.initial.params
     tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
@@ -249,7 +250,7 @@ def test_options_are_parsed_and_stored():
 
 
 @pytest.mark.parametrize("lora", [FEW, pytest.param(LORA, marks=pytest.mark.slow)])
-def test_a_merged_model_gives_what_the_adapters_give(lora):
+def test_a_merged_model_gives_the_results_of_the_adapters(lora):
     model = adapted(BIASED, lora, moved=True)
     plain = merge(model)
     assert not any(adapted_projections(plain))
@@ -267,7 +268,7 @@ def test_a_merged_model_gives_what_the_adapters_give(lora):
         np.testing.assert_allclose(getattr(module, name).kernel[...], whole, atol=1e-6)
 
 
-def test_a_cache_changes_nothing_that_is_drawn():
+def test_a_cache_does_not_change_generated_tokens():
     model = adapted(UNTIED, FEW, moved=True)
     drawn = [
         continue_prompts(
@@ -310,12 +311,12 @@ def test_a_column_of_zeros_does_not_divide_by_zero():
 # Runs
 
 
-def test_a_run_says_what_trains_goes_on_to_the_bit_and_is_judged_by_its_average(place, monkeypatch, capsys):
+def test_a_run_reports_what_trains_resumes_bit_for_bit_and_evaluates_its_average(place, monkeypatch, capsys):
     def stop(state):
         raise KeyboardInterrupt
 
     options = ["--lora-rank=2", "--lora-targets", "query", "up", "--unfreeze=norms", "--lora-plus-ratio=4"]
-    # The first fetch, after two steps, has only the metrics of step 1, in which the gradient of A is zero.
+    # The first fetch, after two steps, has only the metrics of step 1, where the gradient of A is zero.
     options += ["--optimizer=schedule_free_adamw", "--log-every=2", "--sample-tokens=0"]
     assert start(place, "whole", *options) == 0
     found = re.search(r"^model +([\d,]+) parameters, ([\d.]+)% trainable", capsys.readouterr().out, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""The decoder of flax_models: shapes, the head, causality, rotary positions, grouped queries, parameter count."""
+"""Tests the decoder of flax_models: shapes, the head, causality, rotary positions, grouped queries and parameter
+counts."""
 
 import dataclasses
 import math
@@ -70,14 +71,14 @@ def test_tied_head_is_the_embedding_and_learns_from_both_ends():
     model = make()
     assert model.head_weight() is model.embedding[...]
     graph, params = nnx.split(model)
-    tokens = jnp.zeros((1, 4), jnp.int32)  # only the embedding of token 0 is used
+    tokens = jnp.zeros((1, 4), jnp.int32)  # uses only the embedding of token 0
     targets = jnp.full((1, 4), 5)
 
     def loss(params):
         return materialized_loss(nnx.merge(graph, params), tokens, targets)
 
     gradient = jax.grad(loss)(params)["embedding"][...]
-    assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "as a head, every row has a gradient"
+    assert bool((jnp.abs(gradient) > 0).any(axis=1).all()), "the head must give every row a gradient"
 
 
 def test_untied_head_is_a_separate_parameter():
@@ -202,7 +203,7 @@ def test_window_hides_earlier_positions():
 
 
 def test_no_block_is_left_out_of_the_stack():
-    """Zero output projections make a block the identity: zeroing either layer of the stack changes the result."""
+    """A block with zero output projections is the identity, so zeroing either layer of the stack changes the result."""
     model, tokens = make(), tokens_of()
     whole = np.asarray(hidden_states(model, tokens))
     state = nnx.state(model)
@@ -216,7 +217,7 @@ def test_no_block_is_left_out_of_the_stack():
         nnx.update(changed, silenced)
         assert np.abs(np.asarray(hidden_states(changed, tokens)) - whole).max() > 1e-2
     kernels = np.asarray(model.blocks.attention.query.kernel[...])
-    assert not np.array_equal(kernels[0], kernels[1]), "layers start differently"
+    assert not np.array_equal(kernels[0], kernels[1]), "the layers must have different initial values"
 
 
 def test_loops_and_recomputation_change_neither_results_nor_gradients():
@@ -247,7 +248,7 @@ def test_loops_and_recomputation_change_neither_results_nor_gradients():
 
 @pytest.mark.parametrize("lora_rank", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_what_is_kept_for_the_backward_pass(lora_rank: int):
-    """ "elementwise" saves the outputs of matmuls with weights; "full" saves only the input of a block."""
+    """ "elementwise" saves the outputs of matmuls with weights. "full" saves only the input of a block."""
     kept, matmuls = {}, {}
     for remat in ("none", "elementwise", "full"):
         lora = LoraConfig(lora_rank=lora_rank)
@@ -291,7 +292,7 @@ def greedy(model: Decoder, prompt: list[int], length: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_generation_of_the_likeliest_token_reads_the_last_position_past_the_window_too():
+def test_greedy_generation_reads_the_last_position_also_past_the_window():
     model = random_decoder(dataclasses.replace(SMALL, num_layers=1, max_seq_len=4))
     drawn = generate(model, [3, 8], length=6, key=jax.random.key(0), top_k=1)  # 2 + 6 exceeds max_seq_len 4
     assert drawn == greedy(model, [3, 8], 6)

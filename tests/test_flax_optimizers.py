@@ -1,4 +1,4 @@
-"""Optimizers: each layer is updated like a separate array in optax, and resumed runs repeat bit for bit."""
+"""Tests optimizers: each layer is updated like a separate array in optax, and resumed runs repeat bit for bit."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 LAYERS = 2
 SHAPES = {
     "embedding": (140, 136),
-    "blocks.attention.query.kernel": (LAYERS, 136, 130),  # adafactor factors both axes of at least 128
+    "blocks.attention.query.kernel": (LAYERS, 136, 130),  # adafactor factors matrices with two axes of at least 128
     "blocks.feed_forward.down.kernel": (LAYERS, 20, 136),
     "blocks.attention_norm.scale": (LAYERS, 136),
     "final_norm.scale": (136,),
@@ -39,7 +39,7 @@ SMALL = ModelConfig(280, 16, 2, 2, 1, 8, 24, 16)
 
 
 def tree(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Returns named arrays as a tree with the structure of the model."""
+    """Returns named arrays as a tree with the model's structure."""
     nested: dict[str, Any] = {}
     for name, array in arrays.items():
         *owners, last = name.split(".")
@@ -95,7 +95,7 @@ def theirs(optimizer: Optimizer, name: str, array: jax.Array, rate: optax.Schedu
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "schedule_free_adamw", "adafactor"])
-def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Optimizer):
+def test_each_layer_is_updated_like_a_separate_array_in_optax(optimizer: Optimizer):
     config = dataclasses.replace(CONFIG, optimizer=optimizer)
     rate, ours = learning_rate_schedule(config), make_optimizer(config)
     first = apart(drawn(0))
@@ -106,7 +106,7 @@ def test_each_layer_moves_as_the_library_moves_an_array_of_its_own(optimizer: Op
     for gradient in map(apart, gradients):
         clipped: Any = optax.clip_by_global_norm(config.clip_norm).update(gradient, optax.EmptyState())[0]
         for name, array in expected.items():
-            kind = (array.shape, name.startswith("blocks"))  # compile once for all layers
+            kind = (array.shape, name.startswith("blocks"))  # compiles once for all layers
             each = made.setdefault(kind, theirs(optimizer, name, array, rate))
             state = states.get(name, each.init(array))
             step, states[name] = made.setdefault((*kind, "update"), jax.jit(each.update))(clipped[name], state, array)
@@ -187,7 +187,7 @@ def test_run_trains_reports_memory_and_resumes_bit_for_bit(optimizer: Optimizer,
     matrices = sum(part.size for part in trainer.parts if "kernel" in part.name)
     averages = {"muon": 2 * count - matrices, "schedule_free_adamw": 2 * count, "adafactor": count}[optimizer]
     assert 4 * averages <= memory.optimizer < 4 * averages + 500
-    assert memory.batch == 2 * 4 * 2 * 16 + 4, "tokens and targets, and the step's number"
+    assert memory.batch == 2 * 4 * 2 * 16 + 4, "tokens, targets and the step number"
 
     checkpoints = Checkpoints(tmp_path, writes=True)
     state, losses = trainer.initial, []
@@ -223,7 +223,7 @@ def test_optimizer_raises_for_unsupported_parameters_and_options():
     with pytest.raises(RunError, match=r"--beta1 has no effect with --optimizer adafactor, got 0.5"):
         parse(["--optimizer", "adafactor", "--beta1", "0.5"])
     config, _ = parse(["--config", "llama3.2-1b", "--optimizer", "adafactor"])
-    assert config.train.beta2 == 0.95, "an unused option of the config does not matter"
+    assert config.train.beta2 == 0.95, "options of other optimizers must not matter"
     with pytest.raises(ValueError, match="--beta1 must be positive with --optimizer schedule_free_adamw, got 0"):
         TrainConfig(optimizer="schedule_free_adamw", beta1=0.0)
     with pytest.raises(RunError, match="--optimizer muon needs a matrix of the blocks that trains, got none"):
@@ -245,4 +245,4 @@ def test_muons_updates_are_as_large_as_adamws():
         if name.startswith("blocks") and not name.endswith("scale"):
             assert size == pytest.approx(0.2, rel=0.3), name
         else:
-            assert size == pytest.approx(1.0, rel=0.01), f"{name} goes by adamw"
+            assert size == pytest.approx(1.0, rel=0.01), f"adamw must update {name}"

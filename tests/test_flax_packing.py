@@ -1,4 +1,4 @@
-"""Packed rows: each example once, complete and independent of the others in its row; and resuming."""
+"""Tests packed rows: each example occurs once, complete and independent of the others in its row. Tests resuming."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def rows_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     for tokens, targets, lengths in zip(batch.tokens, batch.targets, batch.lengths, strict=True):
         ends = np.cumsum(lengths)
         assert ends[-1] == len(tokens)
-        assert not lengths[np.argmin(lengths > 0) :].any() or lengths.all()  # zeros only at the end
+        assert not lengths[np.argmin(lengths > 0) :].any() or lengths.all()  # only trailing zeros
         for end, length in zip(ends, lengths, strict=True):
             if length:
                 found.append((tokens[end - length : end].tolist(), targets[end - length : end].tolist()))
@@ -53,7 +53,7 @@ def rows_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 def as_row(example: Example) -> tuple[list[int], list[int]]:
-    """Returns the expected row of an example: the target of each token is the next one if that counts, else IGNORED."""
+    """Returns the expected row of an example. A token's target is the next token if that counts, else IGNORED."""
     following = [
         int(token) if counted else IGNORED
         for token, counted in zip(example.tokens[1:], example.counted[1:], strict=True)
@@ -131,7 +131,7 @@ def test_packed_sampler_resumes_from_its_json_state(sampler_of, drawn, monkeypat
 
 
 def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
-    """Returns log-normal lengths with a mean of a quarter of the longest."""
+    """Draws log-normal lengths whose mean is a quarter of the longest."""
     generator, longest = np.random.default_rng(0), 1024
     lengths = np.clip(np.exp(generator.normal(np.log(longest / 4) - 0.32, 0.8, 3000)), 8, longest).astype(int)
     assert 0.22 < lengths.mean() / longest < 0.28
@@ -146,13 +146,13 @@ def test_lengths_like_an_instruction_sets_leave_little_padding(sampler_of):
 
 
 @pytest.mark.parametrize(("mean", "room"), [(100, 2), (40, 6), (25, 8), (24, 10), (1, 32)])
-def test_a_row_has_room_for_twice_what_fills_it_on_average(mean, room):
+def test_a_row_has_room_for_twice_the_mean_number_of_examples(mean, room):
     assert packing.room_for(np.array([mean - 1, mean + 1]), 100) == room
 
 
 def test_a_row_has_more_room_where_most_examples_are_short():
     lengths = np.where(np.arange(1000) % 10 == 0, 2048, 10)
-    assert 2048 / lengths.mean() < 10  # a room of twice that would need twice as many rows for short examples
+    assert 2048 / lengths.mean() < 10  # room for twice the mean count would double the rows of short examples
     most = 100 + -(-900 // packing.ROOM)
     assert len(packing.best_fit(lengths, 2048, packing.ROOM)) == most
     assert len(packing.best_fit(lengths, 2048, packing.room_for(lengths, 2048))) <= 1.01 * most + 1
@@ -224,7 +224,7 @@ EVERYDAY = ("llama", "gemma2")
     ids=FAMILIES,
 )
 def test_examples_do_not_see_each_other(changes):
-    """Replacing an example does not change any bit of the other losses, which are those of separate rows."""
+    """Replacing an example does not change any bit of the other losses, which match the losses of separate rows."""
     model = Decoder(dataclasses.replace(SHAPE, **changes), rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, 97)
     before = np.asarray(losses_of(model, tokens, jnp.asarray(LENGTHS)))
@@ -236,19 +236,19 @@ def test_examples_do_not_see_each_other(changes):
         moved = before != after
         inside = np.zeros_like(moved)
         inside[row, own] = True
-        inside[row, own.start - 1] = True  # the target of this position is the first of them; targets are rotated
+        inside[row, own.start - 1] = True  # the first changed token is the target of this position; targets are rotated
         assert moved[row, own].any()
         assert not (moved & ~inside).any()
     for row, lengths in enumerate(LENGTHS):
         for end, length in zip(ends[row], lengths, strict=True):
-            if length > 1:  # padding after it changes nothing, so one length is used for all
+            if length > 1:  # padding after it changes nothing, so all use the same length
                 alone = losses_of(model, jnp.roll(tokens[row : row + 1], length - end, axis=1), None)
                 together = before[row, end - length : end - 1]
                 np.testing.assert_allclose(alone[0, : length - 1], together, rtol=2e-6, atol=2e-6)
 
 
-def test_cudnn_is_told_where_sequences_lie(monkeypatch):
-    """A replacement of cuDNN's kernels, as documented: lengths and starts per row, -1 if unused."""
+def test_cudnn_gets_the_positions_of_sequences(monkeypatch):
+    """Replaces cuDNN's kernels by their documentation: lengths and starts per row, and -1 if unused."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     calls = []
@@ -299,7 +299,7 @@ def test_packed_rows_use_the_reported_implementation(requested, monkeypatch):
     assert ran == ([] if requested == "xla" else ["cudnn"])
 
 
-def test_one_sequence_a_row_is_what_no_lengths_are():
+def test_one_sequence_per_row_equals_no_lengths():
     model = Decoder(SHAPE, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 97)
     np.testing.assert_array_equal(model(tokens, jnp.full((2, 1), 16)), model(tokens))
@@ -331,8 +331,8 @@ def test_mean_keys_of_sequences_of_different_lengths():
 # Training
 
 
-def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
-    """The same examples, packed and one per row, have the same mean loss over counted tokens and the same gradient."""
+def test_packed_rows_give_the_gradients_of_padded_rows(sampler_of):
+    """The same examples have the same mean loss over counted tokens and the same gradient, packed or one per row."""
     given = [example._replace(tokens=example.tokens * 2) for example in examples(12)]
     packed, alone = (pack_rows(given, 16, most=100, room=room) for room in (packing.ROOM, 1))
     assert len(packed.tokens) < len(alone.tokens) == len(given)
@@ -348,7 +348,7 @@ def test_packed_rows_train_to_the_gradients_of_padded_ones(sampler_of):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
 
 
-def test_micro_batches_of_packed_rows_are_the_whole_batch():
+def test_micro_batches_of_packed_rows_match_the_whole_batch():
     batch = pack_rows(examples(12), 16, most=4)
     steps = {}
     for accumulate in (1, 2):

@@ -1,4 +1,4 @@
-"""Adapters against the peft library: outputs, gradients, merged weights, and files that peft writes."""
+"""Compares adapters with the peft library: outputs, gradients, merged weights, and files that peft writes."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ from flax_models.train.config import TrainConfig
 from flax_models.train.metrics import read_rows
 from flax_models.train.step import Trainer
 
-# Case of hub_models -> projections with an adapter, and whether DoRA is used; phi3 fuses query, key and value.
+# Case of hub_models -> projections with an adapter, and whether DoRA is used. phi3 fuses query, key and value.
 CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
     "lora": ("llama2", ("query", "key", "value", "out", "gate", "up", "down"), False),
     "dora": ("qwen2", ("query", "key", "value", "out", "gate", "up", "down"), True),
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[str, tuple[Projection, ...], bool]] = {
 
 
 def import_peft() -> Any:
-    """Imports peft, and ignores warnings of the import."""
+    """Imports peft and ignores its import warnings."""
     import_transformers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -95,7 +95,7 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
     output = theirs(torch.from_numpy(ids), labels=torch.from_numpy(ids))
     close(logits_of(model, ids), output.logits.detach(), "logits")
 
-    # Gradients, ours in the layout of the adapter files.
+    # Gradients. Ours are in the layout of the adapter files.
     trainer = Trainer(model, TrainConfig(batch_size=2), lora)
     batch = Batch(ids[:, :-1].astype(np.int32), ids[:, 1:].astype(np.int32))
     loss, gradients = jax.jit(trainer._gradients)(trainer.initial.params, batch)
@@ -123,7 +123,7 @@ def test_peft_gives_the_same_outputs_gradients_and_merged_weights(case, tmp_path
                 continue
         close(mine, gradient, key)
         found += 1
-    assert found >= 3 * len(set(targets) & {"out", "down", "up"}), "of every layer"
+    assert found >= 3 * len(set(targets) & {"out", "down", "up"}), "every layer must have a gradient"
 
     merged = theirs.merge_and_unload()
     save(merge(model), tmp_path / "merged", like=tmp_path / "base")
@@ -190,7 +190,7 @@ def weights_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_merged_weights_are_those_of_the_written_files_by_pefts_formula(dora, tmp_path):
+def test_merged_weights_match_the_written_files_by_pefts_formula(dora, tmp_path):
     base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
     write_folder(make("llama2"), base)
     lora = LoraConfig(lora_rank=3, lora_alpha=4.0, lora_targets=("query", "down"), dora=dora)
@@ -299,7 +299,7 @@ def test_a_folder_is_written_once_and_needs_adapters(tmp_path):
 
 @pytest.mark.slow
 def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, capsys):
-    """End to end with the commands: a folder, a run with bfloat16 computation, both exports."""
+    """Runs the commands end to end: a folder, a run with bfloat16 computation, and both exports."""
     import torch
 
     write_texts(tmp_path / "data")
@@ -318,7 +318,7 @@ def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, caps
     base = load_transformers(tmp_path / "base")
     with torch.no_grad():
         results = [model(ids).logits.numpy() for model in (adapted, merged, base)]
-    # The run rounds the base weights to bfloat16, the dtype of its computation; here they are in float32.
+    # The run rounds the base weights to bfloat16, the dtype of its computation. Here they are in float32.
     np.testing.assert_allclose(results[0], results[1], atol=0.02 * np.abs(results[0]).max())
     assert np.abs(results[0] - results[2]).max() > 0.05 * np.abs(results[0]).max()
 
@@ -326,4 +326,4 @@ def test_a_runs_adapter_in_peft_is_its_merged_export(tmp_path, monkeypatch, caps
     again += ["--held-out-windows=2", "--remat=none"]
     assert train(tmp_path, "--name", "b", *again) == 0
     losses = [[row["loss"] for row in read_rows(tmp_path / "runs" / name) if "loss" in row] for name in "ab"]
-    assert losses[1][0] < losses[0][0] - 0.05, "the same batch, by adapters that have learned from it"
+    assert losses[1][0] < losses[0][0] - 0.05, "adapters that have learned from a batch must have a lower loss on it"

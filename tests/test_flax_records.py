@@ -1,4 +1,4 @@
-"""Files of records: parsing, errors with their location, and the split of dialogues."""
+"""Tests files of records: parsing, errors with their location, and the split of dialogues."""
 
 import json
 from pathlib import Path
@@ -173,7 +173,7 @@ def test_texts_and_dialogues_are_not_mixed(tmp_path):
         load_corpus([tmp_path / "data"])
 
 
-def test_a_folder_gives_its_files_of_lines_and_takes_lists_for_text(tmp_path):
+def test_a_folder_reads_jsonl_files_as_records_and_json_files_as_text(tmp_path):
     write(tmp_path / "data" / "b" / "chat.jsonl", CHAT, CHAT)
     write(tmp_path / "data" / "a.jsonl", *pairs(2))
     corpus = load_corpus([tmp_path / "data"])

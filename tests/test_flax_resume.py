@@ -1,4 +1,4 @@
-"""Runs that are stopped or killed, that diverge, or whose disk is full lose nothing that a checkpoint holds."""
+"""Runs that are stopped or killed, that diverge, or whose disk is full lose nothing that a checkpoint contains."""
 
 import contextlib
 import io
@@ -46,7 +46,7 @@ from flax_models.train.step import Trainer, TrainState
 
 @pytest.fixture(scope="module")
 def whole(compiled, tmp_path_factory) -> Path:
-    """The folder of an uninterrupted run; tests read it or copy it."""
+    """The folder of an uninterrupted run. Tests read or copy it."""
     place = tmp_path_factory.mktemp("whole")
     write_texts(place / "data")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
@@ -57,7 +57,7 @@ def whole(compiled, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def copied(whole, tmp_path) -> Path:
-    """A copy of that run, which a test may change, in a folder for further runs."""
+    """A copy of that run that a test may change, in a folder for further runs."""
     shutil.copytree(whole, tmp_path / "runs" / "whole")
     return tmp_path
 
@@ -86,7 +86,7 @@ def diverge(state: TrainState) -> TrainState:
 
 def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(whole, place, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        before_step(patch, 6, interrupt)  # not a signal, which would save first
+        before_step(patch, 6, interrupt)  # an exception, because a signal would save first
         assert start(place, "broken") == 130
     assert capsys.readouterr().err == "stopped: --resume continues from the checkpoint of step 3\n"
     assert train(place, "--name", "broken", "--resume") == 0
@@ -105,7 +105,7 @@ def test_resumed_run_equals_the_uninterrupted_run_bit_for_bit(whole, place, monk
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_signal_saves_the_current_step_and_the_run_resumes_from_it(number, whole, place, monkeypatch, capfd):
-    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)  # a shell may set them to be ignored
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)  # a shell may ignore these signals
     with monkeypatch.context() as patch:
         before_step(patch, 5, lambda state: os.kill(os.getpid(), number))
         assert start(place, "stopped") == 128 + number
@@ -148,7 +148,7 @@ def test_sigterm_before_training_ends_the_run_with_one_line(place, monkeypatch, 
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_resuming_a_finished_run_takes_no_step_and_reports_again_wherever_the_text_lies(copied):
+def test_resuming_a_finished_run_takes_no_step_and_reports_again_with_moved_texts(copied):
     write_texts(copied / "moved")
     before = read_rows(copied / "runs" / "whole")
     (copied / "runs" / "whole" / "result.json").unlink()
@@ -250,7 +250,7 @@ def test_diverged_run_reports_step_and_batch_and_keeps_its_last_checkpoint(place
     assert (folder / "loss.png").exists()
 
 
-# Files that are truncated, missing, or cannot be written
+# Files that are truncated, missing or not writable
 
 
 def data_file(folder: Path) -> Path:
@@ -270,7 +270,7 @@ def data_file(folder: Path) -> Path:
         ),
     ],
 )
-def test_an_older_checkpoint_takes_the_place_of_a_broken_one(whole, copied, capfd, spoil, fault):
+def test_an_older_checkpoint_replaces_a_damaged_one(whole, copied, capfd, spoil, fault):
     folder = copied / "runs" / "whole"
     spoil(data_file(folder / "checkpoints" / "8"))
     assert train(copied, "--name", "whole", "--resume") == 0
@@ -297,8 +297,8 @@ def test_if_all_checkpoints_are_damaged_each_is_reported_and_kept(copied, capfd)
     assert "checkpoints has no checkpoint" in one_line(capfd.readouterr().err)
 
 
-def test_a_checkpoint_without_its_list_of_files_is_read_all_the_same(copied, capfd):
-    """The state after a process is killed between writing the checkpoint and writing its manifest."""
+def test_a_checkpoint_without_its_manifest_is_still_read(copied, capfd):
+    """This is the state after a process is killed between writing the checkpoint and writing its manifest."""
     (copied / "runs" / "whole" / "checkpoints" / "8" / MANIFEST).unlink()
     assert train(copied, "--name", "whole", "--resume") == 0
     assert "from step 8" in capfd.readouterr().out
@@ -316,7 +316,7 @@ def test_checkpoint_of_another_model_raises_with_both_shapes(copied):
 
 
 def test_reading_a_run_changes_nothing_in_it(copied):
-    """Another process may be writing: a temporary folder may become its next checkpoint."""
+    """Another process may be writing, and a temporary folder may become its next checkpoint."""
     folder = copied / "runs" / "whole" / "checkpoints"
     data_file(folder / "8").write_bytes(b"")
     (folder / "9.orbax-checkpoint-tmp").mkdir()
@@ -401,9 +401,9 @@ KILLED = ["--steps=30", "--checkpoint-every=2", "--eval-every=7", "--log-every=3
 
 
 class KilledRun:
-    """A run in separate processes, which are started again until the run is finished.
+    """A run in separate processes, which are restarted until the run is finished.
 
-    They are forked from a process that has imported everything and started nothing, which saves some seconds each.
+    They are forked from a process that has imported everything and started no threads, which saves seconds per process.
     """
 
     def __init__(self, place: Path, name: str) -> None:
@@ -429,7 +429,7 @@ class KilledRun:
         return self.out.read_text()
 
     def kill_after(self, seconds: float, *, from_first_save: bool) -> bool:
-        """Starts or continues the run and kills it after some seconds; returns whether it was still running."""
+        """Starts or continues the run and kills it after some seconds. Returns whether it was still running."""
         before = set(kept(self.folder))
         process = self.launch()
         while from_first_save and process.is_alive() and not set(kept(self.folder)) - before:
@@ -455,14 +455,14 @@ def check_kills(place: Path, kills: int) -> None:
     expected = learned(undisturbed.folder)
     run, number, landed = KilledRun(place, "killed-0"), 0, 0
     while landed < kills:
-        # Alternately at any time from the start, and during training and saving, which is a small part of the run.
+        # Kills the run alternately at any time, and during training and saving, which is a small part of the run.
         saving = landed % 3 != 0
         landed += run.kill_after(moments.uniform(0, 0.2 if saving else 0.8) * seconds, from_first_save=saving)
         if not run.folder.exists():
             continue
         steps = kept(run.folder)
         last_row = max((row["step"] for row in read_rows(run.folder)), default=0)
-        assert last_row - max(steps, default=0) <= 2, "more than the steps since the last checkpoint are lost"
+        assert last_row - max(steps, default=0) <= 2, "steps before the last checkpoint are lost"
         assert read_rows(run.folder) is not None
         if steps and steps[-1] == 30:
             run.finish()

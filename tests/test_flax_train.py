@@ -1,4 +1,4 @@
-"""`python -m flax_models.train` on a few small texts: files, options, errors, and the training step."""
+"""Tests `python -m flax_models.train` on a few small texts: files, options, errors, and the training step."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """A folder with the finished run `whole`, and the output of the run; tests read it or copy from it."""
+    """A folder with the finished run `whole`, and the run's output. Tests read or copy the folder."""
     place = tmp_path_factory.mktemp("finished")
     write_texts(place / "data")
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
@@ -52,7 +52,7 @@ def finished(tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.fixture
 def copied(finished, tmp_path) -> Path:
-    """A copy of that folder, which a test may change; the run still uses the original path of the texts."""
+    """A copy of that folder that a test may change. The run still uses the original path of the texts."""
     shutil.copytree(finished[0] / "runs", tmp_path / "runs")
     return tmp_path
 
@@ -70,7 +70,9 @@ def test_run_writes_all_files_and_reports_its_results(finished):
         "checkpoints",
     }
     assert len(list(folder.glob("events.out.tfevents*"))) == 1
-    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [6, 8], "the last two are kept"
+    assert sorted(int(path.name) for path in (folder / "checkpoints").iterdir()) == [6, 8], (
+        "the run must keep the last two checkpoints"
+    )
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     rows = read_rows(folder)
@@ -90,7 +92,7 @@ def test_run_writes_all_files_and_reports_its_results(finished):
     assert f"{result['held_out_loss']:.3f}" in out
     assert config["corpus_sha256"][:16] in out
     assert "sample:" in out
-    assert "\x1b" not in out, "no colours or bars where there is no terminal"
+    assert "\x1b" not in out, "without a terminal, there must be no colors or progress bars"
 
 
 def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
@@ -189,7 +191,7 @@ def test_unnamed_runs_are_numbered_and_the_latest_is_continued(copied):
     (runs / "whole").rename(runs / "tiny")
     assert new_folder(RunConfig(runs=runs)) == runs / "tiny-2"
     shutil.copytree(runs / "tiny", runs / "tiny-2")
-    shutil.copytree(runs / "tiny", runs / "tiny-other")  # a name that the user chose
+    shutil.copytree(runs / "tiny", runs / "tiny-other")  # a name that a user chose
     for age, name in enumerate(("tiny-2", "tiny", "tiny-other")):
         os.utime(runs / name / "config.json", (1000 + age, 1000 + age))
     config, folder = program.parse(["--runs", str(runs), "--resume"])
@@ -228,7 +230,7 @@ def test_start_reports_what_trains_and_each_line_reports_progress(finished):
         assert re.search(pattern, out, re.MULTILINE), pattern
 
 
-def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
+def test_a_known_peak_gives_the_utilization(place, monkeypatch, capsys):
     monkeypatch.setattr(program, "device_peak", lambda kind: 1e12)
     assert start(place, "a") == 0
     assert re.search(r"tokens/s  [\d.]+% MFU", capsys.readouterr().out)
@@ -247,7 +249,9 @@ def test_a_known_peak_gives_a_share_of_it(place, monkeypatch, capsys):
         ),
     ],
 )
-def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys, options, frozen, message):
+def test_no_throughput_is_reported_for_a_model_that_does_not_learn(
+    place, monkeypatch, capsys, options, frozen, message
+):
     def stopped(hidden, weight, *arguments, **keywords):
         hidden = jax.lax.stop_gradient(hidden) if "hidden" in frozen else hidden
         weight = jax.lax.stop_gradient(weight) if "weight" in frozen else weight
@@ -265,7 +269,7 @@ def test_no_throughput_of_a_model_that_does_not_learn(place, monkeypatch, capsys
 
 
 def test_nothing_in_a_step_waits_for_the_device(place, monkeypatch):
-    """Between fetches, no array is read, and there is no implicit transfer to or from the device."""
+    """Between fetches, nothing reads an array, and there is no implicit transfer to or from the device."""
     reads: list[int] = []
     current = 0
     value = ArrayImpl._value
@@ -325,7 +329,7 @@ HALF = ModelConfig(280, 16, 1, 2, 1, 8, 24, 16, tie_embeddings=False, dtype="bfl
 
 
 def test_training_computes_no_logits_of_the_whole_vocabulary_outside_the_loss():
-    """Logits are computed only inside linear_cross_entropy: no array of the step has the axes B, T and V."""
+    """Logits are computed only inside linear_cross_entropy, so no array of the step has the axes B, T and V."""
     trainer = small_trainer()
     text = str(jax.make_jaxpr(trainer.step)(trainer.initial, random_batch(2)))
     assert "2,16,16]" in text
@@ -428,7 +432,7 @@ def test_parts_are_all_parameters_once():
 
 def test_held_out_loss_is_the_mean_over_tokens_for_any_batch_size():
     trainer = small_trainer()
-    windows = random_batch(5)  # with batches of 2, half of the last one is padding
+    windows = random_batch(5)  # with batches of 2, half of the last batch is padding
     model = trainer.model(trainer.initial.params)
     logits = np.asarray(model(jnp.asarray(windows.tokens)) @ model.head_weight().T, np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))

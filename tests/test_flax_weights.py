@@ -1,4 +1,4 @@
-"""Folders of weights without the transformers library: reading, errors, writing."""
+"""Tests folders of weights without the transformers library: reading, errors and writing."""
 
 import dataclasses
 import json
@@ -70,7 +70,7 @@ def test_a_folder_laid_out_as_on_the_hub_makes_the_round_trip(tmp_path):
     assert not (second / "README.md").exists()
 
 
-def test_parameters_are_loaded_in_the_dtype_asked_for_and_written_in_theirs(saved, tmp_path):
+def test_parameters_are_loaded_in_the_requested_dtype_and_written_in_theirs(saved, tmp_path):
     model, folder = saved
     half = load(folder, param_dtype="bfloat16", dtype="bfloat16", remat="full", max_seq_len=16)
     assert (half.config.remat, half.config.max_seq_len) == ("full", 16)
@@ -228,10 +228,10 @@ def test_invalid_options_and_folders_that_are_not_empty_raise(saved, tmp_path):
         save(model, tmp_path / "file" / "out")
 
 
-def test_loading_holds_one_stacked_parameter_beside_the_model_at_most(tmp_path):
+def test_loading_holds_at_most_one_stacked_parameter_beside_the_model(tmp_path):
     config = dataclasses.replace(SMALL, hidden_size=128, intermediate_size=512, num_layers=6, max_seq_len=8)
     save(random_decoder(config), tmp_path / "model")
-    load(tmp_path / "model")  # compile and import everything before memory is measured
+    load(tmp_path / "model")  # compiles and imports everything before memory is measured
     model, largest = 4 * config.parameter_count(), 4 * 6 * 128 * 512
     tracemalloc.start()
     load(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton; parity and benchmarks on top."""
+"""Imports have one direction: flax_models -> jax_pallas -> linear_ce <- core_triton, below parity and benchmarks."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ FORBIDDEN = {
     "jax_pallas": TORCH | {"flax", "optax", "orbax"} | PACKAGES - {"jax_pallas", "linear_ce"},
     "flax_models": TORCH | PACKAGES - {"flax_models", "jax_pallas", "linear_ce"},
 }
-LAZY = {  # inside functions only
+LAZY = {  # only inside functions
     "parity/backends.py": TORCH | JAX | {"core_triton", "jax_pallas"},
     "parity/train/torch_run.py": TORCH | {"core_triton"},
     "parity/train/jax_run.py": JAX | {"flax_models", "jax_pallas"},
@@ -39,15 +39,15 @@ def files(package: str) -> list[Path]:
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yields the first name of every module that the code imports, wherever."""
+    """Yields the top-level name of every module that the code imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
+            assert node.level == 0, "relative import"
             yield (node.module or "").split(".")[0]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("__import__", "importlib.import_module"):
-            assert isinstance(node.args[0], ast.Constant), f"an import of what is not written: {ast.unparse(node)}"
+            assert isinstance(node.args[0], ast.Constant), f"import of a computed name: {ast.unparse(node)}"
             yield str(node.args[0].value).split(".")[0]
 
 
@@ -59,7 +59,7 @@ def test_no_package_imports_what_is_not_below_it(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", AT_THE_TOP)
-def test_the_contract_and_parity_import_numpy_only(package: str) -> None:
+def test_the_contract_and_parity_import_only_numpy(package: str) -> None:
     for path in files(package):
         name = path.relative_to(ROOT).as_posix()
         tree = ast.parse(path.read_text())
@@ -86,9 +86,9 @@ def test_packages_of_flax_models_import_one_way() -> None:
             assert not imported & later, f"{path.relative_to(ROOT)} imports {', '.join(sorted(imported & later))}"
 
 
-# What a program imports, one after the other, and what is absent then.
+# Modules that a program imports in order, and modules that must not be loaded afterwards.
 IMPORTED = {
-    # torch._dynamo takes two seconds to load, and only torch.compile needs it.
+    # Loading torch._dynamo takes two seconds, and only torch.compile needs it.
     "core_triton": [("core_triton", JAX | {"jax_pallas", "flax_models", "torch._dynamo"})],
     "jax": [
         (
@@ -136,41 +136,41 @@ KERNELS = (
     *("kernels.py", "row_kernels.py", "target_grad.py", "launch.py"),
 )
 
-# Public functions and classes that only one framework needs, and why.
+# Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
     "ops.py": {
-        # An operator's schema wants flat lists, which PyTorch's side names.
+        # An operator's schema needs flat lists, which have names in core_triton.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
-        *("loss_and_gradients", "losses", "log_probs"),  # in JAX variables, made of custom_vjp functions
-        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd's functions
-        # What an operator runs.
+        *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
+        *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
+        # The operators' implementations.
         *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
-        *("is_eager", "triton_obstacle"),  # of PyTorch's eager mode; JAX's launch.py has what kernels need
+        *("is_eager", "triton_obstacle"),  # for PyTorch's eager mode; JAX's launch.py checks what kernels need
     },
-    "plan.py": {"DeviceInfo"},  # in JAX in launch.py, which finds it
+    "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it
     "problem.py": {
         *("add_matmul", "operand", "ClassSum", "GradientSums"),  # sums in place
-        *("add_d_weight", "HeadSums"),  # sums that a loop carries
+        *("add_d_weight", "HeadSums"),  # sums in a loop's carry
     },
-    "recompute.py": {"tma_compatible"},  # arrays of JAX have no strides
-    "row_math.py": {"nll_and_lse", "power_of_two"},  # of exponentials whose rows XLA finishes
+    "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
+    "row_math.py": {"nll_and_lse", "power_of_two"},  # XLA finishes the rows of scaled exponentials
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
-        "Carry",  # what a loop carries
-        *("target_rows", "static_args"),  # by XLA, where PyTorch's row kernels do it
+        "Carry",  # the carry of a loop
+        *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
     "tile_config.py": {
-        "padded_hidden",  # TMA needs no copy of whole rows
-        *("TritonTile", "triton_tile", "unaligned"),  # beside those of Hopper's kernels, which are another backend's
-        *("schedule_of", "d_input_scratch"),  # of tiles whose rows are chosen too
-        "cdiv",  # in PyTorch in launch.py
+        "padded_hidden",  # JAX makes no padded copies for TMA
+        *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels
+        *("schedule_of", "d_input_scratch"),  # the rows of a tile are chosen too
+        "cdiv",  # in PyTorch, launch.py defines it
     },
 }
 SHARED = sorted(path.name for path in (ROOT / "core_triton").glob("*.py") if (ROOT / "jax_pallas" / path.name).exists())
 
 
 def public_names(path: Path) -> list[str]:
-    """Names of a file's public functions and classes, in order."""
+    """Returns the names of a file's public functions and classes, in order."""
     found = ast.parse(path.read_text()).body
     names = [node.name for node in found if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     return [name for name in names if not name.startswith("_")]
@@ -178,9 +178,9 @@ def public_names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", SHARED)
 def test_the_two_frameworks_mirror_each_other(name: str) -> None:
-    """Both have the same public functions and classes, in the same order, in every file that both have.
+    """Files that exist in both frameworks have the same public functions and classes in the same order.
 
-    In kernel files only the order is checked.
+    For kernel files, only the order is checked.
     """
     torch_names, jax_names = (public_names(ROOT / package / name) for package in ("core_triton", "jax_pallas"))
     both = set(torch_names) & set(jax_names)

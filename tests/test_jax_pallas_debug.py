@@ -1,7 +1,7 @@
-"""The debugging modes of JAX: `jax.debug_nans` reports real NaN and nothing else, and `jax.disable_jit` works.
+"""Tests JAX's debugging modes: `jax.debug_nans` reports only real NaN, and `jax.disable_jit` works.
 
-Each check runs in a separate program, or with separate compiled functions: after a jitted function with a custom rule
-was differentiated, JAX no longer checks the results of compiled functions.
+Each check runs in a separate program or with separate compiled functions, because JAX stops checking the results of
+compiled functions after it has differentiated a jitted function with a custom rule.
 """
 
 import sys
@@ -22,14 +22,14 @@ from jax_pallas.linear_ce import linear_cross_entropy, linear_cross_entropy_with
 
 
 def drawn(bad: int) -> tuple[dict[str, Any], Array]:
-    """Returns arrays with an ignored row, and their input with NaN in row `bad`; made before NaN are looked for."""
+    """Returns arrays with an ignored row and with NaN in row `bad` of the input, created before JAX checks for NaN."""
     arrays = problem()
     arrays["target"] = arrays["target"].at[3].set(-100)
     return arrays, arrays["input"].at[bad].set(jnp.nan)
 
 
 def results(function: str, x: Array, arrays: dict[str, Any], **options: Any) -> Any:
-    """Returns a function's results and their gradients, outside of any jit."""
+    """Returns a function's results and their gradients, without jit."""
     others = {name: array for name, array in arrays.items() if name not in ("input", "linear_weight")}
     tokens = len(x)
 
@@ -103,7 +103,7 @@ CHECKS = {
         (nothing_is_compiled, "log_probs", "chunked"),
     )
 }
-# Each check and implementation, and each function's gradients; the rest is compiled again.
+# The quick suite runs each check and implementation, and each function's gradients. Every further case compiles again.
 EVERY_DAY = (
     "ignored_rows_raise_nothing none plain pallas_triton",
     "ignored_rows_raise_nothing stats weighted chunked",

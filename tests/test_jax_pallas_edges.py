@@ -74,7 +74,7 @@ def test_out_of_range_target(target: int, budget: int | None) -> None:
     others = np.arange(12) != 3
     loss = linear_cross_entropy(**arrays, reduction="none", memory_budget=budget)
     assert np.isnan(loss).tolist() == (~others).tolist()
-    for function in ("none", "mean"):  # without class weights the mean's denominator is a count
+    for function in ("none", "mean"):  # without class weights, the mean's denominator is a count
         found = gradients(function, arrays, memory_budget=budget)
         assert np.isnan(found["input"][3]).all()
         assert np.isfinite(found["input"][others]).all()
@@ -114,7 +114,7 @@ def test_targets_beyond_32_bits_are_not_classes() -> None:
 def test_targets_of_any_integer_dtype(dtype: str) -> None:
     arrays = problem()
     want = -jnp.take_along_axis(jax.nn.log_softmax(materialized(arrays)), arrays["target"][:, None], 1)[:, 0]
-    values = arrays["target"].astype(dtype).at[0].set(np.iinfo(dtype).max)  # not a class in any sign
+    values = arrays["target"].astype(dtype).at[0].set(np.iinfo(dtype).max)  # not a class, whether signed or unsigned
     loss = linear_cross_entropy(**arrays | {"target": values}, reduction="none")
     assert np.isnan(loss[0])
     np.testing.assert_allclose(loss[1:], want[1:], rtol=1e-5)
@@ -185,7 +185,7 @@ def test_ties_count_as_correct() -> None:
     assert stats.accuracy == 1
 
 
-def test_float32_matmuls_obey_the_frameworks_switch() -> None:
+def test_float32_matmuls_obey_jax_default_matmul_precision() -> None:
     arrays = problem()
 
     def precisions() -> set[str]:

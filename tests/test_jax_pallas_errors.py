@@ -1,4 +1,4 @@
-"""Every bad input of the contract raises an error that names the argument and what it got."""
+"""Every invalid input of the contract raises an error that names the argument and the value it got."""
 
 from typing import Any
 
@@ -153,7 +153,7 @@ def test_head_of_another_16_bit_dtype_is_refused(dtype: str) -> None:
         linear_cross_entropy(**arrays)
 
 
-def test_refusals_come_at_tracing_too() -> None:
+def test_errors_are_raised_when_tracing_too() -> None:
     with pytest.raises(ValueError, match=r"memory_budget must be at least \d+ bytes"):
         jax.jit(lambda arrays: linear_cross_entropy(**arrays, memory_budget=1000))(problem())
     with pytest.raises(ValueError, match=r"target must have shape \(12,\)"):

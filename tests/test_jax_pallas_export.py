@@ -1,7 +1,7 @@
-"""jax_pallas lowered for devices that the machine does not have: jax.export for a CPU and a GPU, and the kernels of
+"""Lowers jax_pallas for devices that the machine does not have: jax.export for a CPU and a GPU, and the kernels in
 each program.
 
-Mosaic and Triton kernels are lowered without a driver; none of them runs here.
+Lowering Mosaic and Triton kernels needs no driver. None of them runs here.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ GPUS = {
 
 @contextlib.contextmanager
 def traced_for(kind: str) -> Iterator[None]:
-    """Has what is traced and lowered know of a GPU that is not there."""
+    """Makes tracing and lowering use the properties of a GPU that is not present."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 1, "gpu"))):
         yield
 
@@ -65,7 +65,7 @@ def test_one_program_for_a_cpu_and_a_gpu(function: str) -> None:
         both = exported(gradients_of(function), arrays, "cpu", "cuda")
     assert kernels_in(both.mlir_module()) == for_gpu
     assert set(for_gpu) == KERNELS["pallas_triton"]
-    assert_close(both.call(arrays), gradients_of(function, "chunked")(arrays))  # here it runs without kernels
+    assert_close(both.call(arrays), gradients_of(function, "chunked")(arrays))  # on the CPU it runs without kernels
 
 
 @pytest.mark.parametrize("kind", GPUS)

@@ -1,8 +1,8 @@
-"""jax_pallas on an NVIDIA Hopper GPU with its Mosaic kernels: cases of the contract, accuracy compared with float32,
-the transformations of JAX, and training.
+"""Tests the Mosaic kernels of jax_pallas on an NVIDIA Hopper GPU: cases of the contract, accuracy compared with
+float32, JAX's transformations, and training.
 
-Runs with `pytest -m gpu`. As a program, this file runs the checks of its arguments. The tests run several such programs
-in parallel. `python -m parity` runs every case of the contract, and this file a part of them.
+Run with `pytest -m gpu`. As a program, this file runs the checks that its arguments name. The tests run several such
+programs in parallel. `python -m parity` runs every case of the contract. This file runs a part of them.
 """
 
 import sys
@@ -30,16 +30,16 @@ from parity.cases import Case, cases
 pytestmark = pytest.mark.gpu
 
 IMPLEMENTATION = "mosaic"
-KERNEL = "mosaic_gpu_v2"  # what a kernel is called in a lowered program
-ROUNDING = 4e-3  # of gradients in bfloat16
+KERNEL = "mosaic_gpu_v2"  # the name of a kernel in a lowered program
+ROUNDING = 4e-3  # relative error of bfloat16 gradients
 
 
 # Cases of the contract.
 
-# Cases that run every day: the cases without options, with all options and some others, and the edge cases. They
-# have one dtype, except where both dtypes use the kernels of every matmul.
+# The cases that run by default: without options, with all options, some others, and the edge cases. They use one
+# dtype, except where both dtypes use the kernels of every matmul.
 EVERY_DAY = ("16-n123", "strided-n123", "edge-hidden64")
-SHARES = 12  # of them, each a process
+SHARES = 12  # processes that share the cases
 
 
 def limits(case: Case) -> str | None:
@@ -67,7 +67,7 @@ def test_case(name: str, printed: Printed) -> None:
         assert refusal in printed[name]["failure"]
 
 
-def test_cases_of_every_day_cover_the_contract() -> None:
+def test_default_cases_cover_the_contract() -> None:
     served = [case for case in OFTEN if limits(case) is None]
     assert {case.dtype for case in served} == {"bfloat16", "float16"}
     assert {case.vocab_axis for case in OFTEN} == {0, 1}
@@ -75,7 +75,7 @@ def test_cases_of_every_day_cover_the_contract() -> None:
     assert {case.spec.reduction for case in served} == {"mean", "sum", "none"}
 
 
-# Checks, each run in a process.
+# Checks, which run in separate processes.
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -85,7 +85,7 @@ def checked(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program to compile, not one an operation
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # compiles one program, not one per operation
 def drawn(n: int, d: int, v: int, vocab_axis: int = 0) -> tuple[Array, Array, Array]:
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (n, d), jnp.bfloat16)
@@ -108,7 +108,7 @@ def exact(x: Array, w: Array, y: Array, **options: Any) -> Any:
 
 
 def assert_close(got: Any, want: Any, bound: float = ROUNDING) -> None:
-    """Fails if the norm of a difference exceeds `bound` of that of `want`."""
+    """Fails if the norm of a difference exceeds `bound` times the norm of `want`."""
     for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = (np.asarray(array).astype(np.float64) for array in (mine, theirs))
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -124,7 +124,7 @@ def kernels_in(function: Any, *arrays: Any) -> int:
     return jax.jit(function).lower(*arrays).as_text().count(f"@{KERNEL}(")
 
 
-# n, D, V, vocab_axis: a hidden size of one block of 64, and sizes around multiples of 8; models; 2**31 logits and more.
+# n, D, V, vocab_axis: a hidden size of one block of 64, sizes near multiples of 8, models, and 2**31 logits and more.
 SHAPES = [
     *((n, 64, v, 0) for n in (999, 1000, 1001) for v in (320, 50257, 50264)),
     *((n, 64, 128, 1) for n in (999, 1000, 1001)),
@@ -160,14 +160,14 @@ def repeats_bit_for_bit_within_its_budget() -> None:
 @checked
 def reference_exponents_that_are_too_low_are_repaired() -> None:
     x, w, y = drawn(500, 128, 3000)
-    x = x * 200  # targets far below the largest logits
+    x = x * 200  # targets are far below the largest logits
     assert_close(loss_and_gradients()(x, w, y), exact(x, w, y))
 
 
 @checked
 def exported_and_read_back() -> None:
     arrays = drawn(300, 128, 1000)
-    trusted = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]  # as the function's documentation says
+    trusted = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]  # as jax.export's documentation says
     exported = export.export(loss_and_gradients(), platforms=("cuda",), disabled_checks=trusted)(*arrays)
     data = exported.serialize()
     assert_same(export.deserialize(data).call(*arrays), loss_and_gradients()(*arrays))
@@ -200,7 +200,7 @@ def checkpointed() -> None:
     body = jax.value_and_grad(jax.checkpoint(loss, policy=saving), argnums=(0, 1))
     assert_close(jax.jit(body)(x, w, y), exact(x, w, y))
     plain = kernels_in(loss_and_gradients(), x, w, y)
-    assert 0 < kernels_in(body, x, w, y) <= plain, "what was saved is computed again"
+    assert 0 < kernels_in(body, x, w, y) <= plain, "saved values are computed again"
 
 
 @checked  # plans C and B
@@ -222,7 +222,7 @@ def gradients_of_rows_and_losses_alone() -> None:
 
 
 def curve(loss: Callable[..., Array], steps: int = 300) -> tuple[np.ndarray, str]:
-    """Trains a model in bfloat16 by a loss; returns the mean losses of every 50 steps, and the compiled step."""
+    """Trains a bfloat16 model with a loss. Returns the mean losses of every 50 steps, and the compiled step."""
     from flax import nnx
 
     from flax_models.data.batches import Batch
@@ -266,7 +266,7 @@ def a_model_trains_as_with_the_unfused_loss() -> None:
 
 
 BY_ITSELF = [" ".join(map(str, shape)) for shape in SHAPES if shape[1] > 64 or shape[0] > 2**14]
-TOGETHER = [name for name in CHECKS if name not in BY_ITSELF]  # a part of a minute each, much of it to start
+TOGETHER = [name for name in CHECKS if name not in BY_ITSELF]  # each takes less than a minute, most of it to start
 
 
 def programs_of(shares: Iterable[Sequence[str]]) -> dict[str, Command]:

@@ -1,4 +1,4 @@
-"""The Hopper kernels of gradients against float64, in Pallas' interpreter on the CPU, and how they divide their
+"""Compares the Hopper gradient kernels with float64 in Pallas' interpreter on the CPU, and tests how they divide their
 work."""
 
 import random
@@ -28,7 +28,7 @@ from jax_pallas.tile_config import (
     schedule_of,
 )
 
-ROUNDED = 2.0**-8 + 2e-6  # bfloat16 once, of float32 sums in another order
+ROUNDED = 2.0**-8 + 2e-6  # one rounding to bfloat16, and float32 sums in another order
 
 
 def use_programs(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
@@ -47,7 +47,7 @@ def close(found: Array, expected: np.ndarray, tolerance: float = ROUNDED) -> Non
 
 
 class Sizes(NamedTuple):
-    """n rows of N from `start` on, `classes` of V."""
+    """Sizes of a call: `rows` of the tokens, from `start`, and `classes` of the vocabulary."""
 
     rows: int
     tokens: int
@@ -61,12 +61,12 @@ class Sizes(NamedTuple):
         return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
 
     def e(self) -> Array:
-        """Returns what stands for exponentials, (n rounded up to 8, padded), zeros past the rows and classes."""
+        """Returns random (rows rounded up to 8, padded classes) in place of exponentials, with zeros in the padding."""
         e = self.bfloat16(self.rows, self.classes, seed=1)
         return jnp.pad(e, ((0, -self.rows % 8), (0, padded(self.classes) - self.classes)))
 
     def head(self, array: Array) -> Array:
-        """Returns (V, D) as an array with this vocab_axis has it, or the other way round."""
+        """Converts between (V, D) and the layout of `vocab_axis`."""
         return array if self.vocab_axis == 0 else array.T
 
 
@@ -75,7 +75,7 @@ SLOW = pytest.mark.slow
 
 # d_weight.
 
-# Two tiles a program or more; fewer steps than parts and more, the last of them not full.
+# Each program has two tiles or more. There are fewer steps than parts, or more with a partial last step.
 HEADS = {
     "few steps": Sizes(150, 170, 3, 192, 523, 600),
     "many steps": Sizes(333, 340, 0, 64, 523, 800),
@@ -99,7 +99,7 @@ def test_d_weight(name: str, adds: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     use_programs(monkeypatch, 2)
     sizes = HEADS[name]
     e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
-    read = np.arange(sizes.tokens) - sizes.start  # of x: whole steps
+    read = np.arange(sizes.tokens) - sizes.start  # the kernel reads whole steps of x
     x = jnp.where(((read >= 0) & (read < cdiv(sizes.rows, STEP) * STEP))[:, None], x, jnp.nan)
     old = sizes.bfloat16(sizes.vocab, sizes.hidden, seed=2) if adds else None
     found = add_d_weight(
@@ -137,7 +137,7 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
     assert (found[sizes.classes :] == 0).all()
 
 
-# The vocabulary chunk's last tile has classes past its end, and past the head's.
+# The vocabulary chunk's last tile extends past the end of the chunk, and past the end of the head.
 @pytest.mark.parametrize(
     ("first", "vocab_axis"), [(37, 0), (128, 1), *(pytest.param(*more, marks=SLOW) for more in [(0, 0), (171, 0)])]
 )
@@ -145,7 +145,7 @@ def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pyt
     use_programs(monkeypatch, 2)
     sizes = Sizes(100, 100, 0, 192, 205, 384, vocab_axis)
     e, x, old = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden), sizes.bfloat16(384, sizes.hidden, seed=2)
-    seen = 11  # by the vocabulary chunk before
+    seen = 11  # the previous vocabulary chunk has these classes
     e = e.at[:, :seen].set(0)
     more = jnp.full((88, e.shape[1]), jnp.nan, e.dtype).at[:24].set(0)  # zeros up to a multiple of 64 rows
     found = add_d_weight(
@@ -172,7 +172,7 @@ SMALL = Sizes(150, 170, 13, 192, 571, 600)
 
 
 class Way(NamedTuple):
-    """Sizes of a call, and how so many programs divide it."""
+    """The sizes of a call, and the schedule by which a number of programs divides it."""
 
     sizes: Sizes
     programs: int
@@ -180,13 +180,13 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    # Two tiles each, the last of either axis not full.
+    # Each program takes two tiles. The last tile of each axis is partial.
     "whole": Way(SMALL, 2, StreamKSchedule(128, 2, 0, 0, 9, 9, 0)),
-    # Each program takes one whole tile, and a third of the fourth.
+    # Each program takes one whole tile and a third of the fourth tile.
     "split": Way(SMALL, 3, StreamKSchedule(128, 1, 1, 3, 9, 9, 0)),
-    # Two programs on the heads of each of four tiles, three on their tails, which begin and end within tiles.
+    # Two programs share the first part of each of four tiles. Three share the rest, with boundaries within tiles.
     "stream-K": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, StreamKSchedule(128, 0, 4, 2, 6, 9, 3)),
-    # Whole heads of one program each, tails of another; narrow tiles.
+    # Narrow tiles. One program takes the first part of each, another the rest.
     "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, StreamKSchedule(136, 0, 1, 1, 3, 5, 1)),
     "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, StreamKSchedule(248, 1, 1, 2, 3, 3, 0)),
     "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, StreamKSchedule(128, 0, 1, 1, 1, 1, 0)),
@@ -237,12 +237,12 @@ def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def truncated(a: Any, b: Any) -> Any:
-    return np.sign(a) * (np.abs(a) // b)  # what lax.div makes of a positive b
+    return np.sign(a) * (np.abs(a) // b)  # lax.div for a positive b
 
 
 @pytest.fixture
 def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `work_unit_of` and `num_work_units` count in NumPy, for all programs of a GPU at once."""
+    """Makes `work_unit_of` and `num_work_units` compute in NumPy for all programs of a GPU at once."""
     use_programs(monkeypatch, MULTIPROCESSORS)
     numbers = {"axis_index": lambda _: np.arange(MULTIPROCESSORS), "div": truncated, "rem": np.fmod}
     monkeypatch.setattr(hopper_gradients, "lax", SimpleNamespace(**numbers))
@@ -250,8 +250,7 @@ def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Returns (first iteration, end, slot) of each tile's work units; fails where one is empty or has another's
-    slot."""
+    """Returns (first iteration, end, slot) of each tile's work units. Fails if one is empty or if two share a slot."""
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
     units = np.broadcast_to(hopper_gradients.num_work_units(schedule), MULTIPROCESSORS)
     slots = []
@@ -262,7 +261,7 @@ def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, in
             assert length > 0
             assert 0 <= first <= first + length <= schedule.iters_per_tile
             assert slot < schedule.partial_tiles
-            assert slot >= 0 or length == schedule.iters_per_tile, "a part needs a slot"
+            assert slot >= 0 or length == schedule.iters_per_tile, "a partial tile has no slot"
             of_tile[tile].append((first, first + length, slot))
             slots += [slot] if slot >= 0 else []
     assert len(set(slots)) == len(slots)
@@ -270,7 +269,7 @@ def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, in
 
 
 def summed(schedule: StreamKSchedule, index: int) -> list[int]:
-    """Returns the slots that the fix-up adds up for the index-th split tile: `d_input_sum_kernel`."""
+    """Returns the slots that `d_input_sum_kernel` adds up for the index-th split tile."""
     slots = [index + k * schedule.split_tiles for k in range(schedule.split_factor)]
     if schedule.stream_k_programs:
         stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
@@ -286,7 +285,7 @@ def summed(schedule: StreamKSchedule, index: int) -> list[int]:
 
 
 def drawn_sizes() -> Iterator[tuple[int, int, int, int | None]]:
-    """Returns rows, hidden, classes, most."""
+    """Yields rows, hidden, classes and the largest scratch size."""
     drawn = random.Random(0)
     for rows, hidden, classes in ((1000, 64, 50257), (2048, 4096, 128256), (1664, 896, 151936), (1, 64, 1)):
         yield rows, hidden, classes, None

@@ -1,4 +1,4 @@
-"""The Hopper kernels of tiles of logits against float64, in Pallas' interpreter on the CPU."""
+"""Compares the Hopper kernels that compute tiles of logits with float64, in Pallas' interpreter on the CPU."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -14,13 +14,13 @@ from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.tile_config import HALF, cdiv, padded
 
-FLOAT32 = 2e-6  # of the largest value: sums of a few hundred float32 terms in another order
+FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a program take several tiles, and store each under the matmuls of the next."""
+    """Gives each program several tiles, so that it stores each tile during the matmuls of the next."""
     monkeypatch.setattr(hopper_common, "programs", lambda: 3)
 
 
@@ -30,12 +30,12 @@ NAN = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:Run
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a kernel on drawn arrays.
+    """A call of a kernel on random arrays.
 
     Args:
         tokens, hidden, vocab: N, D, V.
-        rows, start: the rows of it.
-        classes, first_class, skip: its vocabulary chunk.
+        rows, start: the chunk of rows.
+        classes, first_class, skip: the vocabulary chunk.
     """
 
     tokens: int = 130
@@ -94,7 +94,8 @@ class Call:
         return np.ones_like(logits) if self.softcap is None else 1 - (logits / self.softcap) ** 2
 
 
-# Rows and classes that no block divides, and an axis of 72, which no step divides; one axis at a time otherwise.
+# Rows and classes that are not multiples of a block, and a hidden size of 72, which is not a multiple of a step. The
+# other cases change one axis at a time.
 ODD = Call(141, 72, 301, rows=130, start=9, classes=299)
 CALLS = {
     "plain": Call(),
@@ -106,7 +107,7 @@ CALLS = {
     "one": Call(1, 8, 1, 1, 0, 1),
     "few": Call(5, 16, 50, 5, 0, 50, bias=True, class_weight=True),
 }
-# Longer than a ring: stages are used again.
+# Longer than the ring buffer, so that stages are reused.
 CALLS["deep"] = Call(hidden=328, classes=300, bias=True)
 VOCAB_CHUNKS = {
     "vocab_chunk": Call(300, 64, 700, 70, 37, 290, 301, 17, bias=True, class_weight=True),
@@ -117,7 +118,7 @@ VOCAB_CHUNKS = {
 
 
 def cases(names: Iterable[str], every_day: Collection[str]) -> list[Any]:
-    """Returns parameters of which those that are not for every day are slow: each is compiled separately."""
+    """Returns parameters, marked slow unless the quick suite runs them. Each is compiled separately."""
     return [pytest.param(name, marks=() if name in every_day else pytest.mark.slow) for name in names]
 
 
@@ -134,7 +135,7 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
 
 
 def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
-    """Returns e, and of all blocks together the sums, the largest logits, and what the targets have."""
+    """Returns e, and the sums, largest logits and target values of all blocks together."""
     options = {"stores": True, "largest": True, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
@@ -160,7 +161,7 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
 def check_targets(
     target: Array, found: tuple[Array | None, Array | None], exponentials: np.ndarray, logits: np.ndarray
 ) -> None:
-    """Compares what each row's target adds to the sums, and its logit: 0 where the target is no class."""
+    """Compares what each row's target adds to the sums, and its logit. Both are 0 if the target is not a class."""
     for array, of_all in zip(found, (exponentials, logits), strict=True):
         assert array is not None
         at_target = of_all[np.arange(len(target)), np.maximum(target, 0)]
@@ -259,7 +260,7 @@ def test_statistics(name: str) -> None:
 def test_statistics_of_masked_classes() -> None:
     call = replace(CALLS["plain"], bias=True, classes=300)
     drawn = call.drawn()
-    drawn["bias"] = drawn["bias"].at[:256].set(-jnp.inf)  # all of the first block
+    drawn["bias"] = drawn["bias"].at[:256].set(-jnp.inf)  # the whole first block
     drawn["x"] = drawn["x"].at[3].set(jnp.nan)
     top, sum_exp, weighted_sum, sum_exp_log, *_ = run_statistics(call, drawn, weighted=False, entropy=True)
     assert weighted_sum is None

@@ -1,4 +1,4 @@
-"""Unusual arguments: 64-bit integers that do not fit into 32 bits, and dtypes that are not supported."""
+"""Tests unusual arguments: 64-bit integers that do not fit into 32 bits, and unsupported dtypes."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_integers_of_every_width(dtype: Any) -> None:
     "bad", [np.int64(2**32), np.int64(-(2**40)), np.uint64(2**32), np.uint64(2**63), np.uint32(2**31)], ids=repr
 )
 def test_a_target_outside_int32_is_not_a_class(bad: np.integer[Any]) -> None:
-    """JAX keeps the lowest 32 bits of NumPy's 64: 2**32 would be class 0."""
+    """JAX keeps the lowest 32 bits of NumPy's 64-bit integers, which would make 2**32 class 0."""
     target = Y.astype(bad.dtype)
     target[3] = bad
     found = loss(target)

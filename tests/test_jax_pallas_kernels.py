@@ -1,5 +1,5 @@
-"""The kernels of "pallas_triton" against NumPy in float64, in Pallas' interpreter, and compiled for GPUs that the
-machine does not have: the code fits each GPU and spills no register. As a program, this file compiles them."""
+"""Compares the "pallas_triton" kernels with NumPy in float64, in Pallas' interpreter, and compiles them for GPUs that
+the machine does not have: the code fits each GPU and spills no registers. Run as a program, this file compiles them."""
 
 import json
 import os
@@ -23,12 +23,12 @@ from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
 
 HERE = Path(__file__).parent
-COMPILER = Path(sys.prefix) / "gpu-compiler"  # installed there by `make test`
+COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float16": jnp.float16, "float32": jnp.float32}
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-23}
-FLOAT32 = 1e-5  # of sums of a few hundred float32 terms
-START, ROWS = 23, 150  # two blocks of rows, the second not full
+FLOAT32 = 1e-5  # relative error of sums of a few hundred float32 terms
+START, ROWS = 23, 150  # two blocks of rows; the second is partial
 LOG2_E = np.log2(np.e)
 SLOW = pytest.mark.slow
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def static_args(self) -> dict[str, Any]:
-        """Returns what every kernel knows when it is traced, the number of classes apart."""
+        """Returns the static arguments of every kernel, except the number of classes."""
         options = {"vocab_axis": self.vocab_axis, "logit_scale": self.scale, "softcap": self.softcap}
         return {"rows": ROWS, **options}
 
@@ -64,12 +64,12 @@ CASES = [
 
 
 def cases(*every_day: int) -> list[Any]:
-    """Returns CASES as parameters, slow but for those of these places: the interpreter compiles each separately."""
+    """Returns CASES as parameters, slow except at the given indices. The interpreter compiles each separately."""
     return [pytest.param(case, marks=() if i in every_day else SLOW, id=str(case)) for i, case in enumerate(CASES)]
 
 
 class Problem:
-    """Arrays of a case, NaN wherever nothing may be read, and its logits in float64."""
+    """The arrays of a case, with NaN where kernels must not read, and its float64 logits."""
 
     def __init__(self, case: Case, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def assert_close(name: str, found: Any, expected: np.ndarray, tolerance: float) 
 def exponentials(
     problem: "Problem", ref_exponent: Any, start: Any, *, bias: Any = None, target: Any = None, **options: Any
 ) -> Any:
-    """Returns e, and of all blocks together the sums and the largest logits; and what the targets have."""
+    """Returns e, the sums and largest logits of all blocks together, and the targets' values."""
     target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
     found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(ref_exponent), target, start, **options)
     top = None if found.tops is None else found.tops.max(0)
@@ -128,7 +128,7 @@ def test_exponentials(case: Case) -> None:
     expected = np.exp2(problem.logits * LOG2_E - problem.ref_exponent[:, None])
     assert e.shape == (ROWS, -(-case.classes // 64) * 64)
     assert e.dtype == jnp.bfloat16
-    assert not wide(e)[:, case.classes :].any(), "past the last class e is 0"
+    assert not wide(e)[:, case.classes :].any(), "e is not 0 past the last class"
     assert_close("sums", sums, expected.sum(1), FLOAT32)
     assert_close("tops", tops, problem.logits.max(1), FLOAT32)
     at = np.flatnonzero(target >= 0), np.asarray(target)[target >= 0]
@@ -136,7 +136,7 @@ def test_exponentials(case: Case) -> None:
     assert_close("target_logit", target_logit[at[0]], problem.logits[at], FLOAT32)
     assert_close("e", e[:, : case.classes], expected * problem.slope, 2.0**-8)
     error = np.abs(wide(e)[:, : case.classes] - expected * problem.slope)
-    assert (error <= 2.0**-8 * expected + 1e-5).all(), "each of e is rounded once"
+    assert (error <= 2.0**-8 * expected + 1e-5).all(), "an element of e is not rounded exactly once"
 
 
 @SLOW
@@ -151,14 +151,14 @@ def test_sums_without_stored_exponentials() -> None:
 
 
 def called(tokens: int, target: Any, flag: Any) -> CallRows:
-    """Returns rows of a call whose other numbers are NaN, for no kernel to use."""
+    """Returns the rows of a call, with NaN in the fields that no kernel may use."""
     nan = jnp.full(tokens, jnp.nan)
     top = jnp.full(tokens, -jnp.inf)
     return CallRows(target, jnp.ones(tokens), nan, top, jnp.asarray(flag, jnp.int32), nan, nan, nan, None, None)
 
 
 @pytest.mark.parametrize("stores", [True, pytest.param(False, marks=SLOW)])
-def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
+def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     case = Case(softcap=4.0)
     problem = Problem(case)
     first_row, first_flag = 256, 3
@@ -185,7 +185,7 @@ def test_repair_does_the_flagged_blocks_and_no_other(stores: bool) -> None:
         assert (e[:128] == 7).all()
         assert_close("e", e[128:, : case.classes], (expected * problem.slope)[128:], 2.0**-8)
         _, e, _ = run(jnp.asarray([1, 1, 1, 0, 1, 1], jnp.int32))
-        assert (e == 7).all(), "the chunk's first flag is that of all"
+        assert (e == 7).all(), "the chunk's first flag must hold for all of its blocks"
 
 
 @pytest.mark.parametrize("segment", [target_grad.SEGMENT, 256])
@@ -221,7 +221,7 @@ def test_non_finite_values_stay_in_their_row() -> None:
     assert not wide(e)[:, case.classes :].any()
     found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **static_args)
     assert_close("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
-    assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class of no probability adds nothing to the entropy"
+    assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class with probability 0 must add nothing to the entropy"
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
 
 
@@ -243,7 +243,7 @@ def test_statistics(case: Case, class_weights: bool) -> None:
         logits = problem.logits[:, vocab_chunk]
         if skip == width:
             assert np.isneginf(np.asarray(found[0])).all()
-            assert not np.stack(found[1:4]).any(), "nothing seen: sums of 0"
+            assert not np.stack(found[1:4]).any(), "without classes the sums must be 0"
             continue
         top = logits.max(1, keepdims=True)
         weights = wide(problem.class_weight)[vocab_chunk] if class_weights else np.ones(logits.shape[1])
@@ -293,7 +293,7 @@ def test_d_logits(case: Case, form: str) -> None:
         assert found.dtype == DTYPES[case.dtype]
         vocab_chunk = np.zeros((ROWS, 320))
         vocab_chunk[:, skip:width] = expected[:, first + skip : first + width]
-        assert not wide(found)[vocab_chunk == 0].any(), "what is skipped, masked or padding is 0"
+        assert not wide(found)[vocab_chunk == 0].any(), "skipped, masked and padding elements must be 0"
         assert_close("d_logits", found, vocab_chunk, EPSILON[case.dtype] + FLOAT32)
 
 
@@ -320,7 +320,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
     assert (np.asarray(found if vocab_axis == 0 else found.T)[[0, 1, 5]] == np.asarray(before)[[0, 1, 5]]).all()
 
 
-def test_vmap_runs_one_after_the_other() -> None:
+def test_vmap_runs_elements_one_after_the_other() -> None:
     case = Case("float32")
     problem = Problem(case)
     options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
@@ -371,11 +371,11 @@ def compile_all(target: str, programs: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def check(results: list[dict[str, Any]]) -> None:
-    """Nothing is kept but the sums over classes of each tile of them, and in no case a copy of the head."""
+    """Fails if a program has other temporaries than each tile's sums over classes, for example a copy of the head."""
     for result in results:
         n, _, v = SHAPES[result["shape"]]
         blocks = -(-v // 128)
-        assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: more than sums of tiles"
+        assert result["temporaries"] <= 4 * 4 * n * blocks + 2**20, f"{result}: temporaries exceed the tiles' sums"
 
 
 @pytest.mark.parametrize("target", [pytest.param("h200", marks=SLOW), "a100"])
@@ -412,7 +412,7 @@ def test_kernels_of_more_shapes_compile_and_fit(target: str, dtype: str) -> None
 def compile_one(
     mesh: Any, function: str, shape: str, dtype: str, vocab_axis: int = 0, options: bool = False, softcap: Any = None
 ) -> Any:
-    """Compiles a function; `options` are a bias and all that goes with it."""
+    """Compiles a function. `options` adds a bias, class weights and statistics."""
     n, d, v = SHAPES[shape]
 
     def array(*sizes: int, dtype: Any = jnp.float32) -> Any:
@@ -494,7 +494,7 @@ def compile_one(
 
 
 def main() -> None:
-    warnings.simplefilter("error")  # the backend's announcement of its end does not reach the caller
+    warnings.simplefilter("error")  # the backend's deprecation warning does not reach the caller
     target, programs = Path(sys.argv[1]).read_text(), json.loads(sys.argv[2])
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))

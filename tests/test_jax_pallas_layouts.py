@@ -1,4 +1,4 @@
-"""Every array argument in every layout gives bitwise the result of its contiguous copy."""
+"""Every array argument gives bitwise the same result in every layout as its contiguous copy."""
 
 import sys
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def call(function: str, arrays: dict[str, Any], implementation: str) -> Any:
     return jax.value_and_grad(total, has_aux=True)(given)
 
 
-# What is made of an array within a program: the same numbers, from other memory.
+# Layouts made within a program: the same values in other memory.
 
 FILLER = 7
 
@@ -81,7 +81,7 @@ def transposed(a: Array) -> Array:
 INSIDE = {f.__name__: f for f in (sliced, strided, dynamically_sliced, reversed_, transposed)}
 
 
-# What is handed to a program.
+# Layouts of a program's arguments.
 
 
 def numpy_strided(a: Array) -> Any:
@@ -121,9 +121,9 @@ def check(
     *,
     eager: bool = True,
 ) -> None:
-    """Compares each argument in each layout with its contiguous copy, within a program and handed to it.
+    """Compares each argument in each layout with its contiguous copy, made within a program or passed to it.
 
-    Without `eager` what is handed over one at a time goes to the compiled program too, which spares compilations.
+    Without `eager`, the tests of single arguments also call the compiled program, which saves compilations.
     """
     arrays = drawn(dtype, vocab_axis)
     others = {"vocab_axis": arrays.pop("vocab_axis")}
@@ -143,7 +143,7 @@ def check(
 
 
 def within(made: Callable[[Array], Any], run: Any, arrays: dict[str, Array]) -> Any:
-    """Makes the arrays and calls a function in one program, in which XLA may fuse the two no further than that."""
+    """Makes the arrays and calls a function in one program, with a barrier that keeps XLA from fusing the two."""
     return run(lax.optimization_barrier({name: made(array) for name, array in arrays.items()}))
 
 

@@ -1,6 +1,6 @@
-"""Temporaries of the compiled JAX loss stay within memory_budget, in float32 on the CPU.
+"""Temporaries of the compiled JAX loss are within memory_budget, in float32 on the CPU.
 
-The CPU compiler makes float32 copies in 16-bit programs. test_jax_pallas_gpu_compile.py checks those for a GPU.
+The CPU compiler makes float32 copies in 16-bit programs, so test_jax_pallas_gpu_compile.py checks those for a GPU.
 """
 
 import re
@@ -23,7 +23,7 @@ def shapes_of(n: int, d: int, v: int, vocab_axis: int = 0) -> dict[str, Any]:
 
 
 def program(function: str, arrays: dict[str, Any], budget: int | None, names: tuple[str, ...], **options: Any) -> Any:
-    """Returns the lowered call: its gradients by the named arguments, or its value where there are none."""
+    """Returns a lowered call that computes the gradients by the named arguments, or the value if there are none."""
 
     def call(arrays: dict[str, Any]) -> Any:
         if names:
@@ -53,7 +53,7 @@ EVERY = [
 
 
 def over_all(test: Any) -> Any:
-    """Gives a test all functions, shapes, and calls with gradients and without."""
+    """Parametrizes a test by function, shape, and whether gradients are computed."""
     for mark in EVERY:
         test = mark(test)
     return test
@@ -104,7 +104,7 @@ def test_default_budget_at_a_models_shape(n: int, function: str) -> None:
 def test_the_error_names_the_smallest_budget(function: str) -> None:
     arrays = shapes_of(40, 8, 120)
     least = least_budget(lambda budget: program(function, arrays, budget, ARGUMENTS))
-    program(function, arrays, least, ARGUMENTS)  # neither pass refuses it
+    program(function, arrays, least, ARGUMENTS)  # neither pass raises
     with pytest.raises(ValueError, match=f"at least {least} bytes for 40 tokens and 120 classes, got {least - 1}"):
         program(function, arrays, least - 1, ARGUMENTS)
     assert least_budget(lambda budget: program(function, arrays, budget, ())) <= least

@@ -1,4 +1,4 @@
-"""jax_pallas.plan, a pure function, and `explain`, which prints what it returns: no GPU is needed."""
+"""Tests jax_pallas.plan, which is a pure function, and `explain`, which prints its result. No GPU is needed."""
 
 import itertools
 from dataclasses import FrozenInstanceError
@@ -24,7 +24,7 @@ ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 def plan(
     n: int = 8192, d: int = 896, v: int = 151936, dtype: str = "bfloat16", head: str | None = None, **options: Any
 ) -> ExecutionPlan:
-    """Returns the plan of a call that trains, but for `options`."""
+    """Returns the plan of a training call, changed by `options`."""
     axis, head = options.get("vocab_axis", 0), head or dtype
     defaults: dict[str, Any] = {
         "stage": "loss_and_gradients",
@@ -62,7 +62,7 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"dtype": "float16"}, "recompute", False),
         ({"head": "float32"}, "recompute", False),
         ({"label_smoothing": True}, "recompute", True),
-        ({"d": 72}, "recompute", False),  # the kernels of gradients take multiples of 64
+        ({"d": 72}, "recompute", False),  # the gradient kernels need multiples of 64
         ({"implementation": "pallas_triton", "device": AMPERE}, "scaled_exp", False),
         ({"implementation": "pallas_triton", "device": AMPERE, "v": 50257}, "recompute", False),
         ({"implementation": "pallas_triton", "device": AMPERE, "dtype": "float32"}, "recompute", False),
@@ -98,10 +98,10 @@ def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
     ("options", "block_v"),
     [
         ({}, 256),
-        ({"softcap": 3.0}, 128),  # a slope beside each logit
+        ({"softcap": 3.0}, 128),  # a slope for each logit
         ({"softcap": 3.0, "gradients": False}, 256),
         ({"label_smoothing": 0.1}, 128),  # a class weight
-        ({"vocab_axis": 1}, 128),  # classes are loaded one by one: 321 of them
+        ({"vocab_axis": 1}, 128),  # the 321 classes are loaded one by one
         ({"vocab_axis": 1, "gradients": False}, 128),
         ({"dtype": jnp.float32}, 128),
     ],
@@ -149,7 +149,7 @@ def test_every_plan_keeps_within_its_budget() -> None:
 
 
 def test_a_smaller_gpu_cuts_fewer_tiles_of_d_input() -> None:
-    """The number of multiprocessors is part of the key: what d_input's partial tiles take depends on it."""
+    """The number of multiprocessors is part of the key, because the memory of d_input's partial tiles depends on it."""
     large, small = plan(), plan(device=DeviceInfo("cuda", 90, 66))
     assert large.chunks.bytes != small.chunks.bytes
 

@@ -1,4 +1,4 @@
-"""jax_pallas with random shapes, options, budgets and shards of the vocabulary, against the float64 reference."""
+"""Compares jax_pallas with the float64 reference on random shapes, options, budgets and vocabulary shards."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def check_call(case: Case) -> None:
 
 @pytest.mark.parametrize("examples", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_any_call_is_within_its_error_budget(examples: int) -> None:
-    settings(max_examples=examples)(given(case=drawn_cases())(check_call))()  # a compile each
+    settings(max_examples=examples)(given(case=drawn_cases())(check_call))()  # each example compiles
 
 
 PLAIN: dict[str, Any] = {}
@@ -45,7 +45,7 @@ SMOOTHED: dict[str, Any] = {"label_smoothing": 0.2, "logit_scale": 2.0}
         (20, (5, 17, 40), 3, 6, 8, CAPPED, False, 0),
         (7, (30, 1, 12), 0, 7, 40, SMOOTHED, True, 1),
         (7, (8, 9, 10), 12, 1, 3, PLAIN, False, 1),  # the last shard is all padding
-        (1, (8, 9, 10), 26, 1, 8, SMOOTHED, False, 0),  # one class is left
+        (1, (8, 9, 10), 26, 1, 8, SMOOTHED, False, 0),  # only one class remains
     ],
 )
 def test_vocabulary_shards_give_the_whole_loss(

@@ -1,5 +1,5 @@
-"""jax_pallas.recompute and jax_pallas.scaled_exp through the public functions, with kernels in Pallas' interpreter:
-chunks, options and gradients, and the path that a call takes."""
+"""Tests jax_pallas.recompute and jax_pallas.scaled_exp through the public functions, with kernels in Pallas'
+interpreter: chunks, options, gradients, and the path that a call takes."""
 
 import itertools
 import re
@@ -67,7 +67,7 @@ def test_chunks_of_exponentials_fill_the_budget_and_no_more() -> None:
     assert grown(65536, 2**29).rows == 2048
     assert grown(8192, 2**29, stores=False, holds=False).bytes <= 2**26
     assert grown(8192, 2**29, scratch=lambda rows, most: 2**25).rows < 2048
-    left = grown(8192, 2**29, scratch=lambda rows, most: most)  # what adapts gets what is left
+    left = grown(8192, 2**29, scratch=lambda rows, most: most)  # the adaptive buffer gets the rest of the budget
     assert left.rows == 2048
     assert left.bytes <= 2**29
 
@@ -78,7 +78,7 @@ def test_two_chunks_count_a_second_d_weight() -> None:
     assert grown(4096, 2**29, **second).rows < 2048
     assert grown(4096, 2**31, **second).rows == 4096
     assert grown(1024, 2**29, **second).rows == 1024
-    for tokens in (17, 32):  # two chunks of 16 rows would take more than one of all rows
+    for tokens in (17, 32):  # two chunks of 16 rows would take more than one chunk
         least = grown(tokens, 2**30, **second).bytes
         assert grown(tokens, least, **second).rows == tokens
         with pytest.raises(ValueError, match=f"at least {least} bytes"):
@@ -88,8 +88,8 @@ def test_two_chunks_count_a_second_d_weight() -> None:
         assert grown(tokens, 2**23, **second).rows == 16
 
 
-def test_a_last_chunk_takes_the_kernels_of_the_others_where_that_costs_little() -> None:
-    for tokens, last_rows in ((8192, 1664), (8064, 1408)):  # 128 rows of 8192 more, and 256, above a 50th
+def test_a_last_chunk_uses_the_kernels_of_the_others_if_that_costs_little() -> None:
+    for tokens, last_rows in ((8192, 1664), (8064, 1408)):  # 128 more rows of 8192, and 256 of 8064, more than a 50th
         config = grown(tokens, 2**29, classes=151936)
         assert config.rows == 1664
         assert config.kernel_rows((tokens - 1) % 1664 + 1) == last_rows
@@ -120,14 +120,14 @@ def test_vocab_chunks_of_recomputed_logits_fit() -> None:
         config = choose_recomputed(**numbers, budget=2**29)
         assert 0 < config.rows <= tokens
         assert config.vocab_chunk % 192 == 0
-        assert -(-128256 // config.vocab_chunk) * config.vocab_chunk - 128256 < 2048  # what is computed twice
+        assert -(-128256 // config.vocab_chunk) * config.vocab_chunk - 128256 < 2048  # classes that are computed twice
         assert config.first_vocab_chunk == 128256
         sums = 4 * (2 - in_place) * config.rows + 4 * (not in_place) * config.vocab_chunk
         operands = 2 * (config.rows + config.vocab_chunk)
         assert 2 * config.rows * config.vocab_chunk + 4096 * (sums + operands) <= 2**29 - in_place * 2**25
         if in_place:
             assert config.rows == min(tokens, 8192)
-            assert config.vocab_chunk == 11712  # 11 of them
+            assert config.vocab_chunk == 11712  # 11 chunks
 
 
 def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
@@ -141,7 +141,7 @@ def test_a_budget_too_small_for_recomputed_logits_names_the_least() -> None:
     assert (config.rows, config.vocab_chunk) == (16, 64)
 
 
-def test_kernels_are_asked_for_by_name() -> None:
+def test_kernels_are_requested_by_name() -> None:
     arrays = problem(dtype=jnp.bfloat16)
     assert explain(arrays["input"], arrays["linear_weight"]).name == "chunked"
     assert explain(arrays["input"], arrays["linear_weight"], implementation="pallas_triton").name == "pallas_triton"
@@ -149,7 +149,7 @@ def test_kernels_are_asked_for_by_name() -> None:
 
 @pytest.mark.parametrize(("classes", "copied"), [(320, False), (300, True)])
 def test_vocab_chunks_that_tma_cannot_read_are_copied(classes: int, copied: bool) -> None:
-    bias = jnp.arange(320.0) % 128  # numbers that bfloat16 has
+    bias = jnp.arange(320.0) % 128  # exact in bfloat16
     w = jnp.tile(bias, (8, 1)).astype(jnp.bfloat16)
     problem = Problem(
         input=jnp.zeros((3, 8), jnp.bfloat16),
@@ -181,7 +181,7 @@ VOCAB = (1, 50, 64, 50257, 128256)
 
 
 def names_of(capability: Any, dtype: str, hidden: int, vocab: int, vocab_axis: int) -> str:
-    """The implementation for an NVIDIA GPU, by the table that the documentation gives."""
+    """Returns the name of the implementation for an NVIDIA GPU, from the table in the documentation."""
     if capability is None or capability < (8, 0) or dtype == "float32":
         return "chunked"
     aligned = hidden % 8 == 0 and (vocab_axis == 0 or vocab % 64 == 0)
@@ -196,7 +196,7 @@ def test_choice_without_a_name() -> None:
         names.add(name)
         assert name == ("chunked" if platform != "cuda" else names_of(*shape)), (platform, *shape)
         assert reason
-        if name != "chunked":  # what is chosen is also what may be asked for
+        if name != "chunked":  # a default can also be requested by name
             assert launch.limits(name, *shape[1:]) is None
             assert launch.resolve(name, None, *shape[1:]) == name
             assert launch.device_limits(name, platform, shape[0]) is None
@@ -231,7 +231,7 @@ def test_a_named_implementation_that_the_device_lacks_says_so(reduction: Any) ->
         loss(arrays)
     with pytest.raises(ValueError, match=message):
         jax.jit(loss).lower(arrays)
-    assert jax.eval_shape(loss, arrays).dtype == jnp.float32  # as long as it is only traced it may run elsewhere
+    assert jax.eval_shape(loss, arrays).dtype == jnp.float32  # tracing alone does not raise
 
 
 @pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
@@ -255,7 +255,7 @@ def test_a_named_implementation_that_cannot_serve_says_why() -> None:
     assert set(launch.NAMES) < set(IMPLEMENTATIONS)
 
 
-def test_cases_reach_both_ways_of_plan_a() -> None:
+def test_cases_reach_both_forms_of_plan_a() -> None:
     spread = [replace(case, hidden=64) for case in cases() if case.dtype == "bfloat16"]
     assert any(case.spec.label_smoothing for case in spread)
     assert any(not case.spec.label_smoothing for case in spread)

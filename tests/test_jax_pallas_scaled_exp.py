@@ -1,8 +1,8 @@
-"""Plans A and B with scaled exponentials, and A and C with d_logits, by the Hopper kernels, in Mosaic's interpreter
-on the CPU.
+"""Runs plans A and B with scaled exponentials, and plans A and C with d_logits, with the Hopper kernels in Mosaic's
+interpreter on the CPU.
 
-The interpreter's calls have side effects, which JAX loops and the loss's operators do not allow. The plans are
-therefore run directly, with Python loops over the chunks of rows and the vocabulary chunks.
+The interpreter's calls have side effects, which JAX loops and the loss's operators do not allow. The tests therefore
+run the plans directly, with Python loops over the chunks of rows and the vocabulary chunks.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ from linear_ce.spec import LossSpec
 EVERYTHING = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
 OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
 
-# N, D, V, classes, vocab_axis, rows of a chunk, options: tokens that 8 does not divide, a hidden size of one column of
-# tiles, a single row, a vocabulary that no TMA tile divides.
+# N, D, V, classes, vocab_axis, rows of a chunk, options. The cases include a number of tokens that is not a multiple of
+# 8, a hidden size of one column of tiles, a single row, and a vocabulary that is not a multiple of a TMA tile.
 CASES = [
     pytest.param(*case, id=str(case[:6]))
     for case in (
@@ -48,14 +48,14 @@ CASES = [
         (5, 64, 50, 50, 0, 5, OPTIONS),
         (1, 64, 128, 128, 1, 1, {}),
         (77, 64, 50, 50, 0, 32, {}),
-        (254, 64, 128, 120, 0, 128, OPTIONS),  # a last chunk by the kernels of a whole one
+        (254, 64, 128, 120, 0, 128, OPTIONS),  # the last chunk uses the kernels of a whole one
     )
 ]
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the Hopper kernels in Pallas' interpreter, and waits for each kernel to end. Otherwise there is a deadlock:
-    an operation of the caller waits for the kernel, and the interpreter's operations wait for the caller's."""
+    the caller's operation waits for the kernel, and the interpreter's operations wait for the caller's."""
     for module in (hopper_common, hopper_gradients):
         monkeypatch.setattr(module, "programs", lambda: 2)
     launchers = {
@@ -68,7 +68,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def waiting(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a kernel whose caller continues when the kernel is done."""
+    """Returns a kernel whose caller continues only when the kernel is done."""
     return lambda *arrays, **options: jax.block_until_ready(kernel(*arrays, **options))
 
 
@@ -136,7 +136,7 @@ def test_scaled_exp(
     ours = problem(n, d, v, classes, vocab_axis, options)
     planned_ours = planned(ours, "loss_and_gradients", "mosaic", EVERYTHING, statistics=True)
     last = (n - 1) % rows + 1
-    last = rows if (rows - last) * 50 <= n else last  # as `choose_scaled_exp` does
+    last = rows if (rows - last) * 50 <= n else last  # like `choose_scaled_exp`
     plan = replace(plan_of(planned_ours), chunks=ScaledExpConfig(rows, last, 2**20, 0))
     assert plan.path == "scaled_exp"
     ours = replace(ours, plan=plan)
@@ -154,7 +154,7 @@ def test_scaled_exp(
 
 
 def over_slices(body: Any, carry: Any, length: int, size: int) -> Any:
-    """As `slicing.over_slices`, for per-row results in order."""
+    """Like `slicing.over_slices`, but with a Python loop, for per-row results in order."""
     found = []
     for first in range(0, length, size):
         start, size = min(first, length - size), min(size, length)
@@ -163,15 +163,15 @@ def over_slices(body: Any, carry: Any, length: int, size: int) -> Any:
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
-# The same numbers, and classes of a vocabulary chunk: rows that 8 does not divide, vocabulary chunks and chunks that
-# overlap.
+# The same fields, and the classes of a vocabulary chunk. The cases include rows that are not a multiple of 8, and
+# overlapping chunks of rows and of the vocabulary.
 RECOMPUTED = [
     pytest.param(*case, id=str(case[:7]))
     for case in (
         (141, 64, 330, 310, 0, 64, 192, OPTIONS),
         (77, 192, 520, 520, 0, 77, 256, {}),
         (50, 64, 640, 640, 1, 50, 256, {"label_smoothing": 0.1}),
-        (50, 64, 640, 610, 1, 50, 256, {}),  # vocabulary chunks that begin at no multiple of 64
+        (50, 64, 640, 610, 1, 50, 256, {}),  # vocabulary chunks do not start at multiples of 64
         (21, 128, 200, 200, 0, 13, 200, {}),
     )
 ]

@@ -1,8 +1,8 @@
-"""jax_pallas on a mesh of devices: inside jax.shard_map each device computes the loss of its tokens, and sharded arrays
-are refused.
+"""Tests jax_pallas on a mesh of devices: inside jax.shard_map, each device computes the loss of its tokens. Sharded
+arrays outside shard_map are refused.
 
-The tests that need several devices run this file as a program in a separate process, because the number of CPU devices
-must be set before JAX starts.
+Tests that need several devices run this file in a separate process, because the number of CPU devices must be set
+before JAX starts.
 """
 
 import json
@@ -32,13 +32,13 @@ ROWS = {"input": P("data"), "linear_weight": P(), "linear_bias": P(), "target": 
 
 
 def of_each_device(loss: Callable[..., Array], *, check_vma: bool, axis: AxisType = AxisType.Auto) -> Any:
-    """Returns loss(arrays) of all rows and its gradients, from the devices' own rows; check_vma as in jax.shard_map."""
+    """Returns loss(arrays) over all rows and its gradients, with jax.shard_map. Each device computes its rows."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(axis,))
 
     def body(arrays: dict[str, Any]) -> Any:
         chosen = {name: arrays[name] for name in ARGUMENTS}
         value, found = jax.value_and_grad(lambda chosen: loss(arrays | chosen))(chosen)
-        if not check_vma:  # with it, what is the same on all devices has the sum of their gradients
+        if not check_vma:  # with check_vma, JAX sums the gradients of replicated arrays
             head = {name: jax.lax.psum(found[name], "data") for name in ("linear_weight", "linear_bias")}
             found = found | head
         return jax.lax.psum(value, "data"), found
@@ -65,7 +65,7 @@ def of_all(loss: Callable[..., Array], arrays: dict[str, Any]) -> Any:
 
 
 def summed(function: str, arrays: dict[str, Any], **options: Any) -> Array:
-    """A scalar that is the sum over devices of what it is on each."""
+    """Returns a scalar whose sum over the devices is the loss."""
     if function == "mean":
         return linear_cross_entropy(**arrays, normalizer=48.0, **options)
     if function == "log_probs":
@@ -153,13 +153,13 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Returns the failures of the selected tests' CHECKS on several devices, all by one process."""
+    """Returns the failures of the selected tests' CHECKS on several devices. One process runs all of them."""
     items: list[Any] = [item for item in request.session.items if item.path == request.path]
     names = [item.callspec.params["name"] for item in items if "failures" in item.fixturenames]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     paths = os.pathsep.join([str(Path(__file__).parent.parent), str(Path(__file__).parent)])
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as compiling.quick_compilation
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # like compiling.quick_compilation
     done = subprocess.run(
         [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, check=False
     )
@@ -215,7 +215,7 @@ def test_log_probs_refuse_sharded_arrays_too() -> None:
 
 
 def main() -> None:
-    """Runs the named ones of CHECKS and prints the failures, by name, as JSON."""
+    """Runs the named CHECKS and prints their failures as a JSON object, by name."""
     assert jax.device_count() == DEVICES
     found: dict[str, str] = {}
     for name in sys.argv[1:]:

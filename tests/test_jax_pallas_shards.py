@@ -1,4 +1,4 @@
-"""Shards of a vocabulary with kernels: partial results at an offset merge into the loss and gradients of the whole."""
+"""Tests kernels on vocabulary shards: partial results at an offset merge into the whole loss and its gradients."""
 
 import sys
 from dataclasses import replace
@@ -32,11 +32,11 @@ BF16 = Case(name="every option", dtype="bfloat16", vocab=320, spec=EVERY, **OPTI
 TRANSPOSED = Case(name="transposed", dtype="float16", vocab=320, vocab_axis=1, spec=LossSpec("sum"), **OPTIONS)
 FP32 = Case(name="fp32", vocab=330, spec=EVERY, **OPTIONS)
 
-SIZES = (128, 64, 128)  # classes of the shards; the last has what is left
+SIZES = (128, 64, 128)  # classes of the shards; the last one has the rest
 
 
 def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> dict[str, Array]:
-    """Returns what is made of the shards' results, each computed from its classes of the head."""
+    """Returns the results merged from shards, each computed from its classes of the head."""
     dtypes: dict[str, str] = dict.fromkeys(("input", "linear_weight", "linear_bias"), case.dtype)
     t = {name: jnp.asarray(array, dtypes.get(name)) for name, array in arrays.items()}
     classes, whole, row_weight = case.classes, Slice(0, case.n, None), jnp.ones(case.n)
@@ -48,7 +48,7 @@ def sharded(case: Case, arrays: dict[str, np.ndarray], implementation: str) -> d
         arguments = (t["input"], w, b, target, row_weight, class_weight, case.spec, classes, offset, case.vocab_axis)
         shard = planned(Problem(*arguments), "gradients", implementation, NeedsGrad(True, True, True))
         assert shard.plan is not None
-        # Summed in float32, to which no kernel of d_weight adds.
+        # A float32 sum, to which no d_weight kernel adds.
         shards.append(replace(shard, plan=replace(shard.plan, d_weight_kernel=False)))
         offset += size
     vocab_chunks = [min(shard.local_classes, 128) for shard in shards]

@@ -1,5 +1,5 @@
-"""The sign and the accuracy of the loss of confident tokens: never below 0, and as close to float64 as the loss of
-materialized float32 logits."""
+"""Tests the sign and the accuracy of the loss of confident tokens: it is never below 0, and as close to float64 as the
+loss of materialized float32 logits."""
 
 import itertools
 import sys
@@ -28,7 +28,7 @@ EPSILON = 2.0**-23
 
 
 def drawn(n: int, d: int, v: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[Array, Array, Array]:
-    """Returns inputs that are 40 times as large as usual, a head, and each row's likeliest class."""
+    """Returns inputs that are 40 times as large as usual, a head, and each row's most likely class."""
     random = np.random.default_rng(seed)
     x = jnp.asarray(random.standard_normal((n, d)) * 40, dtype)
     w = jnp.asarray(random.standard_normal((v, d)) / d**0.5, dtype)
@@ -36,7 +36,7 @@ def drawn(n: int, d: int, v: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> t
 
 
 def exact(n: int, v: int, dtype: Any = jnp.bfloat16, largest: float = 8192.0) -> tuple[Array, Array, Array]:
-    """Returns inputs and a head whose logits float32 holds: any order of summation gives the same, near `largest`."""
+    """Returns inputs and a head whose logits, near `largest`, are exact in float32 for any order of summation."""
     random = np.random.default_rng(1)
     x, w = random.integers(-2, 3, (n, 64)) / 2, random.integers(-2, 3, (v, 64)).astype(np.float64)
     x[:, :32], w[:, :32] = 16, largest / 512
@@ -52,7 +52,7 @@ def logits_of(x: Array, w: Array, logit_scale: float = 1.0, softcap: float | Non
 
 
 def nll_of(logits: np.ndarray, target: Array) -> np.ndarray:
-    """Returns the negative log-likelihood in float64, without a difference of large numbers."""
+    """Returns the negative log-likelihood in float64, without subtracting large numbers."""
     at = np.arange(len(logits)), np.asarray(target)
     shifted = logits - logits[at][:, None]
     shifted[at] = -np.inf
@@ -62,7 +62,7 @@ def nll_of(logits: np.ndarray, target: Array) -> np.ndarray:
 
 
 def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
-    """Returns the same of materialized float32 logits."""
+    """Returns the negative log-likelihood from materialized float32 logits."""
     log_probs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
     return -np.asarray(log_probs[jnp.arange(len(target)), target], np.float64)
 
@@ -70,7 +70,7 @@ def unfused(logits: np.ndarray, target: Array) -> np.ndarray:
 def assert_accurate(found: Any, logits: np.ndarray, target: Array, below: float = np.inf) -> None:
     """Fails if a loss is below 0, or if the largest error is above 3 times that of the unfused loss.
 
-    Only losses below `below` count in the errors.
+    Only losses below `below` count for the error.
     """
     found, expected = np.asarray(found, np.float64), nll_of(logits, target)
     assert (found >= 0).all(), f"{(found < 0).sum()} losses are below 0, the least is {found.min()}"
@@ -82,7 +82,7 @@ def assert_accurate(found: Any, logits: np.ndarray, target: Array, below: float 
 
 
 def every_loss(dtype: str, options: str, function: str, implementation: str) -> np.ndarray:
-    """Returns the losses of a function on drawn arrays: of each token, or of a step of training."""
+    """Returns a function's losses on random arrays, per token or for a training step."""
     x, w, y = drawn(160, 64, 700, DTYPES[dtype])
     static_args: dict[str, Any] = {**OPTIONS[options], "implementation": implementation}
     if function == "none":
@@ -92,7 +92,7 @@ def every_loss(dtype: str, options: str, function: str, implementation: str) -> 
     return np.asarray(jax.value_and_grad(linear_cross_entropy, argnums=(0, 1))(x, w, y, **static_args)[0])
 
 
-# Each dtype, option and function once for each implementation; the others take two minutes to compile.
+# The quick suite runs each dtype, option and function once per implementation. The rest takes two minutes to compile.
 EVERY_DAY = {("bfloat16", "plain", "none"), ("float16", "capped", "log_probs"), ("float32", "scaled", "mean")}
 LOSSES = [
     pytest.param(*chosen, marks=() if chosen in EVERY_DAY else pytest.mark.slow)
@@ -106,7 +106,7 @@ def test_the_loss_is_never_below_zero(dtype: str, options: str, function: str, i
     loss = every_loss(dtype, options, function, implementation)
     assert (loss >= 0).all(), f"{(loss < 0).sum()} losses are below 0, the least is {loss.min()}"
     if function == "log_probs":
-        assert not np.signbit(-loss[loss == 0]).any(), "0, not -0"
+        assert not np.signbit(-loss[loss == 0]).any(), "-0 instead of 0"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_vocab_chunks() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_shards_of_the_vocabulary(implementation: str) -> None:
-    """`row_math.merge` joins what each shard's first pass leaves: the target's summand stays one of the sum."""
+    """`row_math.merge` joins the results of the shards' first passes, and the target's term remains part of the sum."""
     x, w, y = exact(160, 700)
     spec = LossSpec("none")
 
@@ -157,7 +157,7 @@ def test_shards_of_the_vocabulary(implementation: str) -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_repaired_rows(implementation: str) -> None:
-    """A row whose target is far below the largest logit, beside confident rows, which its repair does not change."""
+    """Repairing a row whose target is far below the largest logit does not change the confident rows beside it."""
     x, w, _ = exact(160, 700)
     w = w.at[0, :32].add(-0.25)  # 128 below the others
     logits = logits_of(x, w)
@@ -166,13 +166,13 @@ def test_repaired_rows(implementation: str) -> None:
     found = np.asarray(linear_cross_entropy(x, w, y, reduction="none", implementation=implementation))
     assert_accurate(found[confident], logits[confident], y[confident])
     expected = nll_of(logits, y)
-    assert (expected[::7] > 40).all(), "these leave the range"
+    assert (expected[::7] > 40).all(), "these rows must leave the range of the scaled exponentials"
     np.testing.assert_allclose(found[::7], expected[::7], rtol=1e-5)
 
 
-@pytest.mark.slow  # of drawn arrays: test_jax_pallas_hopper_logits.py
+@pytest.mark.slow  # test_jax_pallas_hopper_logits.py tests random arrays
 def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Pallas' interpreter: targets in whole and cut tiles, none, and several in one tile."""
+    """Runs in Pallas' interpreter, with targets in whole and partial tiles, no target, and several in one tile."""
     monkeypatch.setattr(hopper_common, "programs", lambda: 3)
     x, w, y = exact(160, 700)
     logits = logits_of(x, w)
@@ -211,7 +211,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
 
 
 def test_the_gradient_of_a_confident_token_is_accurate() -> None:
-    """theta of the scaled exponentials is p - 1, which a difference of float32 numbers near 1 would lose."""
+    """theta of the scaled exponentials is p - 1, which the difference of two float32 numbers near 1 would lose."""
     x, w, y = exact(160, 704)
     bias = jnp.zeros(704, jnp.float32)
 
@@ -224,7 +224,7 @@ def test_the_gradient_of_a_confident_token_is_accurate() -> None:
     np.testing.assert_allclose(jax.grad(loss)(bias)[y[0]], np.expm1(-nll[row]), rtol=1e-3)
 
 
-# The sizes at which the loss went below 0.
+# Sizes at which an earlier version gave a loss below 0.
 
 
 def check_at_size(implementation: str, dtype: str) -> None:
@@ -258,7 +258,7 @@ def check_at_size(implementation: str, dtype: str) -> None:
 
 
 def unfused_in_float32(x: Array, w: Array, y: Array) -> np.ndarray:
-    """Returns the loss of each row from float32 logits of float32 matmuls."""
+    """Returns the loss of each row from float32 logits that float32 matmuls compute."""
     with jax.default_matmul_precision("float32"):
         logits = x.astype(jnp.float32) @ w.astype(jnp.float32).T
     return unfused(np.asarray(logits, np.float64), y)

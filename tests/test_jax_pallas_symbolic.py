@@ -1,4 +1,4 @@
-"""jax.export with a symbolic number of tokens: "chunked" supports it, and the kernels refuse it by name."""
+"""Tests jax.export with a symbolic number of tokens: "chunked" supports it, and the kernels refuse it by name."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def exported(function: Any, arrays: dict[str, Any], leading: str) -> export.Expo
     return export.export(jax.jit(function), platforms=["cpu"])(shapes)
 
 
-FEW, MANY = (1037,), (1, 15, 40)  # tokens: of many chunks, and of one
+FEW, MANY = (1037,), (1, 15, 40)  # numbers of tokens: many chunks, and one chunk
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ FEW, MANY = (1037,), (1, 15, 40)  # tokens: of many chunks, and of one
 )
 def test_any_number_of_tokens(function: str, numbers: tuple[int, ...]) -> None:
     arrays = problem(40, 64, 1000)
-    options: dict[str, Any] = {"memory_budget": 2**18, "ignore_index": 7}  # chunks of some rows, and vocabulary chunks
+    options: dict[str, Any] = {"memory_budget": 2**18, "ignore_index": 7}  # several chunks of both axes
 
     def call(arrays: dict[str, Any]) -> Any:
         return everything(function, arrays, **options)

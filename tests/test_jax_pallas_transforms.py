@@ -1,4 +1,4 @@
-"""jax_pallas under jit, grad of each argument, vmap and jax.checkpoint, against jax.grad on materialized logits."""
+"""Compares jax_pallas under jit, grad by each argument, vmap and jax.checkpoint with materialized logits."""
 
 import itertools
 import re
@@ -16,8 +16,8 @@ from jax_pallas.ops import RESIDUAL
 
 SUBSETS = [names for k in (1, 2, 3) for names in itertools.combinations(ARGUMENTS, k)]
 
-# Matmuls of a whole call with one chunk and one vocabulary chunk, by whether input and linear_weight are
-# differentiated.
+# The number of matmuls of a call with one chunk of rows and one vocabulary chunk, by whether input and linear_weight
+# are differentiated.
 MATMULS = {
     "mean": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
     "sum": {(True, True): 3, (True, False): 2, (False, True): 2, (False, False): 1},
@@ -27,7 +27,7 @@ MATMULS = {
 
 
 def expected(function: str, arrays: dict[str, Any], vocab_axis: int = 0) -> Array:
-    """`total` of materialized logits, for jax.grad to differentiate."""
+    """Computes `total` from materialized logits. jax.grad differentiates it."""
     logits = materialized(arrays, vocab_axis)
     log_p = jax.nn.log_softmax(logits)
     log_prob = jnp.take_along_axis(log_p, arrays["target"][:, None], 1)[:, 0]
@@ -49,7 +49,7 @@ def assert_close(got: Any, want: Any) -> None:
 
 
 def matmuls_in(function: Any, *arguments: Any) -> int:
-    """Returns how many matmuls the lowered program has."""
+    """Returns the number of matmuls in the lowered program."""
     return jax.jit(function).lower(*arguments).as_text().count("stablehlo.dot_general")
 
 
@@ -59,7 +59,7 @@ def test_gradient_of_each_single_argument(function: str, names: tuple[str, ...])
     arrays = problem()
     assert_close(gradients(function, arrays, names), expected_gradients(function, arrays, names))
     count = MATMULS[function]["input" in names, "linear_weight" in names]
-    # Rows scaled by an upstream gradient spare the second logits only where the whole head is frozen.
+    # Scaling the rows by an upstream gradient avoids the second logits matmul only if the whole head is frozen.
     count += function == "none" and names == ("input", "linear_bias")
     assert matmuls_in(lambda arrays: gradients(function, arrays, names), arrays) == count
 
@@ -101,7 +101,7 @@ BATCH = 5
 
 
 def batched_problem() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays of a shared head, and input (B, N, D) with target (B, N)."""
+    """Returns the arrays of one shared head, input (B, N, D) and target (B, N)."""
     shared = problem(12 * BATCH)
     rows = {"input": shared.pop("input").reshape(BATCH, 12, 8), "target": shared.pop("target").reshape(BATCH, 12)}
     rows["target"] = rows["target"].at[1, 3:].set(-100)
@@ -109,7 +109,7 @@ def batched_problem() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def of_each(function: Any, shared: dict[str, Any], rows: dict[str, Any]) -> Array:
-    """The function of each batch element, from materialized logits."""
+    """Computes the function of each batch element from materialized logits."""
 
     def one(x: Array, y: Array) -> Array:
         valid = y != -100
@@ -123,7 +123,7 @@ def of_each(function: Any, shared: dict[str, Any], rows: dict[str, Any]) -> Arra
 
 
 def of_batch(function: Any, shared: dict[str, Any], rows: dict[str, Any], **axes: Any) -> Array:
-    """The same by jax.vmap of the loss."""
+    """Computes the function of each batch element by jax.vmap of the loss."""
 
     def one(rows: dict[str, Any]) -> Array:
         if function == "entropy":
@@ -142,7 +142,7 @@ def test_vmap_over_tokens(function: str) -> None:
     def value(of: Any) -> Any:
         def weighted(shared: dict[str, Any], x: Array) -> Array:
             results = of(function, shared, {**rows, "input": x})
-            return (results.T * jnp.arange(1.0, BATCH + 1)).sum()  # an upstream gradient for each
+            return (results.T * jnp.arange(1.0, BATCH + 1)).sum()  # a different upstream gradient for each
 
         return jax.grad(weighted, argnums=(0, 1))(shared, rows["input"])
 
@@ -170,7 +170,7 @@ def test_vmap_over_the_head() -> None:
     for head, got in zip(heads, of_each_head(heads), strict=True):
         want = expected_gradients("mean", arrays | {"linear_weight": head}, ("linear_weight",))["linear_weight"]
         assert_close(got, want)
-    assert "tensor<2x12x50xf32>" not in of_each_head.lower(heads).as_text()  # a budget holds the logits of one
+    assert "tensor<2x12x50xf32>" not in of_each_head.lower(heads).as_text()  # the budget holds the logits of one head
 
 
 def test_vmap_over_targets_only() -> None:
@@ -208,7 +208,7 @@ def test_checkpoint(function: str, saved: bool) -> None:
     np.testing.assert_allclose(loss, 2.0 * expected(function, arrays), rtol=1e-5)
     want = expected_gradients(function, arrays, ARGUMENTS)
     assert_close(got, jax.tree.map(lambda gradient: 2.0 * gradient, want))
-    # What the forward pass saves under a name is not computed again; otherwise one more pass is the price.
+    # Values that the forward pass saves under a name are not computed again. Without them, another pass is needed.
     count = matmuls_in(jax.value_and_grad(value), chosen)
     assert count == MATMULS[function][True, True] if saved else count > MATMULS[function][True, True]
 
@@ -217,7 +217,7 @@ MICRO_BATCHES = 4
 
 
 def in_micro_batches(loss: Any, arrays: dict[str, Any], shared: dict[str, Any]) -> Array:
-    """The sum of the losses of micro-batches, by a scan over them."""
+    """Sums the losses of micro-batches in a scan."""
     rows = {name: arrays[name].reshape(MICRO_BATCHES, -1, *arrays[name].shape[1:]) for name in ("input", "target")}
 
     def body(sum_: Array, rows: dict[str, Any]) -> tuple[Array, None]:
@@ -241,7 +241,7 @@ def test_scan_over_micro_batches(function: str, checkpointed: bool) -> None:
     body = jax.checkpoint(loss) if checkpointed else loss
     summed = jax.jit(jax.value_and_grad(lambda shared: in_micro_batches(body, arrays, shared)))
     assert_close(summed(shared), jax.value_and_grad(lambda s: in_micro_batches(expected_loss, arrays, s))(shared))
-    # Saved, the forward pass's gradients are one head for each micro-batch.
+    # Saving the forward pass's gradients keeps one head gradient per micro-batch.
     heads = "tensor<4x50x8xf32>" in summed.lower(shared).as_text()
     assert heads == (function == "mean" and not checkpointed)
 
@@ -276,7 +276,7 @@ def test_donated_arrays_become_their_gradients(dtype: str) -> None:
     step = jax.value_and_grad(loss, argnums=(0, 1))
     want = jax.jit(step)(arrays["input"], arrays["linear_weight"])
     donated = arrays["input"], arrays["linear_weight"]
-    got = jax.jit(step, donate_argnums=(0, 1))(*donated)  # a donation that is of no use warns, and so fails
+    got = jax.jit(step, donate_argnums=(0, 1))(*donated)  # an unused donation warns, which fails the test
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert all(array.is_deleted() for array in donated)
 
@@ -289,7 +289,7 @@ def test_compiled_ahead_of_time() -> None:
 
 
 def by_transformations(arrays: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Returns the gradients by input and linear_weight of the same loss under jit and each of three more."""
+    """Returns the gradients by input and linear_weight of the same loss under jit and three other transformations."""
     x, w, y = (arrays[name] for name in ("input", "linear_weight", "target"))
 
     def loss(x: Array, w: Array, y: Array = y) -> Array:

@@ -1,4 +1,4 @@
-"""The chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md against the reference, in
+"""Compares the chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md with the reference in
 float64."""
 
 from itertools import pairwise
@@ -20,7 +20,7 @@ def logits_of(arrays: dict[str, Any], spec: LossSpec) -> np.ndarray:
 
 
 def partial(z: np.ndarray, target: np.ndarray, c: np.ndarray, start: int) -> list[np.ndarray]:
-    """MATH.md (25) for the classes from `start` on, whose logits are z."""
+    """MATH.md (25) for the classes that begin at `start` and have logits z."""
     with np.errstate(invalid="ignore"):
         m = np.max(z, axis=1, initial=-np.inf)
         shifted = np.where(z == -np.inf, 0, z - m[:, None])
@@ -77,7 +77,7 @@ def test_vocab_chunks_of_masked_classes_merge() -> None:
     np.testing.assert_allclose(np.log(whole[1]) - whole[4] / whole[1], want.entropy, rtol=1e-12)
 
 
-def test_four_coefficients_a_row_and_vocab_chunks_give_the_gradients() -> None:
+def test_four_coefficients_per_row_and_vocab_chunks_give_the_gradients() -> None:
     arrays, c = problem(12), np.random.default_rng(12).uniform(0.5, 2, V)
     d_log_prob, d_entropy, d_lse = np.random.default_rng(13).standard_normal((3, N))
     z, y, zero = logits_of(arrays, SPEC), arrays["target"], np.zeros(N)

@@ -1,4 +1,4 @@
-"""README and docs: length, links, runnable code, and words that no reader could look up."""
+"""Tests the README and docs: length, links, runnable code, and private words that no reader could look up."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,7 @@ REPLACED = {
     r"materialise\w*|optimis\w+|normalis\w+|initialis\w+|tokenis\w+": "the American spelling",
     r"NOTES\.md": "how-to-measure.md or experiments.md",
 }
-# The same for words that the sources still contain.
+# The same for words that sources may contain.
 REPLACED_IN_PAGES = {
     r"laws?": "distribution",
     r"peers": "other libraries",
@@ -38,7 +38,7 @@ REPLACED_IN_PAGES = {
 
 
 def private_words(files: Iterable[Path], words: Mapping[str, str]) -> list[str]:
-    """Returns the places where the files contain one of the words, and what to write there."""
+    """Returns where the files contain one of the words, and what to write instead."""
     found = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -81,5 +81,5 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_python_of_the_pages_runs(path: Path) -> None:
     for code in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-        small = code.replace("32000", "320").replace("256", "32").replace("8, 128", "2, 16")  # the same in less time
+        small = code.replace("32000", "320").replace("256", "32").replace("8, 128", "2, 16")  # smaller sizes save time
         exec(compile(small, str(path), "exec"), {})

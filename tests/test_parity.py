@@ -1,4 +1,5 @@
-"""The comparison of backends: budgets accept rounding errors and catch wrong results, and the command reports them."""
+"""Tests the comparison of backends: budgets accept rounding errors and catch wrong results, and the command reports
+both."""
 
 import json
 import os
@@ -65,7 +66,7 @@ def test_error_refuses_other_shapes() -> None:
         tolerances.error(np.zeros((2, 1)), np.zeros(2))
 
 
-def test_rows_count_each_by_its_own_norm() -> None:
+def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
     want = np.array([[3.0, 4.0], [0.0, 0.0], [0.0, 1e-3], [6.0, 8.0]])
     got = want + np.array([[0.0, 0.5], [0.0, 7.0], [1e-3, 0.0], [0.0, 0.0]])
     errors = [0.1, 1.0, 0.0]
@@ -81,7 +82,7 @@ def test_rows_count_each_by_its_own_norm() -> None:
 # Comparison.
 
 
-# Of each edge one dtype, in turn.
+# One dtype for each edge, in rotation.
 EDGES = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
 
 
@@ -94,7 +95,7 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     rank = np.argsort(classes)
     target = arrays["target"].reshape(-1)[tokens].astype(np.int64)
     in_range = (target >= 0) & (target < case.classes) & (target != case.spec.ignore_index)
-    # Far away, so that no permuted target meets it.
+    # Far from every class, so that no permuted target equals it.
     ignore_index = -(2**40)
     permuted_class = np.where(in_range, rank[target % case.vocab], target)
     permuted = {
@@ -128,7 +129,8 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     assert all(comparison.percent <= 100 for comparison in comparisons.values()), used(comparisons)
 
 
-# An option left out, and the cases that have it. A gradient of zeros cannot tell, so edges stay out.
+# Options to omit, with the values that omit them. Gradients of zero would not show the difference, so edge cases are
+# not used.
 LEFT_OUT: dict[str, Any] = {
     "label_smoothing": 0.0,
     "z_loss_weight": 0.0,
@@ -140,7 +142,7 @@ LEFT_OUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["pairwise", "all"])
 @pytest.mark.parametrize("option", [*LEFT_OUT, "linear_bias", "weight", "token_weight", "normalizer", "d_loss"])
-def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
+def test_an_omitted_option_exceeds_the_budget(option: str, every: bool) -> None:
     seen = 0
     for case in cases():
         if case.name.startswith("edge") or not (every or case.name in pairwise_names()):
@@ -164,13 +166,13 @@ def test_an_option_left_out_is_over_budget(option: str, every: bool) -> None:
 
 
 def two_bits(exponentials: Tensor) -> Tensor:
-    """Returns numbers rounded to two bits of mantissa besides the leading one."""
+    """Rounds numbers to two bits of mantissa after the leading bit."""
     mantissa, exponent = torch.frexp(exponentials)
     return torch.ldexp(torch.round(8 * mantissa) / 8, exponent)
 
 
 def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "chunked" round the exponentials of d_logits to two bits; lse stays exact, as it does in the kernels."""
+    """Makes "chunked" round the exponentials of d_logits to two bits. lse remains exact, as in the kernels."""
     right = chunked.tile_d_logits
 
     def d_logits(*arguments: Any) -> Tensor:
@@ -182,7 +184,7 @@ def round_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def round_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes "chunked" round logits to bfloat16, as a loss on materialized bfloat16 logits does."""
+    """Makes "chunked" round logits to bfloat16, like a loss on materialized bfloat16 logits."""
     right = chunked.logits_tile
     monkeypatch.setattr(chunked, "logits_tile", lambda *arguments: right(*arguments).bfloat16().float())
 
@@ -207,7 +209,7 @@ def test_sharp_logits_show_errors_of_the_softmax_part(
         assert rows["d_weight_class_p95"] > 150, used(comparisons)
 
 
-def test_missing_and_unasked_outputs_are_refused() -> None:
+def test_missing_and_unexpected_outputs_are_refused() -> None:
     case = next(select("edge-frozen_weight-fp32"))
     arrays = make_arrays(case)
     outputs = evaluate_unfused(case, arrays)
@@ -387,7 +389,7 @@ def test_a_wrong_option_is_named(arguments: list[str], message: str, capsys: pyt
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_a_missing_framework_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_framework_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "installed", lambda framework: framework == "torch")
     assert command._available(None) == ["torch-default", "torch-chunked"]
     assert "JAX is not installed: its backends are left out" in capsys.readouterr().out
@@ -415,4 +417,4 @@ def test_one_row_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("torch-default  fp32  chunked")
     assert line.endswith("  tiny")
     assert len(command.report.header()) == len(line)
-    assert line.count("%") == 5  # loss, lse, d_input, d_weight and the worst of the rest
+    assert line.count("%") == 5  # loss, lse, d_input, d_weight, and the worst of the others

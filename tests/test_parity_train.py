@@ -1,4 +1,5 @@
-"""`python -m parity train`: the four curves agree, a change in one framework is caught, and the command reports it."""
+"""Tests `python -m parity train`: the four curves agree, and the command catches and reports a change in one
+framework."""
 
 import json
 import os
@@ -42,7 +43,7 @@ def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def check_agreement(done: subprocess.CompletedProcess[str], document: Path, steps: int) -> dict[str, Any]:
-    """Checks what the command printed and wrote when all went well; returns the latter."""
+    """Checks the output of a successful command. Returns the document that it wrote."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1].startswith("all four curves agree within 1e-05 at each step; fused: torch by ")
@@ -88,7 +89,7 @@ def test_fifty_steps_agree(options: tuple[str, ...], tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < 0.35 * losses[0]
 
 
-# What a change in one framework does.
+# Changes in one framework.
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def problem() -> Problem:
 
 @pytest.fixture(scope="module")
 def trained(problem: Problem) -> Run:
-    """Of JAX, with the fused loss."""
+    """A JAX run with the fused loss."""
     return jax_run.train(problem, fused=True)
 
 
@@ -126,7 +127,7 @@ def test_the_same_problem_agrees(problem: Problem, trained: Run) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_number_in_one_framework_is_caught(change: dict[str, Any], problem: Problem, trained: Run) -> None:
+def test_a_different_setting_in_one_framework_is_caught(change: dict[str, Any], problem: Problem, trained: Run) -> None:
     (failure,) = found(problem._replace(setup=replace(problem.setup, **change)), trained)
     assert failure.startswith("torch-fused and jax-fused differ by ")
     assert "over 1e-05 from step " in failure
@@ -141,16 +142,16 @@ def test_a_gradient_of_the_wrong_sign_is_caught(
 
     def reversed_gradient(*arguments: Any, **options: Any) -> Any:
         loss = right(*arguments, **options)
-        return 2 * loss.detach() - loss  # the same value
+        return 2 * loss.detach() - loss  # the value does not change
 
     monkeypatch.setattr(core_triton, "linear_cross_entropy", reversed_gradient)
     (failure,) = found(problem, trained)
-    assert failure.endswith("over 1e-05 from step 2 on")  # the first loss is that of the first weights
+    assert failure.endswith("over 1e-05 from step 2 on")  # the first loss does not depend on gradients
 
 
 def test_another_rotation_is_caught(problem: Problem, trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch_run._rotate
-    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # turns the other way
+    monkeypatch.setattr(torch_run, "_rotate", lambda x, theta: right(x.flip(-1), theta).flip(-1))  # rotates backward
     (failure,) = found(problem, trained)
     assert failure.endswith("over 1e-05 from step 1 on")
 
@@ -169,7 +170,7 @@ def test_a_decoder_with_other_parameters_is_refused(problem: Problem) -> None:
         jax_run.train(problem._replace(weights=weights), fused=True)
 
 
-# Judgement.
+# Failures.
 
 
 def run_of(losses: list[float], implementation: str = "chunked", platform: str = "cpu") -> Run:
@@ -196,7 +197,7 @@ def test_a_loss_without_its_kernel_fails_on_a_gpu() -> None:
     assert not compare.failures({"torch-unfused": run_of([1.0], "cross_entropy", "cuda")})
 
 
-def test_what_fails_is_said(
+def test_failures_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     outcomes: dict[str, Run | str] = {name: run_of([3.0, 2.0]) for name in CURVES}
@@ -287,7 +288,7 @@ def test_a_problem_repeats_and_survives_its_file(problem: Problem, tmp_path: Pat
     assert not np.array_equal(make_problem(replace(problem.setup, seed=1)).tokens, problem.tokens)
 
 
-def test_targets_follow_their_tokens_but_for_the_ignored(problem: Problem) -> None:
+def test_targets_follow_their_tokens_unless_ignored(problem: Problem) -> None:
     ignored = problem.targets == IGNORED
     assert 0.1 < ignored.mean() < 0.15
     following = problem.targets[..., :-1][~ignored[..., :-1]]
@@ -309,7 +310,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert 0 < rates[-1] < 0.01
 
 
-def test_matrices_alone_decay() -> None:
+def test_only_matrices_decay() -> None:
     decayed = {name for name in parameter_shapes(Setup()) if is_decayed(name)}
     assert {"embedding", "head", "blocks.attention.query.kernel"} <= decayed
     assert parameter_shapes(Setup()).keys() - decayed == {

@@ -1,4 +1,4 @@
-"""The float64 reference against finite differences and against PyTorch, and its arithmetic in other dtypes."""
+"""Compares the float64 reference with finite differences and with PyTorch, and tests its arithmetic in other dtypes."""
 
 from itertools import product
 from typing import Any
@@ -160,7 +160,7 @@ def test_log_probs_are_those_of_pytorch(softcap: float | None) -> None:
         assert_same(got, want)
 
 
-def test_masked_classes_are_as_if_absent() -> None:
+def test_masked_classes_count_as_absent() -> None:
     kept = np.arange(V) % 3 != 1
     arrays = problem(5, target=np.array([0, 2, 3, 5, 6, 8, 9]))
     few: dict[str, Any] = arrays | {
@@ -282,7 +282,7 @@ def test_error_of_unfused_depends_on_its_dtype(dtype: str, ulp: float) -> None:
 
 
 class Float32Product(torch.autograd.Function):
-    """A matmul of 16-bit operands with a float32 result, whose gradient is rounded to the dtype of the operands."""
+    """A matmul with 16-bit operands and a float32 result. Its gradients are rounded to the operands' dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -307,4 +307,4 @@ def test_unfused_gradients_are_rounded_where_autograd_rounds_them(dtype: str) ->
     result = reference_loss(**arrays, target=given["target"], spec=spec, arithmetic=unfused(dtype))
     for got, want in ((result.d_input, x.grad), (result.d_weight, w.grad)):
         assert want is not None
-        assert np.sum(got != want.float().numpy()) <= 1  # another exp or order of a sum can cross a tie
+        assert np.sum(got != want.float().numpy()) <= 1  # another exp or order of summation can cross a tie

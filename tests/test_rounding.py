@@ -1,4 +1,4 @@
-"""Rounding to the 16-bit dtypes in NumPy."""
+"""Tests rounding to the 16-bit dtypes in NumPy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Options and arrays that a call refuses, and the messages."""
+"""Tests the options and arrays that a call refuses, and the error messages."""
 
 import re
 from typing import Any
@@ -61,7 +61,7 @@ def test_classes() -> None:
 
 
 def arguments(**changes: Any) -> dict[str, Any]:
-    """Arguments of `check_arrays` that pass, with changes."""
+    """Returns valid arguments of `check_arrays`, with changes."""
     good = {
         "input": ArrayInfo((2, 3, 5), "bfloat16"),
         "linear_weight": ArrayInfo((11, 5), "bfloat16"),

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that each of its packages is imported without the other framework."""
+"""Tests the wheel: what it contains, and that each of its packages can be imported without the other framework."""
 
 import json
 import shutil
@@ -15,11 +15,11 @@ PACKAGES = ("core_triton", "jax_pallas", "flax_models", "linear_ce")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of the packages: a build writes beside its sources."""
+    """The wheel, built from a copy of the packages, because a build writes files beside its sources."""
     place = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, place / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (place / "source" / "parity").mkdir()  # a folder beside the packages that must stay out
+    (place / "source" / "parity").mkdir()  # a folder that the wheel must not contain
     (place / "source" / "parity" / "__init__.py").touch()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, place / "source" / name)
@@ -39,7 +39,7 @@ def test_the_wheel_holds_four_packages_and_all_their_files(wheel: Path) -> None:
     assert names == expected
 
 
-# What is imported, and the framework that is not to be had then.
+# The package to import, and the framework that is not available.
 IMPORTED = {
     "linear_ce": ("linear_ce.spec, linear_ce.reference, linear_ce.chunking", ("torch", "triton", "jax", "flax")),
     "core_triton": ("core_triton", ("jax", "flax", "flax_models", "jax_pallas")),

@@ -1,4 +1,4 @@
-"""Problems and a small model on a GPU, and comparisons, for the tests of core_triton on a GPU."""
+"""Problems, comparisons and a small model for the tests of core_triton on a GPU."""
 
 from typing import Any
 
@@ -26,13 +26,13 @@ def gpu_problem(
 
 
 def results(function: str, arrays: dict[str, Any], **options: Any) -> list[Tensor]:
-    """Returns a scalar made of a function's results, and its gradients."""
+    """Returns a sum of a function's results, and its gradients."""
     value = total(function, arrays, **options)
     return [value.detach(), *torch.autograd.grad(value, leaves(arrays))]
 
 
 def assert_close(got: list[Tensor], want: list[Tensor], bound: float) -> None:
-    """Fails if the norm of a difference exceeds `bound` of that of `want`."""
+    """Fails if the norm of a difference exceeds `bound` times the norm of `want`."""
     for mine, theirs in zip(got, want, strict=True):
         error = (mine.double() - theirs.double()).norm() / theirs.double().norm()
         assert error <= bound, f"error {error:.3g} of {bound:.3g} in {tuple(theirs.shape)}"
@@ -47,7 +47,7 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
 class Model(nn.Module):
-    """A small language model, without attention: each token foretells the next."""
+    """A small language model without attention. Each token predicts the next one."""
 
     def __init__(self, v: int = 2003, d: int = 128, dtype: torch.dtype = torch.float32, fused: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small random problems as tensors, for the tests of core_triton that are about more than numbers."""
+"""Small random problems as tensors, for the tests of core_triton that do not use the table of cases."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import core_triton
 def problem(
     n: int = 12, d: int = 8, v: int = 50, *, dtype: torch.dtype = torch.float32, bias: bool = True, seed: int = 0
 ) -> dict[str, Any]:
-    """Returns input (N, D), linear_weight (V, D), linear_bias (V,), which require grad, and target (N,)."""
+    """Returns input (N, D), linear_weight (V, D) and linear_bias (V,), which require grad, and target (N,)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -24,12 +24,12 @@ def problem(
 
 
 def leaves(arrays: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors whose gradient is asked for."""
+    """Returns the tensors that require grad."""
     return [tensor for tensor in arrays.values() if tensor.requires_grad]
 
 
 def total(function: Any, arrays: dict[str, Any], **options: Any) -> Tensor:
-    """Returns a scalar made of the results of `function`, one of FUNCTIONS, with another factor for each element."""
+    """Returns a sum of the results of `function`, one of FUNCTIONS, with a different factor for each element."""
     if function == "log_probs":
         results = core_triton.linear_log_probs(**arrays, **options)
     else:
