@@ -16,6 +16,7 @@ import numpy as np
 Later = Callable[[], dict[str, Any]]  # traces, and returns more figures of the row
 
 MIN_SAMPLES, MAX_SAMPLES = 10, 2000
+ROUNDS = 5  # in which calls take turns: a machine's host is up to twice as fast at one moment as at another
 
 MEASURED = (  # the keys that every row of these modes has, None where they were not measured
     *("host_ms", "host_ms_p20", "host_ms_p80", "total_ms", "grad_host_ms", "grad_total_ms", "graph_ms", "graph_note"),
@@ -28,9 +29,6 @@ MEASURED = (  # the keys that every row of these modes has, None where they were
     *("peak_bytes", "workspace_bytes", "err_loss", "err_d_input", "err_d_weight", "mean_loss", "repeats"),
     *("version", "status", "note"),
 )
-
-
-ROUNDS = 5  # in which calls take turns: a machine's host is up to twice as fast at one moment as at another
 
 
 class Timed(NamedTuple):

@@ -334,33 +334,33 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    if torch.compiler.is_compiling():
-        return _choose(input.device, implementation, device)  # pyright: ignore[reportReturnType]
     gpu = None if device is None else DeviceInfo("cuda", *gpu_named(device))
+    if torch.compiler.is_compiling():
+        return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
     spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, device)
+    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
     stage: Stage = "losses"
     if gradients:
         stage = "gradients" if reduction == "none" else "loss_and_gradients"
     plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
-    return Explanation(*_choose(input.device, implementation, device), plan)
+    return Explanation(*_choose(input.device, implementation, gpu), plan)
 
 
-def _choose(device: torch.device, implementation: str | None, gpu: str | None = None) -> Implementation:
-    """Returns the implementation of a call on a device, or on the GPU of a name, which every kernel can run on."""
+def _choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | None = None) -> Implementation:
+    """Returns the implementation of a call on a device, or on `gpu`, where the kernels can run."""
     obstacle = _triton_obstacle(device) if gpu is None else None
     if implementation is None:
         if obstacle is None:
-            return Implementation("triton", f"the kernels for {device.type if gpu is None else 'cuda'} devices")
+            return Implementation("triton", f"the kernels for {device.type if gpu is None else gpu.type} devices")
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation != "chunked" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
+    if implementation == "triton" and obstacle is not None and not _interpreted():
+        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}")
     return Implementation(implementation, "asked for by name")
 
 
@@ -401,7 +401,7 @@ def _decide(
     infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
     memory_budget: int | None,
     implementation: str | None,
-    gpu: str | None = None,
+    gpu: DeviceInfo | None = None,
 ) -> tuple[int, int, str]:
     """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
     named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}

@@ -286,16 +286,16 @@ def _gradients(
     """
     real = arithmetic.real
     d_raw = d_logits if spec.softcap is None else d_logits * (1 - (p.logits / real(spec.softcap)) ** 2)
-    d_product = round_to(real(spec.logit_scale) * d_raw, arithmetic.input_dtype)
-    d_product = np.where(contributes[:, None], d_product, real(0))
+    d_raw = round_to(real(spec.logit_scale) * d_raw, arithmetic.input_dtype)
+    d_raw = np.where(contributes[:, None], d_raw, real(0))
     # A row of zeros times a head that holds inf would be NaN: such rows are excluded again.
-    d_input = np.where(contributes[:, None], d_product @ p.w, real(0))
+    d_input = np.where(contributes[:, None], d_raw @ p.w, real(0))
     d_weight = np.zeros((rows, p.w.shape[1]), real)
-    d_weight[: len(p.w)] = d_product.T @ p.x
+    d_weight[: len(p.w)] = d_raw.T @ p.x
     d_bias = None
     if has_bias:
         d_bias = np.zeros(rows, real)
-        d_bias[: len(p.w)] = np.sum(d_product, axis=0, dtype=real)
+        d_bias[: len(p.w)] = np.sum(d_raw, axis=0, dtype=real)
         d_bias = round_to(d_bias, arithmetic.head_dtype)
     return round_to(d_input, arithmetic.input_dtype), round_to(d_weight, arithmetic.head_dtype), d_bias
 

@@ -281,7 +281,7 @@ def test_error_of_unfused_depends_on_its_dtype(dtype: str, ulp: float) -> None:
         np.testing.assert_array_equal(got, round_to(got, dtype))
 
 
-class Float32Product(torch.autograd.Function):
+class Float32Matmul(torch.autograd.Function):
     """A matmul with 16-bit operands and a float32 result. Its gradients are rounded to the operands' dtype."""
 
     @staticmethod
@@ -302,7 +302,7 @@ def test_unfused_gradients_are_rounded_where_autograd_rounds_them(dtype: str) ->
     arrays = {name: round_to(given[name], dtype) for name in ("input", "linear_weight")}
     spec = LossSpec("sum", softcap=3.0, logit_scale=0.3)
     x, w = (torch.tensor(array).to(getattr(torch, dtype)).requires_grad_() for array in arrays.values())
-    logits = 3.0 * torch.tanh(0.3 * Float32Product.apply(x, w) / 3.0)
+    logits = 3.0 * torch.tanh(0.3 * Float32Matmul.apply(x, w) / 3.0)
     F.cross_entropy(logits, torch.tensor(given["target"]), reduction="sum").backward()
     result = reference_loss(**arrays, target=given["target"], spec=spec, arithmetic=unfused(dtype))
     for got, want in ((result.d_input, x.grad), (result.d_weight, w.grad)):
