@@ -24,8 +24,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from core_triton import ops
-from core_triton.plan import ExecutionPlan, Stage
+from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
+from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -36,7 +37,7 @@ from linear_ce.spec import (
     check_normalizer,
 )
 
-IMPLEMENTATIONS = ("triton", "chunked")
+IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
 
 
 class LossStats(NamedTuple):
@@ -130,8 +131,9 @@ def linear_cross_entropy(
         vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
-        implementation: "triton", "chunked", or None for the best on this device (`explain` returns which). A named
-            implementation never falls back to another.
+        implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
+            which). A named implementation never falls back to another. "triton_sm80" runs the kernels for compute
+            capability 8.x, which "triton" chooses there, on newer GPUs too.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -299,6 +301,7 @@ def explain(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -309,11 +312,13 @@ def explain(
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
+            the tensors may be on any device. None is the plan of input's device.
 
     Raises:
         TypeError: a dtype that is not admitted.
         ValueError: a shape or an option; `implementation` is no implementation, or cannot run on input's device;
-            memory_budget cannot hold the smallest chunk.
+            memory_budget cannot hold the smallest chunk; `device` is no name of a GPU.
 
     Example:
         >>> import torch
@@ -331,30 +336,32 @@ def explain(
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
     if torch.compiler.is_compiling():
-        return _choose(input.device, implementation)  # pyright: ignore[reportReturnType]
+        return _choose(input.device, implementation, device)  # pyright: ignore[reportReturnType]
+    gpu = None if device is None else DeviceInfo("cuda", *gpu_named(device))
     spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
-    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation)
+    classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, device)
     flat = input.reshape(-1, input.shape[-1])
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
     stage: Stage = "losses"
     if gradients:
         stage = "gradients" if reduction == "none" else "loss_and_gradients"
-    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False))
-    return Explanation(*_choose(input.device, implementation), plan)
+    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
+    return Explanation(*_choose(input.device, implementation, device), plan)
 
 
-def _choose(device: torch.device, implementation: str | None) -> Implementation:
-    obstacle = _triton_obstacle(device)
+def _choose(device: torch.device, implementation: str | None, gpu: str | None = None) -> Implementation:
+    """Returns the implementation of a call on a device, or on the GPU of a name, which every kernel can run on."""
+    obstacle = _triton_obstacle(device) if gpu is None else None
     if implementation is None:
         if obstacle is None:
-            return Implementation("triton", f"the kernels for {device.type} devices")
+            return Implementation("triton", f"the kernels for {device.type if gpu is None else 'cuda'} devices")
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "triton" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}")
+    if implementation != "chunked" and obstacle is not None and not _interpreted():
+        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
     return Implementation(implementation, "asked for by name")
 
 
@@ -395,12 +402,13 @@ def _decide(
     infos: tuple[tuple[str, torch.Size, torch.dtype], ...],
     memory_budget: int | None,
     implementation: str | None,
+    gpu: str | None = None,
 ) -> tuple[int, int, str]:
     """Checks shapes, dtypes and what else does not depend on values; returns classes, memory budget, implementation."""
     named = {name: ArrayInfo(tuple(shape), str(dtype).removeprefix("torch.")) for name, shape, dtype in infos}
     check_arrays(spec=spec, **named)  # pyright: ignore[reportArgumentType]
     budget = check_memory_budget(memory_budget)
-    chosen = _choose(device, implementation)
+    chosen = _choose(device, implementation, gpu)
     return spec.classes(named["linear_weight"].shape[0]), budget, chosen.name
 
 

@@ -541,14 +541,16 @@ def plan_for(
     statistics: bool = False,
     entropy: bool = False,
     copied: int = 0,
+    device: DeviceInfo | None = None,
 ) -> ExecutionPlan:
-    """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and device."""
-    device = problem.input.device
-    info = DeviceInfo(device.type, 0, 0)
-    if implementation != "chunked":
-        from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
+    """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
+    if device is None:
+        kind = problem.input.device.type
+        device = DeviceInfo(kind, 0, 0)
+        if implementation != "chunked":
+            from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
 
-        info = DeviceInfo(device.type, *device_info(device))
+            device = DeviceInfo(kind, *device_info(problem.input.device))
     key = PlanKey(
         stage=stage,
         input=layout_of(problem.input),
@@ -564,7 +566,7 @@ def plan_for(
         statistics=statistics,
         memory_budget=memory_budget,
         implementation=implementation,
-        device=info,
+        device=device,
     )
     return make_plan(key)
 

@@ -25,8 +25,10 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jax_pallas import launch, ops, row_math
+from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
+from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
     LossSpec,
@@ -322,6 +324,7 @@ def explain(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
 
@@ -334,11 +337,14 @@ def explain(
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
         reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
+            the arrays may be on any device. None is the plan of input's device.
 
     Raises:
         TypeError: a dtype that is not admitted.
         ValueError: a shape or an option; `implementation` is no implementation, or cannot serve these shapes and
-            dtypes; memory_budget cannot hold the smallest chunk.
+            dtypes, or cannot run on `device`; memory_budget cannot hold the smallest chunk; `device` is no name of a
+            GPU.
 
     Example:
         >>> import jax.numpy as jnp
@@ -361,7 +367,8 @@ def explain(
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     launch.check_sizes(input.shape, linear_weight.shape)
-    chosen, platform = _choose(input, linear_weight, vocab_axis, implementation)
+    gpu = None if device is None else DeviceInfo("cuda", *gpu_named(device))
+    chosen, info = _choose(input, linear_weight, vocab_axis, implementation, gpu)
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
@@ -369,24 +376,29 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "gradients" if reduction == "none" else "loss_and_gradients"
-    budget, device = check_memory_budget(memory_budget), launch.device_info(chosen.name, platform)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), device)
+    budget = check_memory_budget(memory_budget)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), info)
     return Explanation(*chosen, plan)
 
 
 def _choose(
-    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None
-) -> tuple[Implementation, str]:
-    """Returns the implementation of a call and why it is that, and the platform of its device."""
-    platform = launch.traced_platform(input)
+    input: Array, linear_weight: Array, vocab_axis: int, implementation: str | None, gpu: DeviceInfo | None
+) -> tuple[Implementation, DeviceInfo]:
+    """Returns the implementation of a call and why it is that, and the device: `gpu`, or input's if None."""
+    platform = launch.traced_platform(input) if gpu is None else gpu.type
+    capability = launch.known_capability(platform) if gpu is None else divmod(gpu.capability, 10)
+    symbolic = launch.symbolic_limits(input.shape)
     if implementation is not None:
         _check_implementation(implementation, input, linear_weight, vocab_axis)
-        return Implementation(implementation, "asked for by name"), platform
-    symbolic = launch.symbolic_limits(input.shape)
-    if symbolic is not None:
-        return Implementation("chunked", symbolic), platform
-    shape = _shape(input, linear_weight, vocab_axis)
-    return Implementation(*launch.choose(platform, launch.known_capability(platform), *shape)), platform
+        if gpu is not None and (obstacle := launch.device_limits(implementation, gpu.type, capability)) is not None:
+            raise ValueError(f"implementation {implementation!r} cannot serve this call: {obstacle}")
+        chosen = Implementation(implementation, "asked for by name")
+    elif symbolic is not None:
+        chosen = Implementation("chunked", symbolic)
+    else:
+        shape = _shape(input, linear_weight, vocab_axis)
+        chosen = Implementation(*launch.choose(platform, capability, *shape))
+    return chosen, launch.device_info(chosen.name, platform) if gpu is None else gpu
 
 
 def _shape(input: Array, linear_weight: Array, vocab_axis: int) -> tuple[Any, int, int, int]:

@@ -179,13 +179,15 @@ def test_explain_prints_the_plan() -> None:
         explain(x, w.T)
 
 
-def test_explain_of_a_gpu_that_is_not_present() -> None:
-    def shape(*sizes: int) -> Any:
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+def shape(*sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
 
+
+def test_explain_of_a_gpu_that_is_not_present() -> None:
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=1, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         explained = explain(shape(4, 2048, 896), shape(151936, 896))
+    assert str(explained) == str(explain(shape(4, 2048, 896), shape(151936, 896), device="h200"))
     assert str(explained).splitlines()[:-1] == [
         "implementation: mosaic, its kernels serve compute capability 9.0",
         "path: scaled_exp: the gradients are matmuls of stored exponentials",
@@ -194,3 +196,21 @@ def test_explain_of_a_gpu_that_is_not_present() -> None:
         "weight: read where it is",
         "matmuls: logits, d_input, d_weight by our kernels",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("a100", "pallas_triton"), ("l40s", "pallas_triton"), ("rtx4090", "pallas_triton"), ("h100", "mosaic")],
+)
+def test_explain_of_a_gpu_by_name(device: str, name: str) -> None:
+    explained = explain(shape(4, 2048, 896), shape(151936, 896), device=device)
+    assert explained.name == name
+    assert explained.plan.hopper == (name == "mosaic")
+
+
+def test_explain_of_a_gpu_that_cannot_run_the_call() -> None:
+    known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"
+    with pytest.raises(ValueError, match=f"^device must be one of {known}, got 'v100'$"):
+        explain(shape(4, 8), shape(10, 8), device="v100")
+    with pytest.raises(ValueError, match=r"compute capability 9\.0, the device has 8\.0"):
+        explain(shape(4, 8), shape(10, 8), device="a100", implementation="mosaic")
