@@ -1,0 +1,52 @@
+"""Reads the machine code of NVIDIA GPUs (SASS), as `cuobjdump -sass` prints it."""
+
+import re
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    address: int
+    opcode: str  # with its modifiers
+    operands: str
+
+
+INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);")
+
+
+def innermost_loop(sass: str, opcode: str) -> list[Instruction]:
+    """Returns the shortest loop that has an instruction whose opcode starts with `opcode`; empty if there is none."""
+    code = [Instruction(int(address, 16), name, rest.strip()) for address, name, rest in INSTRUCTION.findall(sass)]
+    loops = []
+    for branch in code:
+        target = re.search(r"0x([0-9a-f]+)", branch.operands) if branch.opcode == "BRA" else None
+        if target is not None and int(target[1], 16) < branch.address:
+            loop = [one for one in code if int(target[1], 16) <= one.address <= branch.address]
+            if any(one.opcode.startswith(opcode) for one in loop):
+                loops.append(loop)
+    return min(loops, key=len, default=[])
+
+
+def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
+    """Returns why the loop of a matmul does not copy asynchronously (cp.async, LDGSTS) while it multiplies, or None.
+
+    Args:
+        sass: of a kernel for compute capability 8.x.
+        multiply: the instruction that multiplies.
+    """
+    loop = innermost_loop(sass, "LDGSTS")
+    if not loop:
+        return "copies nothing asynchronously in a loop"
+    copies = {one.opcode for one in loop if one.opcode.startswith("LDGSTS")}
+    if not all(copy.endswith(".128") for copy in copies):
+        return f"copies less than 16 bytes at a time: {copies}"
+    places = [index for index, one in enumerate(loop) if one.opcode.startswith(multiply)]
+    if not places:
+        return "does not multiply where it copies"
+    between = [one.opcode.partition(".")[0] for one in loop[places[0] : places[-1]]]
+    if multiply == "HMMA" and "LDG" in between:
+        return "waits for loads"
+    # DEPBAR.LE waits until at most so many groups of copies are in flight.
+    waits = [one.operands for one in loop if one.opcode.startswith("DEPBAR")]
+    if not waits or any(wait.endswith(" 0x0") for wait in waits):
+        return f"waits for all copies: {waits}"
+    return None
