@@ -5,8 +5,9 @@
 
 All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
 BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
-out of bounds. One program writes each output, without atomics on floats, so results repeat bit for bit. Equations:
-linear_ce/MATH.md.
+out of bounds. For compute capability 8.x they read through pointers, where a matrix has a stride: Triton copies these
+blocks asynchronously (cp.async) while it multiplies others, but waits for those of descriptors. One program writes each
+output, without atomics on floats, so results repeat bit for bit. Equations: linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,10 @@ NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float
 # holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
 
-NOT_SPECIALIZED = ("first_class", "rows", "hidden", "classes")  # nothing is gained by a compilation for each
+NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
+    *("first_class", "rows", "hidden", "classes"),
+    *("x_stride", "w_stride", "e_stride", "d_logits_stride"),
+]
 
 # Of a chunk; its address is a multiple of 4.
 PLACES = [
@@ -54,12 +58,10 @@ class Active(NamedTuple):
     least: int
 
 
-def head_blocks(w: Tensor, block_v: int, block_d: int, *, gluon: bool = False) -> tuple[Blocks, bool]:
-    """Returns a head (V, D) in blocks, and whether it is stored as (V, D). Otherwise it is stored as (D, V)."""
+def head_rows(w: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int], bool]:
+    """Returns a head (V, D) and a block of it with contiguous rows, and whether these are (V, D) or (D, V)."""
     by_class = w.stride(1) == 1
-    if by_class:
-        return Blocks(w, (block_v, block_d), gluon=gluon), True
-    return Blocks(w.T, (block_d, block_v), gluon=gluon), False
+    return (w, block, True) if by_class else (w.T, block[::-1], False)
 
 
 def _precision(x: Tensor) -> str:
@@ -75,28 +77,47 @@ class TileBlocks(NamedTuple):
     result: tuple[int, int]
     constexprs: dict[str, Any]  # then num_warps, num_stages and maxnreg
     gluon: bool = False
+    pointers: bool = False
+    programs: int = 1  # that a multiprocessor runs at the same time
+
+    def arguments(self, matrix: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
+        """Returns a kernel's arguments for a matrix whose rows are contiguous: a descriptor, or pointer and stride."""
+        if self.pointers and matrix is not None:
+            return matrix, matrix.stride(0)
+        described = None if matrix is None else Blocks(matrix, block, gluon=self.gluon)
+        return (described,) if self.gluon else (described, None)
 
 
-def _blocks(problem: Problem, *, repair: bool = False) -> TileBlocks:
+def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) -> TileBlocks:
     """Returns the blocks and constexprs of the kernels of this file.
 
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
-    then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor.
+    then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. A kernel is
+    `crowded` if its options make the registers of four warps spill for compute capability 8.x. There it has eight.
     """
-    tile = plan_of(problem).tile
+    plan = plan_of(problem)
+    tile = plan.tile
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
+    num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
         "PRECISION": _precision(problem.input),
         "BLOCK_N": block_n,
         "BLOCK_V": tile.block_v,
         "BLOCK_D": tile.block_d,
         "GROUP": tile.group,
-        "num_warps": tile.num_warps,
+        "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"maxnreg": 255} if repair else {}),
     }
-    return TileBlocks((block_n, tile.block_d), (tile.block_v, tile.block_d), (block_n, tile.block_v), constexprs)
+    return TileBlocks(
+        (block_n, tile.block_d),
+        (tile.block_v, tile.block_d),
+        (block_n, tile.block_v),
+        constexprs,
+        pointers=plan.pointers,
+        programs=8 // num_warps if plan.pointers else 1,  # 8 warps of up to 255 registers fit
+    )
 
 
 def launch_tiles(
@@ -121,14 +142,15 @@ def launch_tiles(
     plan, spec = plan_of(problem), problem.spec
     tile = plan.tile
     assert tile is not None
-    n, hidden, classes = x.shape[0], x.shape[1], vocab_chunk.stop - vocab_chunk.start
-    w_blocks, by_class = head_blocks(w, *blocks.w, gluon=blocks.gluon)
+    # One of x and w may have padding that the other does not have.
+    n, hidden, classes = x.shape[0], min(x.shape[1], w.shape[1]), vocab_chunk.stop - vocab_chunk.start
+    w, w_block, by_class = head_rows(w, blocks.w)
     launch(
         kernel,
-        (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs),),
-        Blocks(x, blocks.x, gluon=blocks.gluon),
-        w_blocks,
-        *(None if matrix is None else Blocks(matrix, blocks.result, gluon=blocks.gluon) for matrix in result),
+        (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs * blocks.programs),),
+        *blocks.arguments(x, blocks.x),
+        *blocks.arguments(w, w_block),
+        *(argument for matrix in result for argument in blocks.arguments(matrix, blocks.result)),
         None if problem.linear_bias is None else At(problem.linear_bias, vocab_chunk.start),
         *pointers,
         problem.vocab_offset + vocab_chunk.start,
@@ -159,20 +181,59 @@ def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
 
 
 @triton.jit
+def block_pointers(matrix, stride, row, column, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Returns the pointers to a block of a matrix, and which of them are inside.
+
+    Rows start at multiples of 16 bytes. So if one element of 16 bytes is inside, all of them can be accessed. The
+    divisions tell both to the compiler, which then copies 16 bytes at a time. Offsets within a block are int32, because
+    int64 ones spill registers: `MatrixLayout.tma_compatible` bounds the stride.
+    """
+    UNIT: tl.constexpr = 128 // matrix.dtype.element_ty.primitive_bitwidth
+    row_ids, column_ids = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_COLUMNS)
+    row_stride = stride // UNIT * UNIT
+    start = matrix + row * row_stride.to(tl.int64) + column
+    inside = (row_ids < rows - row)[:, None] & (column + column_ids < tl.cdiv(columns, UNIT) * UNIT)[None, :]
+    return start + (row_ids[:, None] * row_stride + column_ids[None, :]), inside
+
+
+@triton.jit
+def load_block(matrix, stride, row, column, rows, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Returns the block at (row, column) of a matrix, with zeros outside of it."""
+    if stride is None:
+        block = matrix.load([row, column])
+    else:
+        pointers, inside = block_pointers(matrix, stride, row, column, rows, columns, BLOCK_ROWS, BLOCK_COLUMNS)
+        block = tl.load(pointers, mask=inside, other=0.0)
+    return block
+
+
+@triton.jit
+def store_block(matrix, stride, values, row, column, rows, columns):
+    """Writes the block at (row, column) of a matrix, rounded to its dtype."""
+    if stride is None:
+        matrix.store([row, column], values.to(matrix.dtype))
+    else:
+        pointers, inside = block_pointers(matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1])
+        tl.store(pointers, values.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def logits_tile(
-    x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
     W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tile of logits at (row, column), (BLOCK_N, BLOCK_V) float32: (1), (2). Columns past `classes` are 0
-    unless x is not finite."""
+    """Returns the tile of logits at (row, column), (BLOCK_N, BLOCK_V) float32: (1), (2).
+
+    Columns past `classes` are 0 if w is stored by class and x is finite. Otherwise they are undefined.
+    """
     raw = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for k in range(0, hidden, BLOCK_D):
-        x = x_desc.load([row, k])  # (BLOCK_N, BLOCK_D)
+        x = load_block(x_matrix, x_stride, row, k, rows, hidden, BLOCK_N, BLOCK_D)
         if W_BY_CLASS:
-            w = w_desc.load([column, k]).T  # (BLOCK_D, BLOCK_V)
+            w = load_block(w_matrix, w_stride, column, k, classes, hidden, BLOCK_V, BLOCK_D).T  # (BLOCK_D, BLOCK_V)
         else:
-            w = w_desc.load([k, column])
+            w = load_block(w_matrix, w_stride, k, column, hidden, classes, BLOCK_D, BLOCK_V)
         if INTERPRETED:
             x, w = x.to(tl.float32), w.to(tl.float32)
         raw = tl.dot(x, w, raw, input_precision=PRECISION)
@@ -215,8 +276,8 @@ def store_target_logit(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
-    first_class, rows, hidden, classes, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
+    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -233,7 +294,7 @@ def exponentials_kernel(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
-            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
             W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
@@ -242,19 +303,28 @@ def exponentials_kernel(
         ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
+        # They must be the logits that are summed: then the loss is the logarithm of a ratio that is never below 1.
+        if x_stride is not None:  # before the exponentials, so that fewer numbers are in registers at the same time
+            store_target_logit(
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+            )
+            if STATISTICS:
+                tl.store(max_ptr + (class_block.to(tl.int64) * rows + row_ids), tl.max(logits, 1), mask=inside)
         exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
         out = class_block.to(tl.int64) * rows + row_ids
         total = tl.sum(exponentials, 1)
         tl.store(sum_ptr + out, total, mask=inside)
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
-        if STATISTICS:
-            tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-        # This must be the same logit that is summed: then the loss is the logarithm of a ratio that is never below 1.
-        store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
+        if x_stride is None:
+            if STATISTICS:
+                tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+            store_target_logit(
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+            )
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-            e_desc.store([row, column], exponentials.to(e_desc.dtype))
+            store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
 
 
 def exponentials(
@@ -275,7 +345,9 @@ def exponentials(
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
     pointers = target, ref_exponent, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
+    capped_or_biased = problem.spec.softcap is not None or problem.linear_bias is not None
+    blocks = _blocks(problem, crowded=e is not None and capped_or_biased)
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
 
 
 @triton.jit
@@ -291,8 +363,8 @@ def flagged(flag_ptr, row_blocks):
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr, flag_ptr, ticket_ptr, sum_ptr, max_ptr,
-    target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
+    flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -322,7 +394,7 @@ def repair_kernel(
                     pass
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(
-                x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+                x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
                 W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
             )  # fmt: skip
             row_ids = row + tl.arange(0, BLOCK_N)
@@ -346,7 +418,7 @@ def repair_kernel(
                 if STORES:
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
-                    e_desc.store([row, column], exponentials.to(e_desc.dtype))
+                    store_block(e_matrix, e_stride, exponentials, row, column, rows, classes)
             else:
                 tl.atomic_max(top_ptr + row_ids, tl.max(logits, 1), mask=inside, sem="relaxed")
                 if draws:
@@ -384,7 +456,7 @@ def repair(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
-    x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
+    x_matrix, x_stride, w_matrix, w_stride, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
     sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
     WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -400,15 +472,21 @@ def statistics_kernel(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
-            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
             W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
         inside = row_ids < rows
         out = class_block.to(tl.int64) * rows + row_ids
-        if WEIGHTED:  # past the last class logits are 0 still
+        if x_stride is not None:  # here, so that fewer numbers are in registers at the same time
+            store_target_logit(
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+            )
+        if WEIGHTED:
             class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
+            if x_stride is not None:  # past the last class, logits may be NaN
+                logits = tl.where((columns < classes)[None, :], logits, 0.0)
             tl.store(weighted_sum_ptr + out, tl.sum(logits * class_weight[None, :], 1), mask=inside)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
@@ -420,7 +498,10 @@ def statistics_kernel(
         if ENTROPY:
             shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
             tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
-        store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
+        if x_stride is None:
+            store_target_logit(
+                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+            )
 
 
 def statistics(
@@ -440,13 +521,15 @@ def statistics(
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
     switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
+    blocks = _blocks(problem, crowded=weighted_sums is not None or sums_exp_log is not None)
+    launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, blocks)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
-    x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
-    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, scale, softcap,
+    x_matrix, x_stride, w_matrix, w_stride, d_logits_matrix, d_logits_stride, bias_ptr, class_weight_ptr, target_ptr,
+    row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,
+    first_class, rows, hidden, classes, scale, softcap,
     HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
@@ -462,7 +545,7 @@ def d_logits_kernel(
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
-            x_desc, w_desc, bias_ptr, row, column, hidden, classes, scale, softcap,
+            x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
             W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
@@ -487,7 +570,7 @@ def d_logits_kernel(
         if HAS_SOFTCAP:
             d_logits *= slope(logits, softcap)
         d_logits = tl.where(contributes[:, None], d_logits, 0.0)
-        d_logits_desc.store([row, column], d_logits.to(d_logits_desc.dtype))
+        store_block(d_logits_matrix, d_logits_stride, d_logits, row, column, rows, classes)
 
 
 def d_logits(
@@ -509,4 +592,6 @@ def d_logits(
     """Launches `d_logits_kernel`."""
     pointers = class_weight, target, row_weight, lse, alpha, tau, beta, sigma
     switches = {"HAS_BETA": beta is not None, "HAS_SIGMA": sigma is not None}
-    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, _blocks(problem))
+    crowded = any(one is not None for one in (beta, sigma, problem.spec.softcap, problem.linear_bias))
+    blocks = _blocks(problem, crowded=crowded)
+    launch_tiles(d_logits_kernel, problem, x, w, vocab_chunk, (result,), pointers, switches, blocks)

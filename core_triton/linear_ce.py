@@ -37,7 +37,7 @@ from linear_ce.spec import (
     check_normalizer,
 )
 
-IMPLEMENTATIONS = ("triton", "chunked")
+IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
 
 
 class LossStats(NamedTuple):
@@ -131,8 +131,9 @@ def linear_cross_entropy(
         vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
-        implementation: "triton", "chunked", or None for the best on this device (`explain` returns which). A named
-            implementation never falls back to another.
+        implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
+            which). A named implementation never falls back to another. "triton_sm80" runs the kernels for compute
+            capability 8.x, which "triton" chooses there, on newer GPUs too.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -359,8 +360,8 @@ def _choose(device: torch.device, implementation: str | None, gpu: DeviceInfo | 
             return Implementation("triton", f"the kernels for {device.type if gpu is None else gpu.type} devices")
         return Implementation("chunked", obstacle)
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation == "triton" and obstacle is not None and not _interpreted():
-        raise ValueError(f"implementation 'triton' cannot run here: {obstacle}")
+    if implementation != "chunked" and obstacle is not None and not _interpreted():
+        raise ValueError(f"implementation {implementation!r} cannot run here: {obstacle}")
     return Implementation(implementation, "asked for by name")
 
 

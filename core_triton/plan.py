@@ -27,14 +27,20 @@ class MatrixLayout(NamedTuple):
     dtype: str  # "bfloat16", ...
     aligned: bool  # its address is a multiple of 16 bytes
 
-    def tma_compatible(self, *, by_row: bool = False) -> bool:
-        """Whether a tensor descriptor (TMA) can describe the matrix.
+    def tma_compatible(self, *, by_row: bool = False, pointers: bool = False) -> bool:
+        """Whether a tensor descriptor (TMA) can describe the matrix, or kernels can read it through `pointers`.
 
         One stride must be 1, the other a positive multiple of 16 bytes, and the address a multiple of 16 bytes. With
-        `by_row` the stride of the columns must be 1.
+        `by_row` the stride of the columns must be 1. Kernels that read through `pointers` need the same, because they
+        copy 16 bytes at a time. Besides, their strides must be less than MAX_STRIDE, and the length of contiguous rows
+        must be a multiple of 16 bytes.
         """
         row, column = self.strides
         if not self.aligned:
+            return False
+        if pointers and max(self.strides) >= tile_config.MAX_STRIDE:
+            return False
+        if pointers and column == 1 and self.shape[1] * self.itemsize % 16 != 0:
             return False
         by_rows = column == 1 and row > 0 and row * self.itemsize % 16 == 0
         return by_rows or (not by_row and row == 1 and column > 0 and column * self.itemsize % 16 == 0)
@@ -73,10 +79,11 @@ class ExecutionPlan:
     """How a call runs.
 
     Args:
-        implementation: "triton" or "chunked".
+        implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
             logits for the gradients: 4 matmuls. "chunked" uses PyTorch operators only.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
+        pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         tile: the tile of logits; None if no kernel runs.
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that TMA
@@ -93,6 +100,7 @@ class ExecutionPlan:
     implementation: str
     path: Path
     hopper: bool
+    pointers: bool
     tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     casts_head: bool
@@ -123,7 +131,8 @@ class ExecutionPlan:
     def __str__(self) -> str:
         family = None
         if self.path != "chunked":
-            family = "Hopper's, in Gluon" if self.hopper else "Triton's, for any GPU"
+            triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
+            family = "Hopper's, in Gluon" if self.hopper else triton
         ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
         return describe_plan(
             path=self.path,
@@ -133,7 +142,7 @@ class ExecutionPlan:
             tokens=self.tokens,
             casts_head=self.casts_head,
             matmuls={name: ours[name] for name in self.matmuls},
-            library="cuBLAS" if self.implementation == "triton" else "PyTorch",
+            library="cuBLAS" if self.path != "chunked" else "PyTorch",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
         )
@@ -165,17 +174,26 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "chunked", "chunked", False, None, chunks, w.dtype != x.dtype,
+            "chunked", "chunked", False, False, None, chunks, w.dtype != x.dtype,
             d_input_kernel=False, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
             memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
-    hopper = key.device.capability == 90 and key.device.type == "cuda" and x.itemsize == 2
-    tile = tile_config.choose_tile(x.itemsize, key.device.capability)
-    casts_head = w.dtype != x.dtype or not w.tma_compatible()
+    capability = key.device.capability
+    if key.implementation == "triton_sm80" and capability >= 90:
+        capability = 80
+    hopper = capability == 90 and key.device.type == "cuda" and x.itemsize == 2
+    pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
+    tile = tile_config.choose_tile(x.itemsize, capability)
+    casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
     scaled_exp = not key.label_smoothing and (
-        key.stage == "losses" or (key.stage == "loss_and_gradients" and x.dtype == "bfloat16")
+        key.stage == "losses"
+        or (
+            key.stage == "loss_and_gradients"
+            and x.dtype == "bfloat16"
+            and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
+        )
     )
     if scaled_exp:
         d_input_kernel = hopper and not casts_head
@@ -197,7 +215,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "triton", "scaled_exp", hopper, tile, chunks, casts_head,
+            key.implementation, "scaled_exp", hopper, pointers, tile, chunks, casts_head,
             d_input_kernel=d_input_kernel, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
@@ -212,12 +230,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input=key.d_input,
         d_weight=key.d_weight,
         needs_cast=casts_head,
-        needs_row_cast=not x.tma_compatible(by_row=True),
+        needs_row_cast=not x.tma_compatible(by_row=True, pointers=pointers),
         copied=key.copied_bytes,
         budget=key.memory_budget,
     )
     return ExecutionPlan(
-        "triton", "recompute", hopper, tile, chunks, casts_head,
+        key.implementation, "recompute", hopper, pointers, tile, chunks, casts_head,
         d_input_kernel=False, d_weight_kernel=False, holds_rows=False,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

@@ -30,8 +30,8 @@ def _partial(
     launcher = hopper_logits if plan.hopper else kernels
     launcher.statistics(
         problem,
-        tma_compatible(x, by_row=True),
-        tma_compatible(w),
+        tma_compatible(x, by_row=True, pointers=plan.pointers),
+        tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
         class_weight=_class_weight(problem, vocab_chunk) if weighted else None,
         target=target,
@@ -54,13 +54,14 @@ def _partial(
 def _d_logits(
     problem: Problem, x: Tensor, w: Tensor, chunk: slice, vocab_chunk: slice, row: RowGradient, kept: None
 ) -> tuple[Tensor, Tensor | None]:
+    plan = plan_of(problem)
     n, classes, coefficients = x.shape[0], vocab_chunk.stop - vocab_chunk.start, row.coefficients
     d_logits = x.new_empty((n, tile_config.padded(classes)), dtype=problem.input.dtype)[:, :classes]
-    launcher = hopper_logits if plan_of(problem).hopper else kernels
+    launcher = hopper_logits if plan.hopper else kernels
     launcher.d_logits(
         problem,
-        tma_compatible(x, by_row=True),
-        tma_compatible(w),
+        tma_compatible(x, by_row=True, pointers=plan.pointers),
+        tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
         result=d_logits,
         class_weight=None if coefficients.sigma is None else _class_weight(problem, vocab_chunk),
@@ -83,9 +84,10 @@ def _d_logits(
 KERNEL_TILES = Tiles(_partial, _d_logits)
 
 
-def tma_compatible(matrix: Tensor, *, by_row: bool = False) -> Tensor:
-    """Returns the matrix if a tensor descriptor can describe it, otherwise a copy whose rows are padded with zeros."""
-    if layout_of(matrix).tma_compatible(by_row=by_row):
+def tma_compatible(matrix: Tensor, *, by_row: bool = False, pointers: bool = False) -> Tensor:
+    """Returns the matrix if kernels can read it (`MatrixLayout.tma_compatible`), otherwise a copy whose rows are padded
+    with zeros."""
+    if layout_of(matrix).tma_compatible(by_row=by_row, pointers=pointers):
         return matrix
     n, columns = matrix.shape
     copy = matrix.new_zeros((n, tile_config.padded_hidden(columns, matrix.itemsize)))

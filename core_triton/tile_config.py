@@ -36,15 +36,21 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     - 16 bits on Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
       staging buffer of the store fill the shared memory.
     - Float32: the ordinary units compute it, without matrix instructions.
+    - 16 bits on Ampere and Ada: four warps of 64 x 64, whose accumulators fill half of their registers. A program takes
+      at most 64 KiB of shared memory, or 48 KiB on GPUs with 100 KiB (8.6 and 8.9), so that a multiprocessor runs two:
+      one computes exponentials while the other multiplies.
     - Otherwise the tiles are as large as registers allow without spills.
     """
     if itemsize == 4:
-        return TileConfig(64, 64, 16, num_warps=4, num_stages=2)
+        return TileConfig(64, 64, 16, num_warps=4, num_stages=2 if capability >= 90 else 4)
     if capability < 90:
-        return TileConfig(64, 128, 32, num_warps=8, num_stages=3)
+        return TileConfig(128, 128, 32, num_warps=4, num_stages=4 if capability in (80, 87) else 3)
     if capability >= 100:
         return TileConfig(128, 128, 64, num_warps=8, num_stages=3)
     return TileConfig(128, 256, 64, num_warps=8, num_stages=3)
+
+
+MAX_STRIDE = 2**24  # elements from row to row: kernels with pointers have int32 offsets within a block of 128 rows
 
 
 class StreamKSchedule(NamedTuple):

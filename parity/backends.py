@@ -49,6 +49,7 @@ class Backend:
 BACKENDS = {
     "torch-default": Backend("torch", None),
     "torch-triton": Backend("torch", "triton", runs_anywhere=False),
+    "torch-triton_sm80": Backend("torch", "triton_sm80", runs_anywhere=False),
     "torch-chunked": Backend("torch", "chunked"),
     "jax-default": Backend("jax", None),
     "jax-mosaic": Backend("jax", "mosaic", runs_anywhere=False),

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -141,9 +141,10 @@ def _get_np_dtype(dtype: Any) -> Any:
 
 
 class Running:
-    """The index of the program that runs now."""
+    """The index of the program that runs now, and the implementation that it tests."""
 
     program = 0
+    implementation = "triton"
 
 
 def say(**fields: Any) -> None:
@@ -152,8 +153,8 @@ def say(**fields: Any) -> None:
 
 def print_budget_used(case: Case, arrays: Mapping[str, np.ndarray], **fields: Any) -> None:
     """Runs a case and prints the percentage of its budget that each output used."""
-    outcome = run_case("torch-triton", case, arrays)
-    assert outcome.implementation == "triton"
+    outcome = run_case(f"torch-{Running.implementation}", case, arrays)
+    assert outcome.implementation == Running.implementation
     comparisons = compare(case, expected(case, arrays), outcome.outputs)
     say(name=case.name, used={name: comparison.percent for name, comparison in comparisons.items()}, **fields)
 
@@ -289,7 +290,7 @@ def guarded_call(guards: Guards, function: str, dtype: torch.dtype, options: dic
         differentiated = tensor.is_floating_point() and name not in frozen
         arrays[name] = guards.guarded(tensor.detach()).requires_grad_(differentiated)
     with guards:
-        value = total(function, arrays, implementation="triton", **options)
+        value = total(function, arrays, implementation=Running.implementation, **options)
         value.backward()
     return value, arrays
 
@@ -368,7 +369,9 @@ def shards_of(
         shard = Problem(
             t["input"], w, b, t["target"], row_weight, class_weight, case.spec, case.classes, vocab_offset=offset
         )
-        plan = ops.plan_for(shard, "gradients", DEFAULT_MEMORY_BUDGET, "triton", NeedsGrad(True, True, case.has_bias))
+        plan = ops.plan_for(
+            shard, "gradients", DEFAULT_MEMORY_BUDGET, Running.implementation, NeedsGrad(True, True, case.has_bias)
+        )
         yield replace(shard, plan=plan)
         offset += size
 
@@ -385,7 +388,9 @@ def run_layouts(dtype: str) -> None:
         results = []
         for input in (x.clone(), x.t().contiguous().t()):
             arrays = [input.requires_grad_(differentiates), w.clone().requires_grad_(differentiates)]
-            loss = core_triton.linear_cross_entropy(*arrays, target, reduction=reduction, implementation="triton")
+            loss = core_triton.linear_cross_entropy(
+                *arrays, target, reduction=reduction, implementation=Running.implementation
+            )
             gradients = torch.autograd.grad(loss.sum(), arrays) if differentiates else ()
             results.append([loss.detach(), *gradients])
         same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -406,7 +411,9 @@ def run_head_chunks(dtype: torch.dtype, generator: torch.Generator) -> None:
         for budget in (None, 4 * 2 * 24 * 512):
             arrays = x.to(dtype), w.clone().requires_grad_(differentiates)
             losses.append(
-                core_triton.linear_cross_entropy(*arrays, target, memory_budget=budget, implementation="triton")
+                core_triton.linear_cross_entropy(
+                    *arrays, target, memory_budget=budget, implementation=Running.implementation
+                )
             )
         difference = abs(float((losses[0] - losses[1]).detach())) / 1e-6
         say(name=f"vocabulary chunks of a float32 head, gradients {differentiates}", used={"loss": 100 * difference})
@@ -421,7 +428,9 @@ def run_segments(generator: torch.Generator) -> None:
     for segment in (target_grad.SEGMENT, 256):
         head = w.clone().requires_grad_()
         with mock.patch.object(target_grad, "SEGMENT", segment):
-            core_triton.linear_cross_entropy(x, head, target, reduction="sum", implementation="triton").backward()
+            core_triton.linear_cross_entropy(
+                x, head, target, reduction="sum", implementation=Running.implementation
+            ).backward()
         gradients.append(head.grad)
     same = gradients[0] is not None and torch.equal(*gradients) and bool(gradients[0].isfinite().all())
     say(name="segments of targets", used={"difference": 0.0 if same else 200.0})
@@ -440,7 +449,13 @@ def run_chunks() -> None:
     def gradients(budget: int | None) -> list[Tensor]:
         head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 140).bfloat16().requires_grad_()]
         loss = core_triton.linear_cross_entropy(
-            x, head[0], target, linear_bias=head[1], reduction="sum", memory_budget=budget, implementation="triton"
+            x,
+            head[0],
+            target,
+            linear_bias=head[1],
+            reduction="sum",
+            memory_budget=budget,
+            implementation=Running.implementation,
         )
         return list(torch.autograd.grad(loss, head))
 
@@ -516,7 +531,42 @@ def run_scale() -> None:
             say(name=f"{dtype}-{value}")
 
 
-PROGRAMS = {
+# The kernels that read through pointers.
+
+
+def run_views(dtype: str) -> None:
+    """Parts of matrices, beside which there are NaN, give what copies of them give."""
+    generator = torch.Generator().manual_seed(0)
+    n, d, v = 40, 21, 301
+    stored = [torch.full(sizes, float("nan")).to(getattr(torch, dtype)) for sizes in ((n, 24), (v, 24), (d, 304))]
+    matrices = [stored[0][:, :d], stored[1][:, :d], stored[2][:, :v].t()]
+    for matrix in matrices:
+        matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    target = torch.randint(0, v, (n,), generator=generator)
+    for w, smoothing in itertools.product(matrices[1:], (0.0, 0.1)):
+        results = []
+        for copied in (False, True):
+            x, head = ((a.contiguous() if copied else a.detach()).requires_grad_() for a in (matrices[0], w))
+            loss = core_triton.linear_cross_entropy(
+                x,
+                head,
+                target,
+                label_smoothing=smoothing,
+                weight=torch.linspace(0.5, 1.5, v).to(w.dtype),
+                implementation=Running.implementation,
+            )
+            results.append([loss.detach(), *torch.autograd.grad(loss, (x, head))])
+        differences = [error(a.float().numpy(), b.float().numpy()) for a, b in zip(*results, strict=True)]
+        say(name=f"strides {w.stride()}, smoothing {smoothing}", used={"difference": 100 * max(differences) / 1e-6})
+
+
+def run_sm80(name: str, *arguments: Any) -> None:
+    """A program with the kernels for compute capability 8.x."""
+    with mock.patch.object(Running, "implementation", "triton_sm80"):
+        PROGRAMS[name](*arguments)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
     "table": run_table,
     "fewer_rows": run_fewer_rows,
     "repair": run_repair,
@@ -526,6 +576,8 @@ PROGRAMS = {
     "chunks": run_chunks,
     "rows": run_rows,
     "scale": run_scale,
+    "views": run_views,
+    "sm80": run_sm80,
 }
 
 

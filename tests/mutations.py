@@ -46,6 +46,7 @@ def tests(file: str, chosen: str) -> tuple[str, ...]:
 TABLE = tests("core_triton_interpreted", "pairwise")
 TORCH = tests("core_triton_numeric", "test_case")
 COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
+COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -112,6 +113,23 @@ TRITON_KERNELS = (
         "others[None, :] < row_ids[:, None]",
         "others[None, :] <= row_ids[:, None]",
         TABLE,
+    ),
+    # The kernels for compute capability 8.x.
+    Mutation(
+        "core_triton/kernels.py",
+        "tl.cdiv(columns, UNIT) * UNIT",
+        "columns // UNIT * UNIT",
+        tests("core_triton_interpreted", "sm80-edges"),
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "logits = tl.where((columns < classes)[None, :], logits, 0.0)",
+        "logits = tl.where((columns <= classes)[None, :], logits, 0.0)",
+        tests("core_triton_interpreted", "sm80-views"),
+    ),
+    Mutation("core_triton/kernels.py", "stride // UNIT * UNIT", "stride", COMPILED_SM80),
+    Mutation(
+        "core_triton/kernels.py", "8 if crowded and plan.pointers", "4 if crowded and plan.pointers", COMPILED_SM80
     ),
     # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
     Mutation(

@@ -26,11 +26,12 @@ def innermost_loop(sass: str, opcode: str) -> list[Instruction]:
     return min(loops, key=len, default=[])
 
 
-def missing_overlap(sass: str) -> str | None:
+def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
     """Returns why the loop of a matmul does not copy asynchronously (cp.async, LDGSTS) while it multiplies, or None.
 
     Args:
         sass: of a kernel for compute capability 8.x.
+        multiply: the instruction that multiplies.
     """
     loop = innermost_loop(sass, "LDGSTS")
     if not loop:
@@ -38,11 +39,11 @@ def missing_overlap(sass: str) -> str | None:
     copies = {one.opcode for one in loop if one.opcode.startswith("LDGSTS")}
     if not all(copy.endswith(".128") for copy in copies):
         return f"copies less than 16 bytes at a time: {copies}"
-    places = [index for index, one in enumerate(loop) if one.opcode.startswith("HMMA")]
+    places = [index for index, one in enumerate(loop) if one.opcode.startswith(multiply)]
     if not places:
         return "does not multiply where it copies"
     between = [one.opcode.partition(".")[0] for one in loop[places[0] : places[-1]]]
-    if "LDG" in between:
+    if multiply == "HMMA" and "LDG" in between:
         return "waits for loads"
     # DEPBAR.LE waits until at most so many groups of copies are in flight.
     waits = [one.operands for one in loop if one.opcode.startswith("DEPBAR")]

@@ -87,7 +87,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "implementation": (
         {"implementation": "fastest"},
         ValueError,
-        "implementation must be one of 'triton', 'chunked', got 'fastest'",
+        "implementation must be one of 'triton', 'triton_sm80', 'chunked', got 'fastest'",
     ),
 }
 
@@ -213,21 +213,28 @@ def test_explain_prints_the_plan() -> None:
         core_triton.explain(x, w.T)
 
 
-ANY_GPU = "Triton's, for any GPU"
-HOPPER = "Hopper's, in Gluon, tiles of 128 rows x 256 classes"
+AMPERE = "Triton's, for compute capability 8.x, tiles of 128 rows x 128 classes"
 
 
 @pytest.mark.parametrize(
-    ("device", "kernels", "gradients"),
-    [("a100", ANY_GPU, "cuBLAS"), ("rtx4090", ANY_GPU, "cuBLAS"), ("h100", HOPPER, "our kernels")],
+    ("device", "implementation", "kernels", "gradients"),
+    [
+        ("a100", None, AMPERE, "cuBLAS"),
+        ("rtx4090", "triton", AMPERE, "cuBLAS"),
+        ("l40s", "triton_sm80", AMPERE, "cuBLAS"),
+        ("h200", "triton_sm80", AMPERE, "cuBLAS"),
+        ("h100", None, "Hopper's, in Gluon, tiles of 128 rows x 256 classes", "our kernels"),
+    ],
 )
-def test_explain_of_a_gpu_that_is_not_present(device: str, kernels: str, gradients: str) -> None:
+def test_explain_of_a_gpu_that_is_not_present(
+    device: str, implementation: str | None, kernels: str, gradients: str
+) -> None:
     x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 2048, 896), (151936, 896)))
-    explained = core_triton.explain(x, w, device=device)
+    explained = core_triton.explain(x, w, device=device, implementation=implementation)
     lines = dict(line.split(": ", 1) for line in str(explained).splitlines())
-    assert explained.name == "triton"
+    assert explained.name == (implementation or "triton")
     assert lines["path"] == "scaled_exp: the gradients are matmuls of stored exponentials"
-    assert lines["kernels"].startswith(kernels)
+    assert lines["kernels"] == kernels
     assert lines["matmuls"].endswith(f"d_input, d_weight by {gradients}")
     assert core_triton.explain(x, w, device=device, implementation="chunked").name == "chunked"
 
@@ -239,14 +246,15 @@ def test_explain_of_a_gpu_without_a_name() -> None:
         core_triton.explain(x, w, device="v100")
 
 
-def test_kernels_requested_by_name_are_refused_where_they_cannot_run() -> None:
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
+def test_kernels_requested_by_name_are_refused_where_they_cannot_run(implementation: str) -> None:
     arrays = problem()
-    message = "implementation 'triton' cannot run here: no kernel for cpu devices"
+    message = f"implementation '{implementation}' cannot run here: no kernel for cpu devices"
     for call in (core_triton.linear_cross_entropy, core_triton.linear_log_probs):
         with pytest.raises(ValueError, match=message):
-            call(**arrays, implementation="triton")
+            call(**arrays, implementation=implementation)
     with pytest.raises(ValueError, match=message):
-        core_triton.explain(arrays["input"], arrays["linear_weight"], implementation="triton")
+        core_triton.explain(arrays["input"], arrays["linear_weight"], implementation=implementation)
 
 
 @pytest.mark.parametrize("change", [{"vocab_size": 101}, {"memory_budget": -1}, {"reduction": "all"}])

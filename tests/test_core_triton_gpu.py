@@ -40,6 +40,7 @@ pytestmark = pytest.mark.gpu
 # Every case of the contract.
 
 
+KERNELS = ("triton", "triton_sm80")  # the default, and the kernels for compute capability 8.x
 SHARES = 16  # processes that share the cases
 
 
@@ -49,12 +50,21 @@ def kinds(case: Case) -> tuple[Any, ...]:
     return case.dtype, case.function, *options
 
 
-COMMANDS = commands("torch-triton", batched(sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)))
+def every_case(backend: str) -> dict[str, Command]:
+    """Returns the program that runs each case on a backend."""
+    return commands(backend, batched(sorted(cases(), key=kinds), math.ceil(len(cases()) / SHARES)))
 
 
-@pytest.mark.parametrize("name", each(COMMANDS, seconds=80))
-def test_case(name: str, printed: Printed) -> None:
-    assert_passed(printed[name], ("triton", DEVICE))
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        pytest.param(implementation, *case.values, marks=case.marks)
+        for implementation in KERNELS
+        for case in each(every_case(f"torch-{implementation}"), seconds=80)
+    ],
+)
+def test_case(implementation: str, name: str, printed: Printed) -> None:
+    assert_passed(printed[name], (implementation, DEVICE))
 
 
 # More than 2**31 logits.
@@ -63,14 +73,17 @@ def test_case(name: str, printed: Printed) -> None:
 @pytest.mark.usefixtures("no_other_programs")
 @pytest.mark.parametrize("budget", [2**29, 2**34], ids=["512 MiB", "16 GiB"])  # several chunks, or one chunk of 5 GB
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_more_logits_than_32_bits_count(reduction: Any, budget: int) -> None:
+@pytest.mark.parametrize("implementation", KERNELS)
+def test_more_logits_than_32_bits_count(implementation: str, reduction: Any, budget: int) -> None:
     arrays = gpu_problem(20000, 64, 128256)
     assert arrays["input"].shape[0] * arrays["linear_weight"].shape[0] > 2**31
     arrays["target"][-1] = 128255
     x, w, y = arrays["input"].detach().float(), arrays["linear_weight"].detach().float(), arrays["target"]
     upstream = torch.ones((), device=DEVICE) if reduction == "mean" else torch.linspace(-1.0, 1.0, 20000, device=DEVICE)
     scale = upstream / 20000 if reduction == "mean" else upstream
-    loss = core_triton.linear_cross_entropy(**arrays, reduction=reduction, memory_budget=budget)
+    loss = core_triton.linear_cross_entropy(
+        **arrays, reduction=reduction, memory_budget=budget, implementation=implementation
+    )
     found = torch.autograd.grad(loss, leaves(arrays), upstream)
     losses, d_input, d_weight = torch.empty(20000, device=DEVICE), torch.empty_like(x), torch.zeros_like(w)
     for chunk in torch.arange(20000, device=DEVICE).split(2000):
@@ -306,11 +319,17 @@ def test_a_model_trains_as_with_the_unfused_loss() -> None:
 # Memory accesses.
 
 
-def under_sanitizer(name: str) -> Command:
-    """Returns the program that runs a case and checks each access to device memory."""
+def under_sanitizer(implementation: str, name: str) -> Command:
+    """Returns the program that runs a case with kernels and checks each access to device memory."""
     each_its_own = "PYTORCH_NO_CUDA_MEMORY_CACHING=1"  # otherwise an access past one tensor would hit another
     options = ("--tool", "memcheck", "--error-exitcode", "9")
-    return ("env", each_its_own, "compute-sanitizer", *options, *python("run_cases.py", "torch-triton", name))
+    return (
+        "env",
+        each_its_own,
+        "compute-sanitizer",
+        *options,
+        *python("run_cases.py", f"torch-{implementation}", name),
+    )
 
 
 CHECKED = ("mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123")
@@ -318,9 +337,16 @@ CHECKED = ("mean-bf16-n123", "log_probs-bf16-n123", "mean-fp32-n123")
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on PATH")
-@pytest.mark.parametrize("name", each({name: under_sanitizer(name) for name in CHECKED}, seconds=40))
-def test_memcheck_finds_nothing(name: str, printed: Printed) -> None:
-    assert_passed(printed[name], ("triton", DEVICE))
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        pytest.param(implementation, *case.values, marks=case.marks)
+        for implementation in KERNELS
+        for case in each({name: under_sanitizer(implementation, name) for name in CHECKED}, seconds=40)
+    ],
+)
+def test_memcheck_finds_nothing(implementation: str, name: str, printed: Printed) -> None:
+    assert_passed(printed[name], (implementation, DEVICE))
 
 
 @pytest.mark.parametrize("normalizer", [-1.0, float("nan"), float("inf"), 0.0, 3.0])

@@ -62,7 +62,7 @@ def results(request: pytest.FixtureRequest, program: Program) -> Results:
 
 def quick(*program: Any) -> Any:
     """Returns a program as a test parameter."""
-    return pytest.param(program, id="-".join(map(str, program[:2])))
+    return pytest.param(program, id="-".join(map(str, program[: 2 + (program[0] == "sm80")])))
 
 
 def slow(*program: Any, id: str = "") -> Any:
@@ -92,6 +92,13 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
     return tuple(case.name for case in cases() if case.dtype == dtype and case.name not in PAIRWISE)[share::SHARES]
 
 
+# For compute capability 8.x only loads and stores of matrices differ.
+SM80 = [
+    pytest.param(("sm80", "fewer_rows", *sorted(names)), id=f"sm80-{name}", marks=marks)
+    for (name, names), marks in zip(TABLES.items(), ((), (), pytest.mark.slow), strict=True)
+]
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -99,19 +106,29 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
             pytest.param(("table" if name == "pairwise" else "fewer_rows", *sorted(names)), id=name)
             for name, names in TABLES.items()
         ),
+        *SM80,
         *(
-            slow("table", *more_cases(dtype, share), id=f"{dtype}-{share}")
+            slow(*kernels, "table", *more_cases(dtype, share), id="-".join([*kernels, dtype, str(share)]))
+            for kernels in ((), ("sm80",))
             for dtype in FLOAT_DTYPES
             for share in range(SHARES)
         ),
     ],
 )
 def test_every_case_is_within_its_error_budget(program: Program, results: Results) -> None:
-    assert [result["name"] for result in results] == [*program[1:]]
+    assert [result["name"] for result in results] == [*program[1 + (program[0] == "sm80") :]]
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("repair", "quick"), slow("repair", "more")])
+@pytest.mark.parametrize(
+    "program",
+    [
+        quick("repair", "quick"),
+        slow("repair", "more"),
+        quick("sm80", "repair", "quick"),
+        slow("sm80", "repair", "more"),
+    ],
+)
 def test_reference_exponents_that_are_too_low_are_repaired(results: Results) -> None:
     assert_within_budget(results)
     *everywhere, in_one_block = (result["far"] for result in results)
@@ -127,19 +144,33 @@ def test_reference_exponents_that_are_too_low_are_repaired(results: Results) -> 
         slow("writes", "bfloat16", ("mean",), (0, 2, 3, 5, 7, 8)),
         slow("writes", "float16", ("mean",)),
         slow("writes", "bfloat16", ("none", "log_probs")),
+        quick("sm80", "writes", "bfloat16", ("mean",), (1, 4, 6)),
+        slow("sm80", "writes", "float16", ("mean",)),
+        slow("sm80", "writes", "bfloat16", ("none", "log_probs")),
     ],
 )
 def test_nothing_is_written_outside_and_everything_inside(results: Results) -> None:
     assert all(result["buffers"] > 5 for result in results)
 
 
-@pytest.mark.parametrize("program", [quick("shards", "float32"), slow("shards", "bfloat16")])
+@pytest.mark.parametrize(
+    "program", [quick("shards", "float32"), slow("shards", "bfloat16"), slow("sm80", "shards", "bfloat16")]
+)
 def test_vocabulary_shards_give_the_whole_loss(results: Results) -> None:
     assert_within_budget(results)
 
 
-@pytest.mark.parametrize("program", [quick("layouts", "float32"), slow("layouts", "bfloat16")])
-def test_the_inputs_layout_changes_nothing(results: Results) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        quick("layouts", "float32"),
+        slow("layouts", "bfloat16"),
+        slow("sm80", "layouts", "bfloat16"),
+        quick("sm80", "views", "float32"),
+        slow("sm80", "views", "bfloat16"),
+    ],
+)
+def test_the_layout_of_arguments_changes_nothing(results: Results) -> None:
     assert_within_budget(results)
 
 

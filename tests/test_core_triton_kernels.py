@@ -15,6 +15,7 @@ import pytest
 import torch
 from allocations import Meter, bytes_of
 from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
+from sass import missing_overlap
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -180,13 +181,14 @@ COMPILED = [(arch, name) for arch in SHARED_MEMORY for name in LAUNCHING if arch
 
 def multiplies(launch: Launch) -> str:
     """Returns the dtype of the operands that a kernel multiplies, or "" if it has no matmul."""
-    operands = [kind for name, kind in launch.signature if name in ("x_desc", "w_desc", "e_desc")]
-    return operands[0].removeprefix("tensordesc<").partition("[")[0] if len(operands) > 1 else ""
+    names = ("x_desc", "w_desc", "e_desc", "x_matrix", "w_matrix")
+    operands = [kind for name, kind in launch.signature if name in names]
+    return operands[0].removeprefix("*").removeprefix("tensordesc<").partition("[")[0] if len(operands) > 1 else ""
 
 
-MATRIX_UNITS = {80: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 # The GPUs and operand dtypes for which the quick suite compiles launches.
-SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (100, "bf16"), (80, "fp32")]
+SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (89, "bf16"), (100, "bf16"), (80, "fp32")]
 
 
 @cache
@@ -228,6 +230,13 @@ def assert_overlaps(launch: Launch) -> None:
     assert waits == 2, f"{launch.name} waits {waits} times for all matmuls, not once per warpgroup"
 
 
+def assert_pipelined(launch: Launch, arch: int) -> None:
+    """Fails where a matmul does not copy its next operands while it multiplies."""
+    code = dump(compile_launch(launch, arch).cubin, "-sass")
+    wrong = missing_overlap(code, "FFMA" if multiplies(launch) == "fp32" else "HMMA")
+    assert wrong is None, f"{launch.name} {wrong}"
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")  # Triton 3.9 announces 3.10
 @pytest.mark.parametrize(("arch", "operands"), SAMPLES)
 def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands: str) -> None:
@@ -238,6 +247,8 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
         assert not compile_launch(launch, arch).stack, f"{launch.name} spills registers"
         if "hopper" in launch.kernel.__module__ and operands:
             assert_overlaps(launch)
+        if arch < 90 and operands:
+            assert_pipelined(launch, arch)
 
 
 @pytest.mark.slow
@@ -246,6 +257,8 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
 def test_what_a_call_launches_compiles_and_fits(arch: int, name: str) -> None:
     for launch in launches(arch, name):
         assert_fits(launch, arch)
+        if arch < 90 and multiplies(launch):
+            assert_pipelined(launch, arch)
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_layouts_agree_in_chunked(function: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["triton", "chunked"])
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementation: str) -> None:
@@ -173,7 +173,7 @@ def test_a_confident_token_has_no_negative_loss(dtype: torch.dtype, budget: int 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 40.0, 2000.0])  # logits up to 1e4
-@pytest.mark.parametrize("implementation", ["triton", "chunked"])
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_confident_token_has_no_negative_loss_on_a_gpu(dtype: torch.dtype, implementation: str, scale: float) -> None:
     if dtype == torch.float16 and scale > 40.0:
@@ -182,17 +182,18 @@ def test_a_confident_token_has_no_negative_loss_on_a_gpu(dtype: torch.dtype, imp
 
 
 @pytest.mark.gpu
-def test_repaired_rows_have_no_negative_loss() -> None:
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
+def test_repaired_rows_have_no_negative_loss(implementation: str) -> None:
     """Half of the rows have a target far below the largest logit, so their blocks are repaired."""
     x, w, target = confident(torch.bfloat16, "cuda", 512, 256, 4096, 200.0)
     target[::2] = (target[::2] + 1) % 4096
     exact = F.cross_entropy(x.double() @ w.double().T, target, reduction="none")
     for backward in (False, True):
         a, b = x.clone().requires_grad_(backward), w.clone().requires_grad_(backward)
-        losses = core_triton.linear_cross_entropy(a, b, target, reduction="none")
+        losses = core_triton.linear_cross_entropy(a, b, target, reduction="none", implementation=implementation)
         assert losses.min() >= 0
         torch.testing.assert_close(losses.detach().double(), exact, rtol=1e-5, atol=1e-3)
-        mean = core_triton.linear_cross_entropy(a, b, target)
+        mean = core_triton.linear_cross_entropy(a, b, target, implementation=implementation)
         torch.testing.assert_close(mean.detach().double(), exact.mean(), rtol=1e-5, atol=1e-4)
 
 

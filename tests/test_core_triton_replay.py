@@ -111,7 +111,8 @@ def test_calls_that_only_launch_kernels_are_recorded(kind: str) -> None:
 @pytest.mark.gpu
 def test_options_and_layouts_are_recorded_apart() -> None:
     kinds: list[dict[str, Any]] = [
-        {}, {"logit_scale": 0.5}, {"z_loss_weight": 0.1}, {"ignore_index": 7}, {"reduction": "sum"}
+        {}, {"logit_scale": 0.5}, {"z_loss_weight": 0.1}, {"ignore_index": 7}, {"reduction": "sum"},
+        {"implementation": "triton_sm80"},
     ]  # fmt: skip
     want = [fresh(0, **kind) for kind in kinds]
     for _ in range(2):
