@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
-from benchmarks.jax_host import host_figures
+from benchmarks.jax_host import host_figures, trace_without_graphs
 from benchmarks.methods import (
     ERRORS,
     ROW_ERRORS,
@@ -29,6 +29,7 @@ from benchmarks.methods import (
 )
 from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
+from benchmarks.trace import CALLS, by_kernel, trace_jax
 
 FLOOR_ROWS = 16384  # as in PyTorch's floor
 REFERENCE_ROWS = 2048
@@ -89,6 +90,11 @@ class JaxBench:
 
     def captured(self, run: Callable[[], Any]) -> Callable[[], Any]:
         raise UnavailableError("XLA builds the CUDA graphs of a program")
+
+    def kernels(self, prepared: Prepared) -> list[dict[str, Any]]:
+        if prepared.program is None:
+            return by_kernel(trace_jax(prepared.run), CALLS)
+        return by_kernel(trace_without_graphs(prepared.program, prepared.arguments), CALLS)
 
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool

@@ -8,7 +8,7 @@ from benchmarks.host import Later, time_in_turns
 from benchmarks.methods import Prepared, UnavailableError, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
-from benchmarks.trace import trace_jax
+from benchmarks.trace import CALLS, Work, summary, trace_jax
 
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}  # a CUDA graph hides its kernels from the trace
 
@@ -54,9 +54,14 @@ def host_figures(
     return figures, lambda: _traced(function, arguments)
 
 
+def trace_without_graphs(function: Any, arguments: tuple[Any, ...]) -> list[Work]:
+    """Compiles a jitted function without CUDA graphs, traces it and returns what the device did."""
+    compiled = function.lower(*arguments).compile(WITHOUT_GRAPHS)
+    return trace_jax(lambda: compiled(*arguments))
+
+
 def _traced(function: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
     try:
-        compiled = function.lower(*arguments).compile(WITHOUT_GRAPHS)
-        return trace_jax(lambda: compiled(*arguments))
+        return summary(trace_without_graphs(function, arguments), CALLS)
     except Exception as error:  # a profiler may fail in any way, and the times are there already
         return {"trace_note": describe(error)}

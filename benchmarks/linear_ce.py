@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=usual.energy_seconds,
         help="seconds of the block of calls whose energy is measured; 0: none (%(default)s)",
     )
+    parser.add_argument("--kernels", action="store_true", help="also print and record what each method launches")
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
@@ -111,6 +112,8 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
     floor = problem.floor(mode)
     calls = [floor.run, prepared.run, *([prepared.forward] if prepared.forward else [])]
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
+    if options.kernels:
+        figures["kernels"] = bench.kernels(prepared)
     return {**figures, "floor_padding": floor.padding, "status": "ok"}
 
 
@@ -203,6 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traces.append((row, later))
             file.add(row)
             print(results.line(row), flush=True)
+            if options.kernels and row.get("kernels"):
+                print(results.kernels(row), flush=True)
             failed += row["status"] == "failed" and method.kind != "peer"
             bench.release()
     if traces:

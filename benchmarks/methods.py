@@ -164,6 +164,10 @@ class Bench(Protocol):
         """Returns a function that replays one call from a CUDA graph; raises `UnavailableError` where none is made."""
         ...
 
+    def kernels(self, prepared: Prepared) -> list[dict[str, Any]]:
+        """Returns what one call launches: `trace.by_kernel`."""
+        ...
+
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool
     ) -> tuple[dict[str, Any], Later | None]:

@@ -251,6 +251,25 @@ def line(row: Mapping[str, Any]) -> str:
     )
 
 
+LEAST_MS = 0.005  # of a kernel that is printed
+
+
+def kernels(row: Mapping[str, Any]) -> str:
+    """Returns a table of what a call launches: ms of one call, launches, name."""
+    lines = [
+        f"  {kernel['ms']:9.3f} ms {kernel['launches']:6.1f} x  {kernel['name'][:80]}"
+        for kernel in row["kernels"]
+        if kernel["ms"] >= LEAST_MS
+    ]
+    rest = [kernel for kernel in row["kernels"] if kernel["ms"] < LEAST_MS]
+    total = sum(kernel["ms"] for kernel in row["kernels"])
+    launches = sum(kernel["launches"] for kernel in row["kernels"])
+    if rest:
+        sums = (sum(kernel[key] for kernel in rest) for key in ("ms", "launches"))
+        lines.append("  {:9.3f} ms {:6.1f} x  shorter ones".format(*sums))
+    return "\n".join([*lines, f"  {total:9.3f} ms {launches:6.1f} x  all"])
+
+
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = (
         cell.ljust(width) if at == 0 else cell.rjust(width)

@@ -39,6 +39,7 @@ from benchmarks.timing import (
     same,
 )
 from benchmarks.torch_host import HostBench, capture
+from benchmarks.trace import CALLS, by_kernel, trace_torch
 
 FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit too
 INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
@@ -113,6 +114,9 @@ class TorchBench:
         if not self.gpu:
             raise UnavailableError("CUDA graphs need a GPU")
         return capture(run)
+
+    def kernels(self, prepared: Prepared) -> list[dict[str, Any]]:
+        return by_kernel(trace_torch(prepared.run), CALLS)
 
     def host_figures(
         self, prepared: Prepared, method: Method, mode: Mode, timing: Timing, *, trace: bool

@@ -11,7 +11,7 @@ from benchmarks.host import Later, Timed, time_in_turns
 from benchmarks.methods import Method, Prepared, describe
 from benchmarks.shapes import Mode
 from benchmarks.timing import Timing, keep_busy
-from benchmarks.trace import trace_torch
+from benchmarks.trace import CALLS, summary, trace_torch
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 REPLAYS_MS = 20.0  # of a block of graph replays
@@ -158,7 +158,7 @@ class HostBench:
 
     def _traced(self, step: Callable[[], Any]) -> dict[str, Any]:
         try:
-            return trace_torch(step)
+            return summary(trace_torch(step), CALLS)
         except Exception as error:  # a profiler may fail in any way, and the times are there already
             return {"trace_note": describe(error)}
 

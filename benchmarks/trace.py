@@ -62,6 +62,22 @@ def summary(work: Sequence[Work], calls: int) -> dict[str, Any]:
     }
 
 
+def by_kernel(work: Sequence[Work], calls: int) -> list[dict[str, Any]]:
+    """Returns "name", "launches" and "ms" of each kernel, copy and fill in one call, the longest first.
+
+    Args:
+        work: of all traced calls, in any order.
+        calls: how many were traced.
+    """
+    found: dict[str, list[float]] = defaultdict(list)
+    for each in work:
+        found[each.name].append(each.duration)
+    rows = [
+        {"name": name, "launches": len(times) / calls, "ms": sum(times) / 1000 / calls} for name, times in found.items()
+    ]
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
 def torch_work(trace: dict[str, Any]) -> list[Work]:
     """Returns the device's work from the JSON that torch.profiler exports."""
     return [
@@ -88,8 +104,8 @@ def jax_work(planes: Iterable[Any]) -> list[Work]:
     ]
 
 
-def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
-    """Traces calls of PyTorch back to back and returns their `summary`.
+def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
+    """Traces calls of PyTorch back to back and returns what the device did.
 
     Raises:
         RuntimeError: the trace holds no kernel.
@@ -106,10 +122,10 @@ def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        return _checked(torch_work(json.loads(path.read_text())), calls)
+        return _checked(torch_work(json.loads(path.read_text())))
 
 
-def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
+def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
     """The same for JAX; `run` must be compiled without CUDA graphs, which hide kernels from the trace."""
     import jax
 
@@ -135,10 +151,10 @@ def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> dict[str, Any]:
             planes = jax.profiler.ProfileData.from_file(str(files[-1])).planes
             planes = list(planes)
             seen = [f"{plane.name}: {', '.join(line.name for line in plane.lines)}" for plane in planes]
-            return _checked(jax_work(planes), calls, "; ".join(seen))
+            return _checked(jax_work(planes), "; ".join(seen))
 
 
-def _checked(work: Sequence[Work], calls: int, seen: str = "") -> dict[str, Any]:
+def _checked(work: list[Work], seen: str = "") -> list[Work]:
     if not any(each.kernel for each in work):
         raise RuntimeError(f"the trace holds no kernel {seen}".strip())
-    return summary(work, calls)
+    return work

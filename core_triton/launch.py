@@ -104,7 +104,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constexprs: An
         arguments: a Tensor, `At`, `Blocks`, number or None for each parameter that is not a constexpr, in order. A
             kernel receives the address of a Tensor and not its strides, so the Tensor must be contiguous, or its
             strides must be arguments too.
-        constexprs: by name, in order, then num_warps and num_stages.
+        constexprs: by name, in order, then num_warps, num_stages and other options of the compiler.
     """
     if not is_direct():
         kernel[grid](*map(_for_triton, arguments), **constexprs)

@@ -146,19 +146,19 @@ def compile_kernel(
     kernel: Any,
     signature: Mapping[str, str],
     constexprs: Mapping[str, Any],
-    arch: int,
+    capability: int,
     divisible: tuple[str, ...] = (),
-    **options: int,
+    **options: Any,
 ) -> Compiled:
-    """Compiles a Triton or Gluon kernel for compute capability `arch`.
+    """Compiles a Triton or Gluon kernel for a GPU.
 
     Args:
         kernel: a function decorated with triton.jit or gluon.jit.
         signature: argument -> type, such as "*bf16", "i32", "tensordesc<bf16[128, 64]>" or "constexpr".
         constexprs: the values of the constexpr arguments.
-        arch: 80, 90, ...
+        capability: of the GPU, 80, 90, ...
         divisible: arguments that are multiples of 16 or whose addresses are.
-        options: num_warps, num_stages.
+        options: num_warps, num_stages, arch, ...
     """
     source_type: Any = ASTSource
     if kernel.is_gluon():
@@ -170,7 +170,7 @@ def compile_kernel(
         constexprs={place[name]: value for name, value in constexprs.items()},
         attrs={place[name]: [["tt.divisibility", 16]] for name in divisible},
     )
-    compiled: Any = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack = resources(compiled.asm["cubin"])
     return Compiled(compiled.asm["ptx"], compiled.metadata.shared, registers, stack, compiled.asm["cubin"])
 

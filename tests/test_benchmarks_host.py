@@ -17,7 +17,7 @@ from benchmarks.methods import Method
 from benchmarks.shapes import CALL_MODES, DEFAULT_SHAPES, SHAPES, plan
 from benchmarks.torch_bench import TorchBench
 from benchmarks.torch_host import HostBench, Steps, identity_operator
-from benchmarks.trace import Work, jax_work, summary, torch_work
+from benchmarks.trace import Work, by_kernel, jax_work, summary, torch_work
 
 
 def run(framework: str, folder: Path, modes: list[str]) -> list[dict[str, Any]]:
@@ -212,6 +212,14 @@ def test_a_trace_gives_kernels_device_time_and_gaps() -> None:
     assert figures["gap_ms"] == pytest.approx((2 + 4) / 2000)
     assert (figures["main_kernel"], figures["main_launches"]) == ("gemm", 1)
     assert summary([], 1)["device_ms"] == 0
+    kernels = by_kernel(work, 2)
+    assert [(each["name"], each["launches"]) for each in kernels] == [("gemm", 1), ("small", 1), ("Memset", 0.5)]
+    assert [each["ms"] for each in kernels] == pytest.approx([0.01, 0.002, 0.0015])
+    assert results.kernels({"kernels": kernels}).splitlines() == [
+        "      0.010 ms    1.0 x  gemm",
+        "      0.004 ms    1.5 x  shorter ones",
+        "      0.013 ms    2.5 x  all",
+    ]
 
     events = [
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 1.5, "dur": 2},
