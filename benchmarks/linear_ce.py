@@ -51,7 +51,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=usual.energy_seconds,
         help="seconds of the block of calls whose energy is measured; 0: none (%(default)s)",
     )
-    parser.add_argument("--kernels", action="store_true", help="also print and record what each method launches")
+    parser.add_argument(
+        "--kernels", action="store_true", help="print and record kernels too; not in host and graph modes"
+    )
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
@@ -115,7 +117,7 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
         calls.append(prepared.forward)
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     if options.kernels:
-        figures["kernels"] = bench.kernels(prepared)
+        figures["by_kernel"] = bench.kernels(prepared)
     return {**figures, "floor_padding": floor.padding, "status": "ok"}
 
 
@@ -154,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods = [
         method
         for name, method in bench.methods.items()
-        if (name in options.methods if options.methods else method.grid or not options.grid)
+        if (name in options.methods if options.methods else method.grid if options.grid else not method.only_named)
     ]
     options.sensor = Sensor(gpu=options.device == "cuda")
     file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
@@ -208,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 traces.append((row, later))
             file.add(row)
             print(results.line(row), flush=True)
-            if options.kernels and row.get("kernels"):
+            if row.get("by_kernel"):
                 print(results.kernels(row), flush=True)
             failed += row["status"] == "failed" and method.kind != "peer"
             bench.release()

@@ -48,6 +48,7 @@ class Method:
         vocab_axis: 1 where it wants linear_weight as (D, V).
         host: measured in the modes of host time and of CUDA graphs even if it is not named.
         grid: measured in the grid even if it is not named.
+        only_named: measured only if it is named.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Method:
     vocab_axis: int = 0
     host: bool = False
     grid: bool = False
+    only_named: bool = False
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.

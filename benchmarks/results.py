@@ -258,12 +258,12 @@ def kernels(row: Mapping[str, Any]) -> str:
     """Returns a table of what a call launches: ms of one call, launches, name."""
     lines = [
         f"  {kernel['ms']:9.3f} ms {kernel['launches']:6.1f} x  {kernel['name'][:80]}"
-        for kernel in row["kernels"]
+        for kernel in row["by_kernel"]
         if kernel["ms"] >= LEAST_MS
     ]
-    rest = [kernel for kernel in row["kernels"] if kernel["ms"] < LEAST_MS]
-    total = sum(kernel["ms"] for kernel in row["kernels"])
-    launches = sum(kernel["launches"] for kernel in row["kernels"])
+    rest = [kernel for kernel in row["by_kernel"] if kernel["ms"] < LEAST_MS]
+    total = sum(kernel["ms"] for kernel in row["by_kernel"])
+    launches = sum(kernel["launches"] for kernel in row["by_kernel"])
     if rest:
         sums = (sum(kernel[key] for kernel in rest) for key in ("ms", "launches"))
         lines.append("  {:9.3f} ms {:6.1f} x  shorter ones".format(*sums))

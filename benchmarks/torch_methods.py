@@ -133,7 +133,7 @@ METHODS = by_name(
     [
         Method("floor", "floor", _floor, takes_budget=True, host=True),
         Method("triton", "ours", _core_triton("triton"), takes_budget=True, host=True, grid=True),
-        Method("triton_sm80", "own-baseline", _core_triton("triton_sm80"), takes_budget=True),
+        Method("triton_sm80", "own-baseline", _core_triton("triton_sm80"), takes_budget=True, only_named=True),
         Method("chunked", "own-baseline", _core_triton("chunked"), takes_budget=True),
         Method("eager", "peer", _eager),
         Method("eager-float32-logits", "peer", _eager_float32_logits),

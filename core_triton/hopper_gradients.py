@@ -35,7 +35,7 @@ from core_triton.hopper_common import (
     next_stage,
     quarters,
 )
-from core_triton.kernels import Active, head_rows
+from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, StreamKSchedule
@@ -481,7 +481,7 @@ def store_d_input(
     """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are split, for the packed rows of a chunk."""
     w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
     step, tile_rows, programs = tile_config.D_INPUT_STEP, config.d_input_rows, plan_of(problem).programs
-    head, block, by_class = head_rows(w[:classes], (step, tile_config.D_BLOCK // 2))
+    head, block, by_class = head_with_contiguous_rows(w[:classes], (step, tile_config.D_BLOCK // 2))
     tiles = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK)
     schedule = tile_config.choose_schedule(tiles, cdiv(classes, step), programs, splits_tiles=config.splits_tiles)
     pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count

@@ -5,9 +5,10 @@
 
 All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
 BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
-out of bounds. For compute capability 8.x they read through pointers, where a matrix has a stride: Triton copies these
-blocks asynchronously (cp.async) while it multiplies others, but waits for those of descriptors. One program writes each
-output, without atomics on floats, so results repeat bit for bit. Equations: linear_ce/MATH.md.
+out of bounds. For compute capability 8.x they read through pointers, and each matrix has a stride argument. Triton
+copies blocks that are read through pointers asynchronously (cp.async) while it multiplies. It does not do so for
+descriptors there. One program writes each output, without atomics on floats, so results repeat bit for bit. Equations:
+linear_ce/MATH.md.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +59,7 @@ class Active(NamedTuple):
     least: int
 
 
-def head_rows(w: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int], bool]:
+def head_with_contiguous_rows(w: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int], bool]:
     """Returns a head (V, D) and a block of it with contiguous rows, and whether these are (V, D) or (D, V)."""
     by_class = w.stride(1) == 1
     return (w, block, True) if by_class else (w.T, block[::-1], False)
@@ -144,7 +145,7 @@ def launch_tiles(
     assert tile is not None
     # One of x and w may have padding that the other does not have.
     n, hidden, classes = x.shape[0], min(x.shape[1], w.shape[1]), vocab_chunk.stop - vocab_chunk.start
-    w, w_block, by_class = head_rows(w, blocks.w)
+    w, w_block, by_class = head_with_contiguous_rows(w, blocks.w)
     launch(
         kernel,
         (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs * blocks.programs),),
@@ -303,7 +304,8 @@ def exponentials_kernel(
         ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-        # They must be the logits that are summed: then the loss is the logarithm of a ratio that is never below 1.
+        # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
+        # is never below 1.
         if x_stride is not None:  # before the exponentials, so that fewer numbers are in registers at the same time
             store_target_logit(
                 target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V

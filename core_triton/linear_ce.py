@@ -132,8 +132,8 @@ def linear_cross_entropy(
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
-            which). A named implementation never falls back to another. "triton_sm80" runs the kernels for compute
-            capability 8.x, which "triton" chooses there, on newer GPUs too.
+            which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
+            the kernels that "triton" runs on compute capability 8.x.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).

@@ -86,12 +86,12 @@ class ExecutionPlan:
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         tile: the tile of logits; None if no kernel runs.
         chunks: the rows of a chunk, and what depends on them.
-        casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that TMA
-            can read.
+        casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
+            kernels can read.
         d_input_kernel: whether our kernel computes d_input, or cuBLAS's GEMM and a pass over its result.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
-        programs: programs of a persistent kernel: one for each multiprocessor.
+        programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`.
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed.
@@ -187,11 +187,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
+    if pointers and padded_hidden >= tile_config.MAX_STRIDE:
+        raise ValueError(f"input must have fewer than {tile_config.MAX_STRIDE} columns on this GPU, got {hidden}")
     scaled_exp = not key.label_smoothing and (
         key.stage == "losses"
         or (
             key.stage == "loss_and_gradients"
             and x.dtype == "bfloat16"
+            # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
     )
@@ -229,8 +232,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,
-        needs_cast=casts_head,
-        needs_row_cast=not x.tma_compatible(by_row=True, pointers=pointers),
+        head_copies=casts_head + (w.dtype != x.dtype and padded_hidden != hidden),
+        needs_row_cast=padded_hidden != hidden or not x.tma_compatible(by_row=True, pointers=pointers),
         copied=key.copied_bytes,
         budget=key.memory_budget,
     )

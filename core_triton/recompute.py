@@ -1,6 +1,7 @@
 """The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A uses them for float16, float32 or label smoothing. Plan C always uses them. The chunks of rows and vocabulary
+Plan A uses them for float16, float32, label smoothing and, on compute capability 8.x, 2**24 classes or more. Plan C
+always uses them. The chunks of rows and vocabulary
 chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes
 d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 """

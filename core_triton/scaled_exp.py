@@ -284,7 +284,7 @@ def _store_exponentials(
 
 
 def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
-    """Returns a vocabulary chunk of the head in the input's dtype, with rows of a length that TMA can read."""
+    """Returns a vocabulary chunk of the head in the input's dtype, with rows that the kernels can read."""
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
         return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]

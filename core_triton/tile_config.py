@@ -38,7 +38,8 @@ def choose_tile(itemsize: int, capability: int) -> TileConfig:
     - Float32: the ordinary units compute it, without matrix instructions.
     - 16 bits on Ampere and Ada: four warps of 64 x 64, whose accumulators fill half of their registers. A program takes
       at most 64 KiB of shared memory, or 48 KiB on GPUs with 100 KiB (8.6 and 8.9), so that a multiprocessor runs two:
-      one computes exponentials while the other multiplies.
+      one computes exponentials while the other multiplies. Programs of eight warps take more, and a multiprocessor runs
+      one (`kernels._blocks`).
     - Otherwise the tiles are as large as registers allow without spills.
     """
     if itemsize == 4:
@@ -283,7 +284,7 @@ def choose_recomputed(
     float16: bool,
     d_input: bool,
     d_weight: bool,
-    needs_cast: bool,
+    head_copies: int,
     needs_row_cast: bool,
     copied: int = 0,
     budget: int,
@@ -300,8 +301,9 @@ def choose_recomputed(
         float16: the input is float16. Its rows are scaled by powers of two for d_weight, and its matmuls are separate.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
-        needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        needs_row_cast: the input is copied, one chunk at a time, to rows that TMA can read.
+        head_copies: copies of a vocabulary chunk of the head: to the input's dtype, and to rows that the kernels can
+            read.
+        needs_row_cast: the input is copied, one chunk at a time, to rows that the kernels can read.
         copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
@@ -311,14 +313,14 @@ def choose_recomputed(
     """
     tokens = max(tokens, 1)
     second = d_input or d_weight
-    per_class = hidden * (itemsize * needs_cast + 4 * (d_weight and float16)) + 32 * (second or needs_cast)
+    per_class = hidden * (itemsize * head_copies + 4 * (d_weight and float16)) + 32 * (second or head_copies > 0)
     copies = second + (second and float16 and d_weight) + needs_row_cast
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
     per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 
     def model(vocab_chunk: int) -> WorkspaceModel:
-        blocks = -(-(vocab_chunk if needs_cast else classes) // block_v)
+        blocks = -(-(vocab_chunk if head_copies else classes) // block_v)
         return WorkspaceModel(fixed, per_row + 4 * statistics * blocks, per_class, per_logit)
 
     widest = min(classes, D_LOGITS_VOCAB_CHUNK)
@@ -333,7 +335,7 @@ def choose_recomputed(
     ]
     least_rows, least_vocab_chunk = (
         min(tokens, MIN_ROWS),
-        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or needs_cast else vocab_chunks[-1],
+        min(vocab_chunks[-1], MIN_VOCAB_CHUNK) if second or head_copies else vocab_chunks[-1],
     )
     if least_vocab_chunk < vocab_chunks[-1]:
         vocab_chunks.append(least_vocab_chunk)
@@ -357,6 +359,6 @@ def choose_recomputed(
         rows,
         vocab_chunk,
         float32_sum=False,
-        statistics_vocab_chunk=vocab_chunk if needs_cast else classes,
+        statistics_vocab_chunk=vocab_chunk if head_copies else classes,
         bytes=model(vocab_chunk).bytes(rows, vocab_chunk),
     )

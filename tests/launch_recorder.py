@@ -46,7 +46,7 @@ class Launch(NamedTuple):
     signature: tuple[tuple[str, str], ...]  # argument -> type
     constexprs: tuple[tuple[str, Any], ...]
     divisible: tuple[str, ...]  # arguments that are multiples of 16
-    options: tuple[tuple[str, int], ...]  # num_warps, num_stages
+    options: tuple[tuple[str, Any], ...]  # num_warps, num_stages, maxnreg
 
     @property
     def name(self) -> str:

@@ -43,7 +43,7 @@ def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
     if not places:
         return "does not multiply where it copies"
     between = [one.opcode.partition(".")[0] for one in loop[places[0] : places[-1]]]
-    if multiply == "HMMA" and "LDG" in between:
+    if multiply == "HMMA" and "LDG" in between:  # FFMA is also used around the matmul
         return "waits for loads"
     # DEPBAR.LE waits until at most so many groups of copies are in flight.
     waits = [one.operands for one in loop if one.opcode.startswith("DEPBAR")]

@@ -215,7 +215,7 @@ def test_a_trace_gives_kernels_device_time_and_gaps() -> None:
     kernels = by_kernel(work, 2)
     assert [(each["name"], each["launches"]) for each in kernels] == [("gemm", 1), ("small", 1), ("Memset", 0.5)]
     assert [each["ms"] for each in kernels] == pytest.approx([0.01, 0.002, 0.0015])
-    assert results.kernels({"kernels": kernels}).splitlines() == [
+    assert results.kernels({"by_kernel": kernels}).splitlines() == [
         "      0.010 ms    1.0 x  gemm",
         "      0.004 ms    1.5 x  shorter ones",
         "      0.013 ms    2.5 x  all",
