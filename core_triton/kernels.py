@@ -76,7 +76,7 @@ class TileBlocks(NamedTuple):
     x: tuple[int, int]
     w: tuple[int, int]
     result: tuple[int, int]
-    constexprs: dict[str, Any]  # then num_warps, num_stages and maxnreg
+    constexprs: dict[str, Any]  # then num_warps, num_stages, maxnreg and arch
     gluon: bool = False
     pointers: bool = False
     programs: int = 1  # that a multiprocessor runs at the same time
@@ -110,6 +110,7 @@ def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) ->
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"maxnreg": 255} if repair else {}),
+        **({"arch": plan.arch} if plan.arch else {}),
     }
     return TileBlocks(
         (block_n, tile.block_d),

@@ -84,6 +84,7 @@ class ExecutionPlan:
             logits for the gradients: 4 matmuls. "chunked" uses PyTorch operators only.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
+        arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
         tile: the tile of logits; None if no kernel runs.
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
@@ -101,6 +102,7 @@ class ExecutionPlan:
     path: Path
     hopper: bool
     pointers: bool
+    arch: str | None
     tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     casts_head: bool
@@ -174,7 +176,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "chunked", "chunked", False, False, None, chunks, w.dtype != x.dtype,
+            "chunked", "chunked", False, False, None, None, chunks, w.dtype != x.dtype,
             d_input_kernel=False, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
             memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
@@ -183,6 +185,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         capability = 80
     hopper = capability == 90 and key.device.type == "cuda" and x.itemsize == 2
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
+    # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
+    arch = "sm80" if pointers and key.device.capability >= 90 and key.device.type == "cuda" else None
     tile = tile_config.choose_tile(x.itemsize, capability)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -218,7 +222,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            key.implementation, "scaled_exp", hopper, pointers, tile, chunks, casts_head,
+            key.implementation, "scaled_exp", hopper, pointers, arch, tile, chunks, casts_head,
             d_input_kernel=d_input_kernel, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
@@ -238,7 +242,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         budget=key.memory_budget,
     )
     return ExecutionPlan(
-        key.implementation, "recompute", hopper, pointers, tile, chunks, casts_head,
+        key.implementation, "recompute", hopper, pointers, arch, tile, chunks, casts_head,
         d_input_kernel=False, d_weight_kernel=False, holds_rows=False,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

@@ -59,6 +59,7 @@ class Call(NamedTuple):
     needs_grad: tuple[bool, bool] = (True, True)
     softcap: float | None = None
     smoothing: float = 0.0
+    implementation: str = "triton"
 
     def problem(self) -> Problem:
         """Returns the call's arrays. Nothing reads their contents."""
@@ -83,7 +84,9 @@ class Call(NamedTuple):
         needs_grad = NeedsGrad(*self.needs_grad, self.bias and self.needs_grad[1])
         stage, entropy, statistics = STAGES[self.plan]
         stage_needs_grad = NeedsGrad(False, False, False) if stage in ("losses", "statistics") else needs_grad
-        plan = ops.plan_for(problem, stage, budget, "triton", stage_needs_grad, statistics=statistics, entropy=entropy)
+        plan = ops.plan_for(
+            problem, stage, budget, self.implementation, stage_needs_grad, statistics=statistics, entropy=entropy
+        )
         problem = replace(problem, plan=plan)
         if plan.path == "scaled_exp":
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
@@ -251,6 +254,18 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
             assert_overlaps(launch)
         if arch < 90 and operands:
             assert_pipelined(launch, arch)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
+    call = Call("train", "llama3-8b", implementation="triton_sm80")
+    chosen = [launch for launch in launches_of(90, call.run) if launch.kernel.__name__ == "exponentials_kernel"]
+    assert chosen
+    for launch in set(chosen):
+        ptx = compile_launch(launch, 90).ptx
+        assert MATRIX_UNITS[80] in ptx
+        assert MATRIX_UNITS[90] not in ptx
+        assert_pipelined(launch, 90)
 
 
 @pytest.mark.slow

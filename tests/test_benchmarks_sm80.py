@@ -1,0 +1,66 @@
+"""Tests what `benchmarks.sm80` does without a GPU: matrices as cuBLAS takes them, and the names of its kernels."""
+
+import pytest
+import torch
+
+from benchmarks.shapes import Shape
+from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of
+from benchmarks.sm80_pallas import compile_for, lower_exponentials
+
+MATRIX = torch.zeros(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "expected"),
+    [
+        (MATRIX, Operand(rows=16, columns=4, stride=16, transposed=False)),
+        (MATRIX[:, :10], Operand(rows=10, columns=4, stride=16, transposed=False)),
+        (MATRIX[:, :10].T, Operand(rows=10, columns=4, stride=16, transposed=True)),
+        (MATRIX[::2], Operand(rows=16, columns=2, stride=32, transposed=False)),
+    ],
+)
+def test_a_matrix_by_rows_is_its_transpose_by_columns(matrix: torch.Tensor, expected: Operand) -> None:
+    assert operand_of(matrix) == expected
+
+
+def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"contiguous rows or columns, got strides \(32, 2\)"):
+        operand_of(MATRIX[::2, ::2])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        (["sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x32_stage4"], True),
+        (["ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_tn", "splitKreduce_kernel"], True),
+        (["cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nn_align8"], True),
+        (["nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT"], False),
+        (["sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1"], False),
+        ([], False),
+    ],
+)
+def test_kernels_for_sm80_are_known_by_their_names(kernels: list[str], expected: bool) -> None:
+    assert is_for_sm80(kernels) is expected
+
+
+def test_matmuls_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mm", "addmm"):
+        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back after the test
+    install()
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    total = torch.ones(3, 5)
+    torch.addmm(total, a, b, out=total)
+    torch.testing.assert_close(total, 1 + a @ b)
+    torch.testing.assert_close(torch.mm(a, b, out=total), a @ b)
+
+
+def test_the_kernel_of_pallas_for_an_a100_compiles_to_its_instructions_on_hopper() -> None:
+    lowered = lower_exponentials(Shape("small", 256, 128, 1024))
+    assert lowered.rows == 256
+    assert lowered.grid == (2 * 4,)  # tiles of 128 rows x 256 classes
+    ptx = compile_for(lowered, 90).asm["ptx"]
+    assert "mma.sync" in ptx
+    assert "cp.async" in ptx
+    assert "wgmma" not in ptx
+    with pytest.raises(ValueError, match="V of gpt must be a multiple of 64, got 50257"):
+        lower_exponentials(Shape("gpt", 256, 128, 50257))
