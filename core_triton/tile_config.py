@@ -5,7 +5,7 @@ These functions determine speed and memory. They change results only by rounding
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from linear_ce import chunk_cost
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel

@@ -19,7 +19,7 @@ measured times.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.gpus import GPUS
@@ -249,10 +249,7 @@ class Config(Protocol):
     def bytes(self) -> int: ...
 
 
-Found = TypeVar("Found", bound=Config)
-
-
-def choose_rows(
+def choose_rows[Found: Config](
     configs: Callable[[int], Iterable[Found]],
     *,
     tokens: int,

@@ -77,7 +77,10 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
         launches.append(launch_of(kernel, arguments, options))
 
     properties = SimpleNamespace(
-        major=arch // 10, minor=arch % 10, multi_processor_count=MULTIPROCESSORS[arch], name=f"compute capability {arch}"
+        major=arch // 10,
+        minor=arch % 10,
+        multi_processor_count=MULTIPROCESSORS[arch],
+        name=f"compute capability {arch}",
     )
     with (
         FakeTensorMode(),
