@@ -48,12 +48,11 @@ class CostCoefficients(NamedTuple):
 
 
 # PROVISIONAL: no sweep of chunk rows was measured yet. `python -m benchmarks.fit_chunk_cost` prints the lines that
-# replace these. Sources ("ncu" is the table of kernels in benchmarks/experiments.md, an H200 at 1.5 GHz, where a tile
-# of 128 x 256 takes 16 cycles for each element of the inner dimension):
-# - multiply: 16 cycles at the clock that whole calls run at, from the rows of Llama in results/h200, which are
-#   limited by power.
+# replace these. They start from the following figures ("ncu" is the table of kernels in benchmarks/experiments.md, an
+# H200 at 1.5 GHz, where a tile of 128 x 256 takes 16 cycles for each element of the inner dimension).
+# - multiply: 16 cycles at the clock of whole calls, which power limits.
 # - logits_tile: ncu has the tensor cores 93.5%, 89.6% and 78.3% busy at D 4096, 2304 and 896. All three are 4,000 to
-#   4,500 cycles for each tile. JAX's epilogue runs under the matmul: 1.01 to 1.04 x the bare matmul, so 500 cycles.
+#   4,500 cycles for each tile. JAX's epilogue runs under the matmul: 1.01 to 1.04 x the bare matmul, so 600 cycles.
 # - d_weight_tile and exposed: ncu has the first chunk 97.0% and 95.1% busy at 2,048 and 1,024 rows, 1,000 cycles a
 #   tile, and 1,600 to 1,800 cycles where it adds to d_weight. The difference is 0.26 to 0.29 of the time that reading
 #   d_weight takes at 4.8 TB/s (Llama, Qwen and Gemma). The same share of the write leaves 270 cycles a tile.
@@ -61,15 +60,17 @@ class CostCoefficients(NamedTuple):
 #   tiles of 128 rows have the tensor cores 92% busy at Gemma, where 16 rows are 94%. But they were 25% slower at Qwen
 #   with 7% less padding, which this estimate does not explain.
 # - missed: 10.8 GB less of such reads in 13 ms gained 0.1% on an H200.
-# - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton) and 0.08 ms in
-#   JAX's traces.
-# The rows of H100 have the same times: its tensor cores are the same, and only bandwidth and L2 differ. Those of other
-# GPUs have `multiply` by the ratio of peak rates for each multiprocessor, and the rest by the ratio of `multiply`.
-H200_TORCH = CostCoefficients(12.2, 3000.0, 200.0, 16.0, 0.1, 0.27, 0.0, 60.0, 100.0)
-H200_JAX = CostCoefficients(12.2, 400.0, 200.0, 16.0, 0.1, 0.27, 0.0, 30.0, 100.0)
-A100_ANY = CostCoefficients(25.0, 4000.0, 400.0, 16.0, 0.1, 0.27, 0.0, 60.0, 100.0)
-L40S_ANY = CostCoefficients(28.0, 4500.0, 450.0, 16.0, 0.1, 0.27, 0.0, 60.0, 100.0)
-RTX4090_ANY = CostCoefficients(52.0, 8500.0, 850.0, 16.0, 0.1, 0.27, 0.0, 60.0, 100.0)
+# - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton).
+# Then `fit_chunk_cost --fewest` fitted them to the 15 training rows of each framework in results/h200, one row for each
+# shape and budget, rounded here. The estimate is within 1.3% (torch) and 2.2% (jax) of these times, root mean square.
+# Of the other GPUs nothing was measured. Those of the H100 are those of the H200: its tensor cores are the same, and
+# bandwidth and L2 come from `GPUS`. The others have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
+# the times of a tile in proportion.
+H200_TORCH = CostCoefficients(12.5, 2300.0, 200.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
+A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 
 COEFFICIENTS = {
     ("a100", "torch"): A100_ANY,
