@@ -82,7 +82,7 @@ def fewest_rows(make: Callable[[], Any]) -> int:
     Args:
         make: makes one plan, whose package is imported, and returns it.
     """
-    configs = [
+    configs: list[Any] = [
         sys.modules[name] for name in ("core_triton.tile_config", "jax_pallas.tile_config") if name in sys.modules
     ]
     usual = [module.choose_scaled_exp for module in configs]

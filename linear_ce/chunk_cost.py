@@ -240,6 +240,9 @@ def least_ms(call: Call, chunks: int) -> float:
     return (total + call.memory_ns(moved)) / 1e6
 
 
+DENSELY = 16  # numbers of chunks that are all tried while none fits
+
+
 class Config(Protocol):
     """The chunks of a call: the `ScaledExpConfig` of a framework."""
 
@@ -265,7 +268,7 @@ def choose_rows[Found: Config](
 
     Row counts are those of equal chunks, rounded up to whole tiles of logits (128 rows), to whole tiles of d_input (256
     rows) or to MIN_ROWS. From the fewest chunks that fit, more are tried until no larger number can be cheaper
-    (`least_ms`). While none fits, the first 16 numbers are all tried, then ever larger steps: the memory of split tiles
+    (`least_ms`). While none fits, the first numbers are all tried, then ever larger steps: the memory of split tiles
     does not grow with rows. Of choices that cost the same within `TIE`, the one with the fewest chunks wins.
 
     Args:
@@ -279,7 +282,7 @@ def choose_rows[Found: Config](
         ms: the estimate of a choice, `call_ms`.
     """
     multiples = (ROW_BLOCK, MIN_ROWS) if call is None else (ROW_BLOCK, 2 * ROW_BLOCK, MIN_ROWS)
-    densely, tried = chunks + 16, set[int]()
+    densely, tried = chunks + DENSELY, set[int]()
     found, best_ms = list[tuple[float, Found]](), math.inf
     while not found or (call is not None and least_ms(call, chunks) < best_ms):
         rows = tokens
@@ -298,6 +301,10 @@ def choose_rows[Found: Config](
                 best_ms = min(best_ms, found[-1][0])
         if rows <= least_rows:
             break
-        chunks += 1 if found or chunks < densely else max(1, chunks // 4)
+        if call is None:
+            chunks += 1 if chunks < densely else max(1, chunks // 4)
+        else:  # up to the next number whose chunks are smaller by MIN_ROWS, in their equal rows rounded up
+            step = 1 if found or len(tried) < DENSELY else max(1, chunks // 32)
+            chunks = max(chunks + step, cdiv(tokens, max(rows - MIN_ROWS, 1)))
     equal = [(cdiv(tokens, config.rows), time, config) for time, config in found if time <= (1 + TIE) * best_ms]
     return min(equal, key=lambda choice: choice[:2])[2] if equal else None

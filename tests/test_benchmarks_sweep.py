@@ -44,7 +44,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
             return SimpleNamespace(input=x, weight=w, shape=shape)
 
         name = sweep.METHODS[framework]
-        method = Method(name, "ours", lambda mode: mode, takes_budget=True)
+        method = Method(name, "ours", lambda mode: print, takes_budget=True)
         parts = {"methods": {name: method}, "versions": lambda: {framework: "1"}, "release": lambda: None}
         return SimpleNamespace(framework=framework, device="NVIDIA H200", problem=problem, **parts)
 
@@ -61,8 +61,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     explain = sweep.explain
 
-    def of_h200(*arguments: Any) -> Any:
-        return explain(*arguments[:5], "h200")
+    def of_h200(framework: str, input: Any, weight: Any, budget: int, method: str) -> Any:
+        return explain(framework, input, weight, budget, method, "h200")
 
     monkeypatch.setattr(linear_ce, "open_bench", open_bench)
     monkeypatch.setattr(linear_ce, "measure_safely", measure)

@@ -204,8 +204,6 @@ def test_any_budget_that_holds_the_least_rows_has_a_plan(framework: str, n: int,
     assert choice.ms() <= (1 + chunk_cost.TIE) * cheapest
     fewer = [other for other in choices if other.chunks < choice.chunks]
     assert all(other.ms() > (1 + chunk_cost.TIE) * cheapest for other in fewer)
-    # The fewest chunks, which were chosen before there was an estimate, are among the choices.
-    assert fewest_rows(partial(plan, framework, *sizes, budget)) in {other.rows for other in choices}
 
 
 @settings(max_examples=40)
