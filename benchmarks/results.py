@@ -42,6 +42,7 @@ def commit(*more: str, root: Path = ROOT) -> str:
 
 # What computes the methods of a framework's package: its kernels, their launchers and the choice of chunks.
 KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
+CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 
 
 def source_hash(framework: str, root: Path = ROOT) -> str:
@@ -52,7 +53,7 @@ def source_hash(framework: str, root: Path = ROOT) -> str:
         root: of the checkout.
     """
     package = root / KERNELS[framework]
-    files = [*package.rglob("*.py"), *package.rglob("*.c"), root / "linear_ce" / "chunking.py"]
+    files = [*package.rglob("*.py"), *package.rglob("*.c"), *(root / "linear_ce" / name for name in CHOICES)]
     return short_hash(*(part for file in sorted(files) for part in (str(file.relative_to(root)), _code(file))))
 
 

@@ -21,6 +21,8 @@ from triton.experimental.gluon import language as gluon
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from linear_ce.gpus import known_gpu
+
 DIRECT_VERSIONS = ("3.6.",)
 
 GLUON_DTYPES = {torch.bfloat16: gluon.bfloat16, torch.float16: gluon.float16}
@@ -210,9 +212,11 @@ def column_block(columns: int) -> int:
 
 
 @cache
-def device_info(device: torch.device) -> tuple[int, int]:
-    """Returns compute capability (80, 90, ...) and number of multiprocessors; in the interpreter, a Hopper's."""
+def device_info(device: torch.device) -> tuple[int, int, str]:
+    """Returns compute capability (80, 90, ...), number of multiprocessors, and the name of `known_gpu`; in the
+    interpreter, a Hopper's."""
     if device.type != "cuda":
-        return 90, 2
+        return 90, 2, "h100"
     properties = torch.cuda.get_device_properties(device)
-    return 10 * properties.major + properties.minor, properties.multi_processor_count
+    capability = 10 * properties.major + properties.minor
+    return capability, properties.multi_processor_count, known_gpu(properties.name, capability)

@@ -335,7 +335,10 @@ def explain(
         matmuls: logits, d_input, d_weight by PyTorch
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    gpu = None if device is None else DeviceInfo("cuda", *gpu_named(device))
+    gpu = None
+    if device is not None:
+        capability, multiprocessors, *_ = gpu_named(device)
+        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
     spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)

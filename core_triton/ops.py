@@ -22,6 +22,7 @@ from core_triton import chunked, row_math
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
+from linear_ce.gpus import known_gpu
 from linear_ce.spec import LossSpec
 
 
@@ -546,7 +547,7 @@ def plan_for(
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays and of a device, or theirs."""
     if device is None:
         kind = problem.input.device.type
-        device = DeviceInfo(kind, 0, 0)
+        device = DeviceInfo(kind, 0, 0, known_gpu("", 0))
         if implementation != "chunked":
             from core_triton.launch import device_info  # Triton is not on every machine that has PyTorch
 

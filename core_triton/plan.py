@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked
 from core_triton.tile_config import ScaledExpConfig, TileConfig
+from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
@@ -52,6 +53,7 @@ class DeviceInfo(NamedTuple):
     type: str  # "cuda", "cpu", ...
     capability: int  # 80, 90, ...; 0 where there are no kernels
     multiprocessors: int
+    gpu: str  # the name in `linear_ce.gpus.GPUS` whose speed stands for the device's: `known_gpu`
 
 
 class PlanKey(NamedTuple):
@@ -150,6 +152,9 @@ class ExecutionPlan:
         )
 
 
+COPIES = 3  # copies of the head that a chunk makes where it must be cast: for the logits, their repair and d_input
+
+
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
@@ -206,6 +211,23 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input_kernel = hopper and not casts_head
         d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
+        call = None
+        if key.d_input or key.d_weight:
+            call = chunk_cost.Call(
+                tokens=max(tokens, 1),
+                hidden=padded_hidden,
+                classes=key.classes,
+                d_input=key.d_input,
+                d_weight=key.d_weight,
+                d_weight_kernel=d_weight_kernel,
+                block_v=tile.block_v,
+                class_block=tile_config.CLASS_BLOCK,
+                row_step=tile_config.D_WEIGHT_STEP,
+                programs=key.device.multiprocessors,
+                cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
+                gpu=key.device.gpu,
+                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "torch"],
+            )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,
             hidden=padded_hidden,
@@ -219,6 +241,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             statistics=key.statistics,
             programs=key.device.multiprocessors if d_input_kernel else 0,
             copied=key.copied_bytes,
+            call=call,
             budget=key.memory_budget,
         )
         return ExecutionPlan(

@@ -4,8 +4,10 @@ These functions determine speed and memory. They change results only by rounding
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple
 
+from linear_ce import chunk_cost
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
@@ -85,6 +87,15 @@ class StreamKSchedule(NamedTuple):
             return 0
         fixed_split = self.split_factor * self.split_tiles
         return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
+
+    @property
+    def longest(self) -> int:
+        """Iterations of the program that computes most."""
+        stream_k_iters = (self.iters_per_tile - self.split_iters) * self.split_tiles
+        part = max(
+            -(-self.split_iters // max(self.split_factor, 1)), -(-stream_k_iters // max(self.stream_k_programs, 1))
+        )
+        return self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0)
 
 
 MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
@@ -168,9 +179,12 @@ def choose_scaled_exp(
     statistics: bool,
     programs: int,
     copied: int = 0,
+    call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: the fastest that the budget allows, by an estimate.
+
+    Without an estimate they are as few and as equal as the budget allows.
 
     Args:
         tokens: N.
@@ -185,6 +199,7 @@ def choose_scaled_exp(
         statistics: the largest logits are computed.
         programs: programs of the kernel that computes d_input; 0 if cuBLAS computes it.
         copied: bytes of the contiguous copies of strided vectors.
+        call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
     Raises:
@@ -201,14 +216,16 @@ def choose_scaled_exp(
     fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
+    @cache
+    def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> StreamKSchedule:
+        d_tiles = -(-rows // tile_rows) * -(-hidden // D_BLOCK)
+        return choose_schedule(d_tiles, -(-classes // D_INPUT_STEP), programs, splits_tiles=splits_tiles)
+
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if not programs:
             return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
-        iters_per_tile, partial_tiles = -(-classes // D_INPUT_STEP), 0
-        for size in {rows, tokens % rows or rows}:
-            d_tiles = -(-size // tile_rows) * -(-hidden // D_BLOCK)
-            schedule = choose_schedule(d_tiles, iters_per_tile, programs, splits_tiles=splits_tiles)
-            partial_tiles = max(partial_tiles, schedule.partial_tiles)
+        sizes = {rows, tokens % rows or rows}
+        partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
 
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
@@ -221,22 +238,36 @@ def choose_scaled_exp(
         size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
-    def largest(*choice: Any) -> ScaledExpConfig | None:
-        """Returns the fewest chunks that fit, as equal as whole row blocks allow; None if none fit.
+    def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
+        if call is None or not d_input:
+            return None
+        if not programs:
+            return chunk_cost.library_d_input(call, rows)
+        schedule = schedule_of(rows, found.d_input_rows, found.splits_tiles)
+        share = 1 - schedule.split_iters / schedule.iters_per_tile
+        partial_bytes = 4 * schedule.partial_tiles * found.d_input_rows * D_BLOCK
+        return chunk_cost.DInput(found.d_input_rows, schedule.longest * D_INPUT_STEP, share, partial_bytes)
 
-        The first 16 counts are all tried, then ever larger steps: the memory of split tiles does not grow with rows.
-        """
-        chunks = max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
-        densely = chunks + 16
-        while True:
-            for multiple in (ROW_BLOCK, MIN_ROWS):
-                rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
-                found = config(rows, *choice)
-                if found.bytes <= (budget if rows == least_rows else enough):
-                    return found
-            if rows == least_rows:
-                return None
-            chunks += 1 if chunks < densely else max(1, chunks // 4)
+    def ms(found: ScaledExpConfig) -> float:
+        assert call is not None
+        chunk, last = (
+            chunk_cost.Chunk(rows, rows, d_input_of(rows, found))
+            for rows in (found.rows, (tokens - 1) % found.rows + 1)
+        )
+        return chunk_cost.call_ms(call, chunk, last)
+
+    def best(*choices: tuple[int, bool, int]) -> ScaledExpConfig | None:
+        """Returns the best chunks that fit with one of `choices`; None if none fit."""
+        return chunk_cost.choose_rows(
+            lambda rows: (config(rows, *choice) for choice in choices),
+            tokens=tokens,
+            least_rows=least_rows,
+            chunks=max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+            enough=enough,
+            budget=budget,
+            call=call,
+            ms=ms,
+        )
 
     # A vocabulary chunk narrower than a tile needs less memory for the cast and more for partial sums: each chunk has
     # at least one.
@@ -245,9 +276,10 @@ def choose_scaled_exp(
         ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
     )
     choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
-    fitting = [found for choice in choices if (found := largest(*choice)) is not None]
+    together = [choices] if call is not None else [[choice] for choice in choices]
+    fitting = [found for some in together if (found := best(*some)) is not None]
     if not fitting:
-        last = largest(*smallest)
+        last = best(smallest)
         if last is not None:
             return last
         least = config(least_rows, *smallest).bytes

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jax_pallas.slicing import is_symbolic
+from linear_ce.gpus import known_gpu
 
 NAMES = ("mosaic", "pallas_triton")  # the faster first
 
@@ -24,6 +25,7 @@ class DeviceInfo(NamedTuple):
     type: str  # "cuda", "cpu", ...
     capability: int  # 80, 90, ...; 0 if unknown
     multiprocessors: int
+    gpu: str  # the name in `linear_ce.gpus.GPUS` whose speed stands for the device's: `known_gpu`
 
 
 def hopper_limits(x_dtype: Any, hidden: int, vocab: int, vocab_axis: int) -> str | None:
@@ -176,7 +178,19 @@ def device_info(implementation: str, platform: str) -> DeviceInfo:
         from jax_pallas.hopper_common import programs
 
         multiprocessors = programs()
-    return DeviceInfo(platform, 10 * major + minor, multiprocessors)
+    capability = 10 * major + minor
+    return DeviceInfo(platform, capability, multiprocessors, known_gpu(_device_kind(platform), capability))
+
+
+def _device_kind(platform: str) -> str:
+    """Returns the name of the mesh's GPU, or of the default one; "" where there is none to ask."""
+    if platform != "cuda":
+        return ""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    try:
+        return jax.local_devices(backend="gpu")[0].device_kind if device is None else device.device_kind
+    except RuntimeError:
+        return ""
 
 
 def _version(capability: Capability) -> str:

@@ -367,7 +367,10 @@ def explain(
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
     launch.check_sizes(input.shape, linear_weight.shape)
-    gpu = None if device is None else DeviceInfo("cuda", *gpu_named(device))
+    gpu = None
+    if device is not None:
+        capability, multiprocessors, *_ = gpu_named(device)
+        gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     chosen, info = _choose(input, linear_weight, vocab_axis, implementation, gpu)
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)

@@ -12,7 +12,9 @@ from jax_pallas import launch, tile_config
 from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
+from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
@@ -167,6 +169,23 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 return tile_config.d_input_scratch(rows, hidden, key.classes, most, key.device.multiprocessors)
             return 4 * rows * hidden  # of XLA's GEMM
 
+        call = None
+        if key.d_input or key.d_weight:
+            call = chunk_cost.Call(
+                tokens=max(tokens, 1),
+                hidden=hidden,
+                classes=key.classes,
+                d_input=key.d_input,
+                d_weight=key.d_weight,
+                d_weight_kernel=multiplies,
+                block_v=tile.block_v,
+                class_block=tile_config.CLASS_BLOCK,
+                row_step=tile_config.STEP,
+                programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
+                cast_bytes=0,
+                gpu=key.device.gpu,
+                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "jax"],
+            )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,
             hidden=hidden,
@@ -180,6 +199,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             hopper=hopper,
             scratch=scratch,
             second_d_weight=0 if multiplies or not key.d_weight else x.itemsize * hidden * vocab,
+            call=call,
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.

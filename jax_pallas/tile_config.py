@@ -6,8 +6,10 @@ These functions determine speed and memory. They change results only by rounding
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+from linear_ce import chunk_cost
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
@@ -112,6 +114,15 @@ class StreamKSchedule:
         return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
 
     @property
+    def longest(self) -> int:
+        """Iterations of the program that computes most."""
+        stream_k_iters = (self.iters_per_tile - self.split_iters) * self.split_tiles
+        part = max(
+            cdiv(self.split_iters, max(self.split_factor, 1)), cdiv(stream_k_iters, max(self.stream_k_programs, 1))
+        )
+        return self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0)
+
+    @property
     def bytes(self) -> int:
         return 4 * self.partial_tiles * D_BLOCK * self.tile_rows
 
@@ -123,11 +134,7 @@ class StreamKSchedule:
         stream-K programs read other classes than the fixed split does at the time. Partial tiles are written and read.
         """
         stream_k_iters = self.iters_per_tile - self.split_iters
-        part = max(
-            cdiv(self.split_iters, max(self.split_factor, 1)),
-            cdiv(stream_k_iters * self.split_tiles, max(self.stream_k_programs, 1)),
-        )
-        longest = (self.tile_rows + 16) * (self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0))
+        longest = (self.tile_rows + 16) * self.longest
         return longest * (1 + 0.1 * stream_k_iters / self.iters_per_tile) + self.bytes / 6000
 
 
@@ -158,11 +165,22 @@ def schedule_of(
 
 def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> StreamKSchedule:
     """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
-    choices = [
-        schedule_of(rows, hidden, classes, *choice, programs) for choice in itertools.product(TILE_ROWS, (False, True))
-    ]
-    fitting = (schedule for schedule in choices if most is None or schedule.bytes <= most)
-    return min(fitting, key=lambda schedule: schedule.cost)
+    choices = _schedules(rows, hidden, classes, programs)
+    return next(schedule for schedule, size in choices if most is None or size <= most)
+
+
+@lru_cache(maxsize=1024)
+def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tuple[StreamKSchedule, int]]:
+    """Returns schedules and their bytes, the fastest first.
+
+    Of the tiles that divide the rows in the same number, only the shortest are tried: they are faster and smaller.
+    """
+    shortest = {cdiv(rows, tile_rows): tile_rows for tile_rows in TILE_ROWS}
+    choices = (
+        schedule_of(rows, hidden, classes, *choice, programs)
+        for choice in itertools.product(shortest.values(), (False, True))
+    )
+    return [(schedule, schedule.bytes) for schedule in sorted(choices, key=lambda schedule: schedule.cost)]
 
 
 def d_input_scratch(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> int:
@@ -223,9 +241,12 @@ def choose_scaled_exp(
     hopper: bool,
     scratch: Callable[[int, int], int],
     second_d_weight: int,
+    call: chunk_cost.Call | None = None,
     budget: int,
 ) -> ScaledExpConfig:
-    """Returns the chunks of plans A and B with scaled exponentials: as few and as equal as the budget allows.
+    """Returns the chunks of plans A and B with scaled exponentials: the fastest that the budget allows, by an estimate.
+
+    Without an estimate they are as few and as equal as the budget allows.
 
     Args:
         tokens: N.
@@ -241,6 +262,7 @@ def choose_scaled_exp(
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
         second_d_weight: bytes of the second d_weight that a call of two chunks takes. XLA's GEMM adds to d_weight in
             place only inside a loop, and XLA inlines a loop of one step.
+        call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
 
     Raises:
@@ -268,20 +290,39 @@ def choose_scaled_exp(
         last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
-    chunks = 1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * stores // budget))
-    densely = chunks + 16
-    while True:
-        for multiple in (ROW_BLOCK, MIN_ROWS):
-            rows = min(tokens, -(-tokens // (chunks * multiple)) * multiple)
-            found = config(rows)
-            if found.bytes <= (budget if rows == least_rows else enough):
-                return found
-        if rows == least_rows:
-            raise ValueError(
-                f"memory_budget must be at least {found.bytes} bytes for {tokens} tokens and {classes} classes, "
-                f"got {budget}"
-            )
-        chunks += 1 if chunks < densely else max(1, chunks // 4)
+    def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
+        if call is None or not call.d_input:
+            return None
+        if not hopper:
+            return chunk_cost.library_d_input(call, rows)
+        schedule = choose_schedule(rows, hidden, classes, found.d_input_bytes, call.programs)
+        share = 1 - schedule.split_iters / schedule.iters_per_tile
+        return chunk_cost.DInput(schedule.tile_rows, schedule.longest * STEP, share, schedule.bytes)
+
+    def ms(found: ScaledExpConfig) -> float:
+        assert call is not None
+        chunk, last = (
+            chunk_cost.Chunk(rows, kernel_rows, d_input_of(kernel_rows, found))
+            for rows, kernel_rows in ((found.rows, found.rows), ((tokens - 1) % found.rows + 1, found.last_rows))
+        )
+        return chunk_cost.call_ms(call, chunk, last)
+
+    best = chunk_cost.choose_rows(
+        lambda rows: (config(rows),),
+        tokens=tokens,
+        least_rows=least_rows,
+        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+        enough=enough,
+        budget=budget,
+        call=call,
+        ms=ms,
+    )
+    if best is None:
+        raise ValueError(
+            f"memory_budget must be at least {config(least_rows).bytes} bytes for {tokens} tokens and {classes} "
+            f"classes, got {budget}"
+        )
+    return best
 
 
 def padded(classes: int) -> int:

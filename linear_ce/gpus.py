@@ -1,5 +1,6 @@
-"""GPUs by name, so that a plan can be made without the GPU."""
+"""GPUs by name: what a plan depends on, so that it can be made without the GPU."""
 
+import re
 from typing import NamedTuple
 
 from linear_ce.spec import check_choice
@@ -10,14 +11,18 @@ class GPU(NamedTuple):
 
     capability: int  # compute capability: 80 is 8.0
     multiprocessors: int
+    bandwidth: float  # of device memory, bytes per second
+    l2_bytes: int
 
+
+MIB = 2**20
 
 GPUS = {
-    "a100": GPU(80, 108),
-    "h100": GPU(90, 132),  # SXM
-    "h200": GPU(90, 132),
-    "l40s": GPU(89, 142),
-    "rtx4090": GPU(89, 128),
+    "a100": GPU(80, 108, 2.04e12, 40 * MIB),  # 80 GB, SXM
+    "h100": GPU(90, 132, 3.35e12, 50 * MIB),  # SXM
+    "h200": GPU(90, 132, 4.8e12, 60 * MIB),
+    "l40s": GPU(89, 142, 0.864e12, 96 * MIB),
+    "rtx4090": GPU(89, 128, 1.01e12, 72 * MIB),
 }
 
 
@@ -28,3 +33,24 @@ def gpu_named(name: str) -> GPU:
         ValueError: no such name. The message names those that are known.
     """
     return GPUS[check_choice("device", name, tuple(GPUS))]
+
+
+def known_gpu(reported: str, capability: int) -> str:
+    """Returns the name in `GPUS` whose bandwidth, L2 and coefficients (`chunk_cost.COEFFICIENTS`) stand for a device.
+
+    The device is one of `GPUS` if the name that its driver reports contains that name: "NVIDIA H100 80GB HBM3" is an
+    "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as the slowest known GPU of its kind: an
+    "a100" with compute capability 8.0 or an unknown one (0), an "l40s" with 8.6 to 8.9, and an "h100" with 9.0 or
+    later. This only affects how fast a call runs. Compute capability and number of multiprocessors are the device's.
+
+    Args:
+        reported: `torch.cuda.get_device_name` or JAX's `device_kind`; "" if unknown.
+        capability: compute capability, 80 is 8.0.
+
+    Example:
+        >>> known_gpu("NVIDIA H200", 90), known_gpu("NVIDIA H20", 90)
+        ('h200', 'h100')
+    """
+    letters = re.sub(r"[^a-z0-9]", "", reported.lower())
+    found = next((name for name in GPUS if name in letters), None)
+    return found or ("h100" if capability >= 90 else "l40s" if capability > 80 else "a100")

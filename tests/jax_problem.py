@@ -46,7 +46,7 @@ def planned(
     **options: bool,
 ) -> Problem:
     """Returns a problem with its plan for this machine, or for a Hopper GPU with "mosaic"."""
-    device = DeviceInfo("cuda", 90, 132) if implementation == "mosaic" else DeviceInfo("cpu", 0, 0)
+    device = DeviceInfo("cuda", 90, 132, "h200") if implementation == "mosaic" else DeviceInfo("cpu", 0, 0, "a100")
     plan = plan_for(problem, stage, budget, implementation, needs_grad, device, **options)
     return replace(problem, plan=plan)
 

@@ -76,7 +76,12 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
         assert all(size > 0 for size in grid), f"{kernel.__name__} has the grid {grid}"
         launches.append(launch_of(kernel, arguments, options))
 
-    properties = SimpleNamespace(major=arch // 10, minor=arch % 10, multi_processor_count=MULTIPROCESSORS[arch])
+    properties = SimpleNamespace(
+        major=arch // 10,
+        minor=arch % 10,
+        multi_processor_count=MULTIPROCESSORS[arch],
+        name=f"compute capability {arch}",
+    )
     with (
         FakeTensorMode(),
         mock.patch.object(JITFunction, "run", record),

@@ -164,6 +164,21 @@ TORCH_ROWS = (
 )
 CONTRACT = (
     Mutation(
+        "linear_ce/chunk_cost.py",
+        "inner = cdiv(rows, call.row_step) * call.row_step",
+        "inner = rows",
+        tests("chunk_cost", "padded"),
+    ),
+    Mutation(
+        "linear_ce/chunk_cost.py",
+        "if config.bytes > most:",
+        "if config.bytes > 2 * most:",
+        tests("chunk_cost", "any_budget"),
+    ),
+    Mutation(
+        "linear_ce/chunk_cost.py", "(1 + adds) * call.head", "call.head", tests("chunk_cost", "bytes_of_d_weight")
+    ),
+    Mutation(
         "linear_ce/chunking.py",
         "(budget - self.fixed - vocab_chunk",
         "(budget - vocab_chunk",

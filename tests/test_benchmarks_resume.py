@@ -55,7 +55,8 @@ def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest
 
 def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> None:
     code = 'def f() -> int:\n    """Returns 1."""\n    return 1\n'
-    for name in ("core_triton/kernels.py", "core_triton/replay.c", "linear_ce/chunking.py", "linear_ce/spec.py"):
+    of_contract = [f"linear_ce/{name}" for name in (*results.CHOICES, "spec.py")]
+    for name in ("core_triton/kernels.py", "core_triton/replay.c", *of_contract):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
     before = results.source_hash("torch", tmp_path)
@@ -64,7 +65,7 @@ def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> Non
         ("core_triton/kernels.py", "return 1", "return 2", True),
         ("core_triton/kernels.py", "Returns 1", "Returns one", False),
         ("core_triton/kernels.py", "return 1", "return 1  # why", False),
-        ("linear_ce/chunking.py", "return 1", "return 2", True),
+        *((name, "return 1", "return 2", True) for name in of_contract[:-1]),
         ("linear_ce/spec.py", "return 1", "return 2", False),
     ):
         (tmp_path / name).write_text(code.replace(old, new))

@@ -17,7 +17,7 @@ from jax_pallas.plan import ExecutionPlan, MatrixLayout, PlanKey, make_plan
 from jax_pallas.tile_config import padded
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
-HOPPER, AMPERE = DeviceInfo("cuda", 90, 132), DeviceInfo("cuda", 80, 108)
+HOPPER, AMPERE = DeviceInfo("cuda", 90, 132, "h200"), DeviceInfo("cuda", 80, 108, "a100")
 ITEMSIZES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
@@ -150,7 +150,7 @@ def test_every_plan_keeps_within_its_budget() -> None:
 
 def test_a_smaller_gpu_cuts_fewer_tiles_of_d_input() -> None:
     """The number of multiprocessors is part of the key, because the memory of d_input's partial tiles depends on it."""
-    large, small = plan(), plan(device=DeviceInfo("cuda", 90, 66))
+    large, small = plan(), plan(device=DeviceInfo("cuda", 90, 66, "h100"))
     assert large.chunks.bytes != small.chunks.bytes
 
 

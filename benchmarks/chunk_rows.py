@@ -1,0 +1,125 @@
+"""The chunk row counts that the loss can use, and how a measurement makes it use one of them.
+
+The packages have no argument for it. They choose the chunks for which `chunk_cost.call_ms` is least, so a measurement
+replaces that function while plans are made, and forgets the plans before and after.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from linear_ce import chunk_cost
+from linear_ce.chunk_cost import Call, Chunk, CostCoefficients
+
+FAR = 1e6  # ms for each row that a choice is away from the wanted one: more than any estimate
+
+Estimate = Callable[[Call, Chunk, Chunk], float]
+
+
+class Choice(NamedTuple):
+    """One way to divide a call: what `chunk_cost.call_ms` estimates the time of."""
+
+    call: Call
+    chunk: Chunk
+    last: Chunk
+
+    @property
+    def rows(self) -> int:
+        return self.chunk.rows
+
+    @property
+    def chunks(self) -> int:
+        return chunk_cost.cdiv(self.call.tokens, self.rows)
+
+    def ms(self, coefficients: CostCoefficients | None = None) -> float:
+        """Returns the estimate, with other coefficients than those of the plan if given."""
+        call = self.call if coefficients is None else self.call._replace(coefficients=coefficients)
+        return chunk_cost.call_ms(call, self.chunk, self.last)
+
+
+def forget_plans() -> None:
+    """Forgets all plans, and what was recorded or traced with them."""
+    for name in ("core_triton.plan", "jax_pallas.plan"):
+        if name in sys.modules:
+            sys.modules[name].make_plan.cache_clear()
+    if "core_triton.replay" in sys.modules:
+        sys.modules["core_triton.replay"]._recordings.clear()
+    if "jax_pallas.plan" in sys.modules:
+        sys.modules["jax"].clear_caches()
+
+
+@contextmanager
+def estimating(estimate: Estimate) -> Iterator[None]:
+    """Makes plans with another estimate."""
+    usual = chunk_cost.call_ms
+    forget_plans()
+    chunk_cost.call_ms = estimate
+    try:
+        yield
+    finally:
+        chunk_cost.call_ms = usual
+        forget_plans()
+
+
+@contextmanager
+def preferring(rows: int) -> Iterator[None]:
+    """Makes plans with chunks of `rows` rows, or, where none of that many fit, of as many rows as come nearest."""
+    usual = chunk_cost.call_ms
+
+    def estimate(call: Call, chunk: Chunk, last: Chunk) -> float:
+        return FAR * abs(chunk.rows - rows) + usual(call, chunk, last)
+
+    with estimating(estimate):
+        yield
+
+
+def fewest_rows(make: Callable[[], Any]) -> int:
+    """Returns the rows of the chunks that a plan has if the fewest chunks win, not the cheapest.
+
+    Args:
+        make: makes one plan, whose package is imported, and returns it.
+    """
+    configs: list[Any] = [
+        sys.modules[name] for name in ("core_triton.tile_config", "jax_pallas.tile_config") if name in sys.modules
+    ]
+    usual = [module.choose_scaled_exp for module in configs]
+    forget_plans()
+    try:
+        for module, choose in zip(configs, usual, strict=True):
+            module.choose_scaled_exp = partial(_without_estimate, choose)
+        return make().chunks.rows
+    finally:
+        for module, choose in zip(configs, usual, strict=True):
+            module.choose_scaled_exp = choose
+        forget_plans()
+
+
+def _without_estimate(choose: Callable[..., Any], **options: Any) -> Any:
+    return choose(**options | {"call": None})
+
+
+def considered(make: Callable[[], Any], rows: int | None = None) -> list[Choice]:
+    """Returns the choices that `make` considers while it makes a plan: the cheapest of each row count, cheapest first.
+
+    It is empty if the plan does not store exponentials, so that the estimate was not asked.
+
+    Args:
+        make: makes one plan.
+        rows: the plan prefers chunks of so many rows; None: the cheapest.
+    """
+    found: dict[int, Choice] = {}
+    cheapest: dict[int, float] = {}
+
+    def note(call: Call, chunk: Chunk, last: Chunk) -> float:
+        ms = usual(call, chunk, last)
+        if ms < cheapest.get(chunk.rows, math.inf):
+            cheapest[chunk.rows], found[chunk.rows] = ms, Choice(call, chunk, last)
+        return ms + (0 if rows is None else FAR * abs(chunk.rows - rows))
+
+    usual = chunk_cost.call_ms
+    with estimating(note):
+        make()
+    return sorted(found.values(), key=Choice.ms)

@@ -1,0 +1,204 @@
+"""Measures our loss at several chunk row counts: `python -m benchmarks.sweep --framework torch|jax --shapes NAME...`.
+
+Every row count is measured like a method of `benchmarks.linear_ce`: its errors are checked first, and then it
+alternates with the bare matmuls. `benchmarks.fit_chunk_cost` fits the estimate that chooses chunks to these rows.
+"""
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import linear_ce, results
+from benchmarks.chunk_rows import Choice, considered, fewest_rows, preferring
+from benchmarks.methods import Method
+from benchmarks.shapes import GRID, GRID_MODES, MODES, Mode, Shape, plan
+from benchmarks.timing import Sensor, Timing
+from linear_ce.chunking import MIN_ROWS
+from linear_ce.spec import DEFAULT_MEMORY_BUDGET
+
+KEY = (*results.KEY, "chunk_rows")  # what makes two rows the same measurement
+METHODS = {"torch": "triton", "jax": "mosaic"}
+SWEPT = {name: mode for name, mode in MODES.items() if mode.d_input and mode.d_weight and mode.reduction == "mean"}
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=__doc__)
+    parser.add_argument("--framework", required=True, choices=tuple(METHODS))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the command out")
+    parser.add_argument("--shapes", nargs="+", required=True, metavar="NAME", help=f"as linear_ce has them, or {GRID}")
+    parser.add_argument("--modes", nargs="+", default=GRID_MODES, choices=tuple(SWEPT), metavar="NAME")
+    parser.add_argument("--rows", nargs="+", type=int, metavar="ROWS", help="of a chunk; default: the most promising")
+    parser.add_argument("--most", type=int, default=8, help="row counts of each shape and mode (default %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=linear_ce.DTYPES)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for the pairs of one row (default %(default)s)")
+    parser.add_argument("--pairs", type=int, default=Timing().min_pairs, help="at least (default %(default)s)")
+    parser.add_argument("--warmup", type=float, default=linear_ce.GRID_WARMUP, help="seconds (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
+    parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
+    parser.add_argument("--until", type=float, default=math.inf, metavar="SECONDS", help="start no row later than this")
+    parser.add_argument("--commit", help="commit of the code, if git does not know it")
+    options = parser.parse_args(arguments)
+    if options.resume and options.json is None:
+        parser.error("--resume needs --json")
+    options.timing = Timing(options.seconds, options.warmup, energy_seconds=0, min_pairs=options.pairs)
+    options.trace = False
+    return options
+
+
+def explain(framework: str, input: Any, weight: Any, budget: int, method: str, device: str | None = None) -> Any:
+    """Returns the package's explanation of a training call."""
+    if framework == "torch":
+        import core_triton as package
+    else:
+        import jax_pallas as package
+    return package.explain(input, weight, memory_budget=budget, implementation=method, device=device)
+
+
+def budget_of(mode: Mode) -> int:
+    return DEFAULT_MEMORY_BUDGET if mode.memory_budget is None else mode.memory_budget
+
+
+def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -> list[Choice]:
+    """Returns what is measured of a shape and mode, from many rows to few.
+
+    Args:
+        make: makes the plan.
+        rows: of a chunk. Those that no plan has are printed. None: those with the least estimates, and those of the
+            fewest chunks.
+        most: how many, without `rows`.
+    """
+    choices = considered(make)
+    if not choices:
+        return []
+    if rows is None:
+        fewest = fewest_rows(make)
+        rest = [choice.rows for choice in choices if choice.rows != fewest]
+        rows = [fewest, *rest[: most - 1]]
+    found = []
+    for wanted in sorted(set(rows), reverse=True):
+        exact = [choice for choice in considered(make, wanted) if choice.rows == wanted]
+        if not exact:
+            print(f"{wanted} rows: no plan has chunks of so many; chunks are equal, in multiples of {MIN_ROWS} rows")
+        found += exact[:1]
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns how far the choice of the plan is from the best of the rows measured."""
+    timed = [row for row in rows if row["status"] == "ok"]
+    chosen = next((row for row in timed if row["chosen"]), None)
+    if chosen is None:
+        return "the choice of the plan was not measured"
+    best = min(timed, key=lambda row: row["ratio"])
+    slower = 100 * (chosen["ratio"] / best["ratio"] - 1)
+    return f"the plan chooses {chosen['chunk_rows']} rows, {slower:.1f}% slower than the best, {best['chunk_rows']}"
+
+
+def sweep(
+    bench: Any,
+    method: Method,
+    item: tuple[Shape, Mode, str],
+    options: argparse.Namespace,
+    file: results.ResultFile,
+    problem: Any,
+    deadline: float,
+) -> tuple[int, int]:
+    """Measures one shape in one mode. Returns how many rows failed, and how many were not started in time."""
+    shape, mode, targets = item
+    budget = budget_of(mode)
+
+    def make() -> Any:
+        return explain(options.framework, problem.input, problem.weight, budget, method.name).plan
+
+    print(f"\n{linear_ce.title(shape, mode, targets, options.dtype)}", flush=True)
+    choices = choices_of(make, options.rows, options.most)
+    if not choices:
+        print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
+        return 0, 0
+    chosen_rows = make().chunks.rows
+    print(results.heading(), flush=True)
+    rows, failed, left, sources = [], 0, 0, results.source_hash(options.framework)
+    for choice in choices:
+        row = {
+            **shape.of_row(),
+            "dtype": options.dtype,
+            "targets": targets,
+            "mode": mode.name,
+            "method": method.name,
+            "kind": method.kind,
+            "framework": options.framework,
+            "code_hash": sources,
+            "budget": budget,
+            "chunk_rows": choice.rows,
+            "chunks": choice.chunks,
+            "estimated_ms": choice.ms(),
+            "chosen": choice.rows == chosen_rows,
+        }
+        if options.resume and file.holds(row):
+            continue
+        if time.monotonic() > deadline:
+            left += 1
+            continue
+        row |= dict.fromkeys(linear_ce.MEASURED)
+        # JAX keeps the programs of a method: another function for each row count.
+        own = replace(method, build=lambda mode: method.build(mode))
+        with preferring(choice.rows):
+            if make().chunks.rows != choice.rows:
+                raise AssertionError(f"the plan must have {choice.rows} rows")
+            row |= linear_ce.measure_safely(bench, problem, own, mode, options)
+        row.pop("later", None)
+        file.add(row)
+        rows.append(row)
+        print(results.line({**row, "method": f"{choice.rows} rows x {choice.chunks}"}), flush=True)
+        failed += row["status"] == "failed"
+        bench.release()
+    if rows:
+        print(summary(rows), flush=True)
+    return failed, left
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 1 if a row count failed."""
+    options = parse(arguments)
+    deadline = time.monotonic() + options.until
+    try:
+        items = plan(options.shapes, options.modes)
+    except ValueError as error:
+        raise SystemExit(f"--{error}") from error
+    try:
+        bench = linear_ce.open_bench(options.framework, options.device)
+    except RuntimeError as error:
+        raise SystemExit(f"--device {options.device}: {error}") from error
+    method = bench.methods["chunked" if options.device == "cpu" else METHODS[options.framework]]
+    options.sensor = Sensor(gpu=options.device == "cuda")
+    file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit(), KEY)
+    print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
+    failed, left, unopened = 0, 0, 0
+    # All modes of a shape together: its arrays are drawn once.
+    order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
+    problem, made_for = None, None
+    for item in sorted(items, key=lambda item: order[item[0]]):
+        if time.monotonic() > deadline:
+            unopened += 1
+            continue
+        if made_for != item[0]:
+            problem = None  # the old arrays go before the new ones come
+            bench.release()
+            problem, made_for = bench.problem(item[0], options.dtype, item[2]), item[0]
+        more_failed, more_left = sweep(bench, method, item, options, file, problem, deadline)
+        failed, left = failed + more_failed, left + more_left
+    if left or unopened:
+        print(
+            f"\n{left} rows of the last shapes and {unopened} shapes and modes were not started before "
+            f"--until {options.until:g} seconds"
+        )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

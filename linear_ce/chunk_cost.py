@@ -1,0 +1,310 @@
+"""How long a call of path "scaled_exp" takes on a GPU, as a function of the rows of its chunks.
+
+The memory budget limits the rows of a chunk. The largest chunk is not always the fastest, because tiles of 128 or 256
+rows compute their padding too: a chunk of 464 rows costs almost what one of 512 rows does. `call_ms` estimates the time
+of a call from its sizes, the tiles of its kernels and a few coefficients of the GPU. `choose_rows` returns the cheapest
+chunks that fit. The estimate determines speed and memory. It changes results only by rounding.
+
+The estimate adds up the three matmuls of each chunk of n rows. A tile has 128 rows or columns by up to 256 of another
+axis, and P programs compute the tiles in waves.
+
+    logits      ceil(n / 128) ceil(V / block_v) tiles, each a sum over D, and the epilogue of each tile
+    d_weight    ceil(V / class_block) ceil(D / 128) tiles, each a sum over n rounded up to steps, and the epilogue of
+                each tile; d_weight is written once in each chunk, and read in all but the first
+    d_input     the iterations of the program that has most of them: `DInput`
+
+A matmul takes at least as long as its bytes take to move. `benchmarks.fit_chunk_cost` fits the coefficients to
+measured times.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from linear_ce.chunking import MIN_ROWS
+from linear_ce.gpus import GPUS
+
+ROW_BLOCK = 128  # rows of a tile of logits
+
+D_BLOCK = 128  # columns of a tile of d_weight or d_input
+
+WIDEST = 256  # the other side of a tile at most; coefficients are those of a tile of 128 x 256
+
+GROUP_ROWS = 2048  # rows of logits whose tiles are computed together, so that the head is read once for all of them
+
+
+class CostCoefficients(NamedTuple):
+    """The coefficients of the kernels of one framework on one GPU."""
+
+    multiply: float  # ns to add one element of the inner dimension to the 128 x 256 sums of a tile
+    logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
+    d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
+    narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
+    stream_k: float  # share by which the iterations of stream-K programs take longer: they read other classes
+    exposed: float  # share of the time that d_weight's bytes take in device memory that the matmul does not hide
+    missed: float  # the same share of bytes that are read again because they do not stay in L2
+    chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
+    call: float  # us of a call's small kernels
+
+
+# PROVISIONAL: no sweep of chunk rows was measured yet. `python -m benchmarks.fit_chunk_cost` prints the lines that
+# replace these. They start from the following figures ("ncu" is the table of kernels in benchmarks/experiments.md, an
+# H200 at 1.5 GHz, where a tile of 128 x 256 takes 16 cycles for each element of the inner dimension).
+# - multiply: 16 cycles at the clock of whole calls, which power limits.
+# - logits_tile: ncu has the tensor cores 93.5%, 89.6% and 78.3% busy at D 4096, 2304 and 896. All three are 4,000 to
+#   4,500 cycles for each tile. JAX's epilogue runs under the matmul: 1.01 to 1.04 x the bare matmul, so 600 cycles.
+# - d_weight_tile and exposed: ncu has the first chunk 97.0% and 95.1% busy at 2,048 and 1,024 rows, 1,000 cycles a
+#   tile, and 1,600 to 1,800 cycles where it adds to d_weight. The difference is 0.26 to 0.29 of the time that reading
+#   d_weight takes at 4.8 TB/s (Llama, Qwen and Gemma). The same share of the write leaves 270 cycles a tile.
+# - narrow and stream_k: those by which JAX orders its schedules, as measured (`StreamKSchedule.cost`). core_triton's
+#   tiles of 128 rows have the tensor cores 92% busy at Gemma, where 16 rows are 94%. But they were 25% slower at Qwen
+#   with 7% less padding, which this estimate does not explain.
+# - missed: 10.8 GB less of such reads in 13 ms gained 0.1% on an H200.
+# - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton).
+# Then `fit_chunk_cost --fewest` fitted them to the 15 training rows of each framework in results/h200, one row for each
+# shape and budget, rounded here. The estimate is within 1.3% (torch) and 2.2% (jax) of these times, root mean square.
+# Of the other GPUs nothing was measured. Those of the H100 are those of the H200: its tensor cores are the same, and
+# bandwidth and L2 come from `GPUS`. The others have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
+# the times of a tile in proportion.
+H200_TORCH = CostCoefficients(12.5, 2300.0, 200.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
+A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+
+COEFFICIENTS = {
+    ("a100", "torch"): A100_ANY,
+    ("a100", "jax"): A100_ANY,
+    ("h100", "torch"): H200_TORCH,
+    ("h100", "jax"): H200_JAX,
+    ("h200", "torch"): H200_TORCH,
+    ("h200", "jax"): H200_JAX,
+    ("l40s", "torch"): L40S_ANY,
+    ("l40s", "jax"): L40S_ANY,
+    ("rtx4090", "torch"): RTX4090_ANY,
+    ("rtx4090", "jax"): RTX4090_ANY,
+}
+
+TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
+
+
+class Call(NamedTuple):
+    """What the time of a call depends on besides its chunks.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        d_input: d_input is computed.
+        d_weight: d_weight is computed.
+        d_weight_kernel: our kernel computes d_weight, in whole tiles. A library's matmul has no idle programs.
+        block_v: classes of a tile of logits.
+        class_block: classes of a tile of d_weight.
+        row_step: rows of a step of the matmul of d_weight.
+        programs: multiprocessors of the GPU.
+        cast_bytes: bytes that a chunk reads and writes to copy the head to another dtype.
+        gpu: name in `GPUS`.
+        coefficients: of the framework's kernels on the GPU.
+    """
+
+    tokens: int
+    hidden: int
+    classes: int
+    d_input: bool
+    d_weight: bool
+    d_weight_kernel: bool
+    block_v: int
+    class_block: int
+    row_step: int
+    programs: int
+    cast_bytes: int
+    gpu: str
+    coefficients: CostCoefficients
+
+    @property
+    def head_bytes(self) -> int:
+        return 2 * self.classes * self.hidden
+
+    def memory_ns(self, size: float) -> float:
+        """Returns how long device memory takes to move `size` bytes."""
+        return size / GPUS[self.gpu].bandwidth * 1e9
+
+
+class DInput(NamedTuple):
+    """How programs compute d_input for one chunk, a stream-K schedule.
+
+    Args:
+        tile_rows: rows of a tile. It has 128 columns of D.
+        classes: that the program with the most work adds up, over all of its tiles.
+        stream_k_share: share of a split tile's iterations that stream-K programs compute.
+        partial_bytes: of partial tiles, which are written and read again.
+    """
+
+    tile_rows: int
+    classes: float
+    stream_k_share: float
+    partial_bytes: int
+
+
+class Chunk(NamedTuple):
+    """A chunk of rows.
+
+    Args:
+        rows: of the chunk.
+        kernel_rows: rows that the kernels of logits and d_input compute.
+        d_input: how d_input is computed; None if it is not.
+    """
+
+    rows: int
+    kernel_rows: int
+    d_input: DInput | None
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def library_d_input(call: Call, rows: int) -> DInput:
+    """Returns how the matmul of a library computes d_input: tiles of 128 rows, divided evenly among all programs."""
+    tiles = cdiv(rows, ROW_BLOCK) * cdiv(call.hidden, WIDEST)
+    return DInput(WIDEST, tiles * call.classes / call.programs, 0.0, 0)
+
+
+def logits_ns(call: Call, rows: int) -> float:
+    """Returns how long the exponentials of a chunk take."""
+    c = call.coefficients
+    waves = cdiv(cdiv(rows, ROW_BLOCK) * cdiv(call.classes, call.block_v), call.programs)
+    size = cdiv(rows, GROUP_ROWS) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
+    matmul = waves * (c.multiply * call.hidden + c.logits_tile) * call.block_v / WIDEST
+    return max(matmul, call.memory_ns(size))
+
+
+def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
+    """Returns how long the d_weight of a chunk takes, written or added to what is there."""
+    c, d_blocks = call.coefficients, cdiv(call.hidden, D_BLOCK)
+    tiles = cdiv(call.classes, call.class_block) * d_blocks
+    waves = cdiv(tiles, call.programs) if call.d_weight_kernel else tiles / call.programs
+    # The tiles of a wave need all columns of x, which should stay in L2 for the next wave, and some classes of E.
+    x_bytes = 2 * rows * call.hidden
+    e_bytes = 2 * rows * call.class_block * cdiv(call.programs, d_blocks)
+    share = max(0.0, 1 - GPUS[call.gpu].l2_bytes / (x_bytes + e_bytes))
+    missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
+    size = moved + missed + 2 * rows * call.classes
+    inner = cdiv(rows, call.row_step) * call.row_step
+    matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
+    matmul += c.exposed * call.memory_ns(moved) + c.missed * call.memory_ns(missed)
+    return max(matmul, call.memory_ns(size))
+
+
+def d_input_ns(call: Call, rows: int, found: DInput) -> float:
+    """Returns how long the d_input of a chunk takes."""
+    c = call.coefficients
+    width = (found.tile_rows + c.narrow) / (WIDEST + c.narrow)
+    matmul = c.multiply * found.classes * width * (1 + c.stream_k * found.stream_k_share)
+    return max(matmul, call.memory_ns(call.head_bytes + 2 * rows * call.classes)) + call.memory_ns(
+        2 * found.partial_bytes
+    )
+
+
+def chunk_ns(call: Call, chunk: Chunk, *, adds: bool) -> float:
+    """Returns how long a chunk takes, one that adds to d_weight or the first."""
+    total = 1e3 * call.coefficients.chunk + call.memory_ns(call.cast_bytes) + logits_ns(call, chunk.kernel_rows)
+    if call.d_weight:
+        total += d_weight_ns(call, chunk.rows, adds=adds)
+    if chunk.d_input is not None:
+        total += d_input_ns(call, chunk.kernel_rows, chunk.d_input)
+    return total
+
+
+def call_ms(call: Call, chunk: Chunk, last: Chunk) -> float:
+    """Returns an estimate of the milliseconds of a call with equal chunks, of which the last one may be smaller."""
+    more = cdiv(call.tokens, chunk.rows) - 1
+    total = 1e3 * call.coefficients.call + chunk_ns(call, last, adds=False)
+    if more:
+        total += more * chunk_ns(call, chunk, adds=True)
+    return total / 1e6
+
+
+def least_ms(call: Call, chunks: int) -> float:
+    """Returns a time that no call of so many chunks, or more, falls below: no row is padded and no program is idle."""
+    c, moved = call.coefficients, chunks * call.cast_bytes
+    tiles = call.classes / WIDEST / call.programs  # for each 128 rows, or columns of D
+    total = 1e3 * (c.call + chunks * c.chunk)
+    total += call.tokens / ROW_BLOCK * tiles * (c.multiply * call.hidden + c.logits_tile)
+    d_blocks = call.hidden / D_BLOCK
+    if call.d_input:
+        total += call.tokens * d_blocks * tiles * c.multiply
+    if call.d_weight:
+        total += d_blocks * tiles * (c.multiply * call.tokens + chunks * c.d_weight_tile)
+        total += c.exposed * call.memory_ns((2 * chunks - 1) * call.head_bytes)
+    return (total + call.memory_ns(moved)) / 1e6
+
+
+DENSELY = 16  # numbers of chunks that are all tried while none fits
+
+
+class Config(Protocol):
+    """The chunks of a call: the `ScaledExpConfig` of a framework."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
+def choose_rows[Found: Config](
+    configs: Callable[[int], Iterable[Found]],
+    *,
+    tokens: int,
+    least_rows: int,
+    chunks: int,
+    enough: int,
+    budget: int,
+    call: Call | None,
+    ms: Callable[[Found], float],
+) -> Found | None:
+    """Returns the cheapest chunks that fit, or, without `call`, the fewest. Returns None if none fit.
+
+    Row counts are those of equal chunks, rounded up to whole tiles of logits (128 rows), to whole tiles of d_input (256
+    rows) or to MIN_ROWS. From the fewest chunks that fit, more are tried until no larger number can be cheaper
+    (`least_ms`). While none fits, the first numbers are all tried, then ever larger steps: the memory of split tiles
+    does not grow with rows. Of choices that cost the same within `TIE`, the one with the fewest chunks wins.
+
+    Args:
+        configs: from rows to the ways to compute chunks of that many rows.
+        tokens: N.
+        least_rows: the fewest rows of a chunk. They may take `budget` bytes.
+        chunks: no fewer chunks fit.
+        enough: bytes that other chunks may take.
+        budget: bytes.
+        call: what the time depends on; None: the fewest chunks win.
+        ms: the estimate of a choice, `call_ms`.
+    """
+    multiples = (ROW_BLOCK, MIN_ROWS) if call is None else (ROW_BLOCK, 2 * ROW_BLOCK, MIN_ROWS)
+    densely, tried = chunks + DENSELY, set[int]()
+    found, best_ms = list[tuple[float, Found]](), math.inf
+    while not found or (call is not None and least_ms(call, chunks) < best_ms):
+        rows = tokens
+        for multiple in multiples:
+            rows = min(tokens, cdiv(tokens, chunks * multiple) * multiple)
+            if rows in tried:
+                continue
+            tried.add(rows)
+            most = budget if rows == least_rows else enough
+            for config in configs(rows):
+                if config.bytes > most:
+                    continue
+                if call is None:
+                    return config
+                found.append((ms(config), config))
+                best_ms = min(best_ms, found[-1][0])
+        if rows <= least_rows:
+            break
+        if call is None:
+            chunks += 1 if chunks < densely else max(1, chunks // 4)
+        else:  # up to the next number whose chunks are smaller by MIN_ROWS, in their equal rows rounded up
+            step = 1 if found or len(tried) < DENSELY else max(1, chunks // 32)
+            chunks = max(chunks + step, cdiv(tokens, max(rows - MIN_ROWS, 1)))
+    equal = [(cdiv(tokens, config.rows), time, config) for time, config in found if time <= (1 + TIE) * best_ms]
+    return min(equal, key=lambda choice: choice[:2])[2] if equal else None

@@ -1,0 +1,337 @@
+"""Tests the estimate of a call's time, and the chunks that both frameworks choose by it. No GPU is needed."""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import core_triton
+import jax_pallas
+from benchmarks.chunk_rows import Choice, considered, fewest_rows, preferring
+from benchmarks.shapes import HEADS
+from core_triton.plan import DeviceInfo as TorchDevice
+from core_triton.plan import MatrixLayout as TorchLayout
+from core_triton.plan import PlanKey as TorchKey
+from core_triton.plan import make_plan as make_torch_plan
+from jax_pallas.launch import DeviceInfo as JaxDevice
+from jax_pallas.plan import MatrixLayout as JaxLayout
+from jax_pallas.plan import PlanKey as JaxKey
+from jax_pallas.plan import make_plan as make_jax_plan
+from linear_ce import chunk_cost
+from linear_ce.chunk_cost import Call, Chunk, DInput, call_ms, least_ms
+from linear_ce.gpus import GPUS, gpu_named, known_gpu
+
+MIB = 2**20
+FRAMEWORKS = ("torch", "jax")
+LLAMA, QWEN, GEMMA = (4096, 128256), (896, 151936), (2304, 256000)  # D, V
+
+
+def plan(framework: str, n: int, d: int, v: int, budget: int, gpu: str = "h200", **options: Any) -> Any:
+    """Returns the plan of a training call in bfloat16."""
+    capability, multiprocessors, *_ = gpu_named(gpu)
+    shared: dict[str, Any] = {
+        "stage": "loss_and_gradients",
+        "classes": v,
+        "memory_budget": budget,
+        **dict.fromkeys(("label_smoothing", "softcap", "entropy", "d_bias", "statistics"), False),
+        **dict.fromkeys(("d_input", "d_weight"), True),
+    }
+    if framework == "torch":
+        shared |= {
+            "input": TorchLayout((n, d), (d, 1), 2, "bfloat16", True),
+            "linear_weight": TorchLayout((v, d), (d, 1), 2, "bfloat16", True),
+            "copied_bytes": 0,
+            "implementation": "triton",
+            "device": TorchDevice("cuda", capability, multiprocessors, gpu),
+        }
+        return make_torch_plan(TorchKey(**shared | options))
+    shared |= {
+        "input": JaxLayout((n, d), 2, "bfloat16"),
+        "linear_weight": JaxLayout((v, d), 2, "bfloat16"),
+        "vocab_axis": 0,
+        "implementation": "mosaic" if capability == 90 else "pallas_triton",
+        "device": JaxDevice("cuda", capability, multiprocessors, gpu),
+    }
+    return make_jax_plan(JaxKey(**shared | options))
+
+
+def chosen(framework: str, *sizes: int, **options: Any) -> tuple[Any, Choice, list[Choice]]:
+    """Returns the plan, what was estimated of it, and all that was considered."""
+    make = partial(plan, framework, *sizes, **options)
+    choices, made = considered(make), make()
+    return made, next(choice for choice in choices if choice.rows == made.chunks.rows), choices
+
+
+def call(tokens: int = 8192, shape: tuple[int, int] = GEMMA, **changes: Any) -> Call:
+    hidden, classes = shape
+    usual = Call(
+        tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, block_v=256, class_block=256,
+        row_step=32, programs=132, cast_bytes=0, gpu="h200", coefficients=chunk_cost.COEFFICIENTS["h200", "torch"],
+    )  # fmt: skip
+    return usual._replace(**changes)
+
+
+def split(of: Call, rows: int) -> Chunk:
+    """Returns a chunk whose d_input is divided evenly among all programs."""
+    return Chunk(rows, rows, chunk_cost.library_d_input(of, rows))
+
+
+# The estimate.
+
+
+@pytest.mark.parametrize("rows", [384 + 16, 464, 496, 512])
+def test_padded_rows_cost_what_full_ones_do(rows: int) -> None:
+    of = call()
+    assert chunk_cost.logits_ns(of, rows) == chunk_cost.logits_ns(of, 512)
+    assert chunk_cost.logits_ns(of, 384) < 0.8 * chunk_cost.logits_ns(of, 512)
+    padded = -(-rows // 32) * 32
+    assert chunk_cost.d_weight_ns(of, rows, adds=True) == pytest.approx(chunk_cost.d_weight_ns(of, padded, adds=True))
+
+
+def test_waves_count() -> None:
+    """A GPU whose programs do not divide the tiles is idle in the last wave."""
+    whole, more = call(shape=(4096, 66 * 256)), call(shape=(4096, 66 * 256 + 1))
+    assert chunk_cost.logits_ns(more, 256) == pytest.approx(2 * chunk_cost.logits_ns(whole, 256))
+    more = call(shape=(4 * 128, 33 * 256 + 1))
+    by_kernel, by_library = (
+        chunk_cost.d_weight_ns(more._replace(d_weight_kernel=ours), 4096, adds=False) for ours in (True, False)
+    )
+    assert by_kernel > 1.9 * by_library
+
+
+def test_the_bytes_of_d_weight_and_of_the_head_count() -> None:
+    of = call(shape=LLAMA)
+    first, added = (chunk_cost.d_weight_ns(of, 2048, adds=adds) for adds in (False, True))
+    read = 2 * math.prod(LLAMA) / 4.8e12 * 1e9
+    assert added - first == pytest.approx(of.coefficients.exposed * read)
+    slow, fast = (chunk_cost.d_weight_ns(of._replace(gpu=gpu), 2048, adds=True) for gpu in ("h100", "h200"))
+    assert slow > fast
+    # 16 rows take as long as reading the head.
+    assert chunk_cost.logits_ns(call(shape=(4096, 2**20), programs=10**6), 16) > 2 * 4096 * 2**20 / 4.8e12 * 1e9
+    casts = of._replace(cast_bytes=2**30)
+    chunk = split(of, 2048)
+    assert call_ms(casts, chunk, chunk) - call_ms(of, chunk, chunk) == pytest.approx(4 * 2**30 / 4.8e12 * 1e3)
+
+
+def test_what_does_not_stay_in_l2_is_read_again() -> None:
+    missing = chunk_cost.COEFFICIENTS["h200", "torch"]._replace(missed=1.0)
+    for rows, missed in ((2048, False), (16384, True)):
+        without, with_misses = (
+            chunk_cost.d_weight_ns(call(shape=LLAMA, coefficients=found), rows, adds=False)
+            for found in (missing._replace(missed=0.0), missing)
+        )
+        assert (with_misses > without) == missed
+
+
+def test_chunks_add_up() -> None:
+    of = call(tokens=1000, shape=LLAMA)
+    chunk, last = split(of, 512), split(of, 488)
+    parts = chunk_cost.chunk_ns(of, last, adds=False) + chunk_cost.chunk_ns(of, chunk, adds=True)
+    assert call_ms(of, chunk, last) == pytest.approx(parts / 1e6 + of.coefficients.call / 1e3)
+    one = of._replace(tokens=512)
+    assert call_ms(one, chunk, chunk) == pytest.approx(
+        chunk_cost.chunk_ns(of, chunk, adds=False) / 1e6 + of.coefficients.call / 1e3
+    )
+    frozen = of._replace(d_weight=False)
+    assert call_ms(frozen, chunk._replace(d_input=None), last._replace(d_input=None)) < 0.4 * call_ms(of, chunk, last)
+
+
+def test_narrow_tiles_stream_k_and_partial_tiles_cost_more() -> None:
+    of = call()
+    usual = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 0))
+    assert chunk_cost.d_input_ns(of, 512, DInput(128, 512000, 0.0, 0)) > usual
+    assert chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.4, 0)) == pytest.approx(1.04 * usual)
+    partial_tiles = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 2**24))
+    assert partial_tiles == pytest.approx(usual + 2 * 2**24 / 4.8e12 * 1e9)
+
+
+@pytest.mark.parametrize("key", chunk_cost.COEFFICIENTS)
+def test_every_gpu_has_coefficients(key: tuple[str, str]) -> None:
+    assert {gpu for gpu, _ in chunk_cost.COEFFICIENTS} == set(GPUS)
+    assert {framework for _, framework in chunk_cost.COEFFICIENTS} == set(FRAMEWORKS)
+    assert all(value >= 0 for value in chunk_cost.COEFFICIENTS[key])
+
+
+@pytest.mark.parametrize(
+    ("reported", "capability", "name"),
+    [
+        ("NVIDIA H200", 90, "h200"),
+        ("NVIDIA H100 80GB HBM3", 90, "h100"),
+        ("NVIDIA A100-SXM4-80GB", 80, "a100"),
+        ("NVIDIA L40S", 89, "l40s"),
+        ("NVIDIA GeForce RTX 4090", 89, "rtx4090"),
+        ("NVIDIA H20", 90, "h100"),
+        ("NVIDIA B200", 100, "h100"),
+        ("NVIDIA RTX A6000", 86, "l40s"),
+        ("NVIDIA A30", 80, "a100"),
+        ("", 0, "a100"),
+    ],
+)
+def test_a_device_is_a_known_gpu(reported: str, capability: int, name: str) -> None:
+    assert known_gpu(reported, capability) == name
+
+
+# The choice.
+
+
+SIZES = st.integers(1, 70000), st.integers(1, 128), st.integers(1, 260000)  # N, D / 64, V
+
+
+@cache
+def least(framework: str, n: int, d: int, v: int) -> int:
+    with pytest.raises(ValueError, match=r"at least \d+ bytes") as refused:
+        plan(framework, n, d, v, 1)
+    return int(str(refused.value).split("at least ")[1].split(" bytes", maxsplit=1)[0])
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(FRAMEWORKS), *SIZES, st.integers(0, 2**30))
+def test_any_budget_that_holds_the_least_rows_has_a_plan(framework: str, n: int, d: int, v: int, more: int) -> None:
+    sizes = (n, 64 * d, v)
+    budget = least(framework, *sizes) + more
+    made, choice, choices = chosen(framework, *sizes, budget)
+    assert made.chunks.bytes <= budget
+    assert 1 <= made.chunks.rows <= n
+    assert made.chunks.rows >= min(n, 16)
+    cheapest = choices[0].ms()
+    assert choice.ms() <= (1 + chunk_cost.TIE) * cheapest
+    fewer = [other for other in choices if other.chunks < choice.chunks]
+    assert all(other.ms() > (1 + chunk_cost.TIE) * cheapest for other in fewer)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(FRAMEWORKS), *SIZES, st.integers(0, 2**29), st.integers(0, 2**29))
+def test_a_larger_budget_never_estimates_slower(
+    framework: str, n: int, d: int, v: int, more: int, yet_more: int
+) -> None:
+    sizes = (n, 64 * d, v)
+    # Below, the memory of split tiles decides, of which a larger budget may leave less.
+    budget = least(framework, *sizes) + 2 * min(n, 128) * v + more
+    small, large = (chosen(framework, *sizes, size)[2][0].ms() for size in (budget, budget + yet_more))
+    assert large <= small * (1 + 1e-9)
+
+
+@settings(max_examples=60)
+@given(*SIZES, st.integers(1, 600), st.integers(1, 4))
+def test_no_estimate_falls_below_the_bound_of_its_chunks(n: int, d: int, v: int, chunks: int, tile: int) -> None:
+    of = call(n, (64 * d, v))
+    rows = -(-n // chunks)
+    chunk, last = (
+        Chunk(size, size, DInput(64 * tile, _longest(of, size, 64 * tile), 0.0, 0))
+        for size in (rows, (n - 1) % rows + 1)
+    )
+    found = call_ms(of, chunk, last)
+    count = -(-n // rows)
+    assert least_ms(of, count) <= found * (1 + 1e-9)
+    assert least_ms(of, count) <= least_ms(of, count + 1)
+
+
+def _longest(of: Call, rows: int, tile_rows: int) -> float:
+    return -(-rows // tile_rows) * -(-of.hidden // 128) * of.classes / of.programs
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("mebibytes", [256, 512])
+def test_named_models_have_whole_tiles(framework: str, gpu: str, mebibytes: int) -> None:
+    for shape in (LLAMA, QWEN, GEMMA):
+        made, choice, choices = chosen(framework, 8192, *shape, mebibytes * MIB, gpu=gpu)
+        assert made.chunks.bytes <= mebibytes * MIB
+        assert choice.ms() <= 1.005 * min(other.ms() for other in choices)
+        assert made.chunks.rows % 128 == 0
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_chunk_of_gemma_in_256_mib_does_not_pad_464_rows_to_512(framework: str) -> None:
+    sizes = (8192, *GEMMA, 256 * MIB)
+    fewest = fewest_rows(partial(plan, framework, *sizes))
+    made, choice, choices = chosen(framework, *sizes)
+    assert fewest in (464, 512)
+    assert made.chunks.rows == 384
+    assert choice.ms() < 0.99 * next(other.ms() for other in choices if other.rows == fewest)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_llama_keeps_the_largest_chunks_where_they_are_whole_tiles(framework: str) -> None:
+    for mebibytes, rows in ((256, 1024), (512, 2048), (2048, 8192)):
+        assert plan(framework, 8192, *LLAMA, mebibytes * MIB).chunks.rows == rows
+
+
+def test_the_frameworks_agree_where_their_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same coefficients, tiles and schedules the estimate is the same, so the choice is."""
+    same = chunk_cost.COEFFICIENTS["h200", "jax"]
+    monkeypatch.setitem(chunk_cost.COEFFICIENTS, ("h200", "torch"), same)
+    for shape, mebibytes in ((LLAMA, 256), (LLAMA, 512), (LLAMA, 2048), (QWEN, 256), (GEMMA, 256), (GEMMA, 512)):
+        found = [chosen(framework, 8192, *shape, mebibytes * MIB) for framework in FRAMEWORKS]
+        assert found[0][0].chunks.rows == found[1][0].chunks.rows, (shape, mebibytes)
+        assert found[0][1].ms() == pytest.approx(found[1][1].ms(), rel=0.03)
+    make_torch_plan.cache_clear()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_frozen_arrays_and_gpus_without_the_kernels_of_hopper_have_an_estimate(framework: str) -> None:
+    for frozen in ({"d_weight": False}, {"d_input": False}):
+        made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, **frozen)
+        assert (choice.call.d_input, choice.call.d_weight) == ("d_input" not in frozen, "d_weight" not in frozen)
+        assert (choice.chunk.d_input is None) == ("d_input" in frozen)
+        assert made.chunks.rows >= 1536
+        assert made.chunks.rows % 128 == 0
+    for gpu in ("a100", "l40s", "rtx4090"):
+        made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, gpu=gpu)
+        assert made.path == "scaled_exp"
+        assert not choice.call.d_weight_kernel
+        assert made.chunks.rows >= 1024
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_scoring_is_not_estimated(framework: str) -> None:
+    options = {"stage": "losses", "d_input": False, "d_weight": False}
+    assert considered(partial(plan, framework, 8192, *LLAMA, 512 * MIB, **options)) == []
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_plans_are_made_fast(framework: str) -> None:
+    """Counts estimates, not time: each takes about 20 us."""
+    counts = [
+        len(considered(partial(plan, framework, 8192, head.d, head.v, mebibytes * MIB)))
+        for head in HEADS
+        for mebibytes in (256, 512)
+    ]
+    assert sum(counts) / len(counts) < 20
+    assert max(counts) < 60
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_measurement_can_prefer_rows(framework: str) -> None:
+    make = partial(plan, framework, 8192, *GEMMA, 512 * MIB)
+    usual = make().chunks.rows
+    for rows in (128, 384, 512, 768):
+        with preferring(rows):
+            assert make().chunks.rows == rows
+    with preferring(700):  # no equal chunks have 700 rows
+        assert abs(make().chunks.rows - 700) < 64
+    assert make().chunks.rows == usual
+    assert fewest_rows(make) == 1024
+
+
+EXPLAIN: dict[str, Callable[..., Any]] = {"torch": core_triton.explain, "jax": jax_pallas.explain}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_explain_shows_the_rows(framework: str) -> None:
+    sizes = ((8192, GEMMA[0]), (GEMMA[1], GEMMA[0]))
+    if framework == "torch":
+        arrays: Any = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
+    else:
+        arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    explained = EXPLAIN[framework](*arrays, memory_budget=256 * MIB, device="h200")
+    rows = plan(framework, 8192, *GEMMA, 256 * MIB).chunks.rows
+    assert explained.plan.chunks.rows == rows == 384
+    assert "chunks: 22 of up to 384 rows" in str(explained).splitlines()
