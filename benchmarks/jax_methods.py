@@ -148,7 +148,7 @@ def _tokamax(mode: Mode) -> LossFn:
 # In the order of measurement: our methods and the floor first.
 METHODS = by_name(
     [
-        Method("floor", "floor", _floor, takes_budget=True, grid=True),
+        Method("floor", "floor", _floor, takes_budget=True),
         Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True, grid=True),
         Method("pallas_triton", "ours", _jax_pallas("pallas_triton"), takes_budget=True),
         Method("chunked", "own-baseline", _jax_pallas("chunked"), takes_budget=True),

@@ -110,7 +110,9 @@ def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options:
         figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
         return {**figures, "floor_padding": floor.padding, "status": "ok"}
     floor = problem.floor(mode)
-    calls = [floor.run, prepared.run, *([prepared.forward] if prepared.forward else [])]
+    calls = [floor.run, prepared.run]
+    if prepared.forward and not options.grid:
+        calls.append(prepared.forward)
     figures |= bench.time_pairs(calls, options.timing, options.sensor).figures()
     if options.kernels:
         figures["kernels"] = bench.kernels(prepared)

@@ -187,14 +187,12 @@ GRID = "grid"  # names all of the following in the place of shapes
 GRID_MODES = ("train", "tight")
 GRID_N, SMALL_N = 8192, 2048  # of every head
 SWEEP_N = (4096, 16384, 1024, 512, 256, 32768, 65536)
-_AFTER_GRID_N = (
+_GRID = (
+    *((head, GRID_N) for head in HEADS),
     *((head, SMALL_N) for head in HEADS),
     *((head, n) for n, head in product(SWEEP_N, HEADS) if head.sweep),
 )
-_OF_HEADS = {
-    shape.name: shape
-    for shape in (*(head.shape(GRID_N) for head in HEADS), *(head.shape(n) for head, n in _AFTER_GRID_N))
-}
+_OF_HEADS = {shape.name: shape for shape in (head.shape(n) for head, n in _GRID)}
 
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
 HOST_SHAPES = ("h-4096-512-8192", "h-1024-768-50257", "h-2048-2048-32000", "qwen2.5-0.5b")
@@ -297,7 +295,5 @@ def plan(
 
 
 def _grid(modes: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Returns the plan of the grid: one mode after the other at GRID_N tokens, then all modes of each further shape."""
-    first = [(head.shape(GRID_N).name, mode, kind) for mode, kind, head in product(modes, targets, HEADS)]
-    after = [(head.shape(n).name, mode, kind) for (head, n), mode, kind in product(_AFTER_GRID_N, modes, targets)]
-    return first + after
+    """Returns the plan of the grid. All modes of a shape come together: its arrays are drawn once."""
+    return [(head.shape(n).name, mode, kind) for (head, n), kind, mode in product(_GRID, targets, modes)]

@@ -131,7 +131,7 @@ def _quack(chunk_size: int) -> Callable[[Mode], LossFn]:
 # In the order of measurement: our methods and the floor first, methods that may crash last.
 METHODS = by_name(
     [
-        Method("floor", "floor", _floor, takes_budget=True, host=True, grid=True),
+        Method("floor", "floor", _floor, takes_budget=True, host=True),
         Method("triton", "ours", _core_triton("triton"), takes_budget=True, host=True, grid=True),
         Method("triton_sm80", "own-baseline", _core_triton("triton_sm80"), takes_budget=True),
         Method("chunked", "own-baseline", _core_triton("chunked"), takes_budget=True),

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.shapes import Shape
 from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of
+from benchmarks.sm80_pallas import compile_for, lower_exponentials
 
 MATRIX = torch.zeros(4, 16)
 
@@ -50,3 +52,15 @@ def test_matmuls_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> N
     torch.addmm(total, a, b, out=total)
     torch.testing.assert_close(total, 1 + a @ b)
     torch.testing.assert_close(torch.mm(a, b, out=total), a @ b)
+
+
+def test_the_kernel_of_pallas_for_an_a100_compiles_to_its_instructions_on_hopper() -> None:
+    lowered = lower_exponentials(Shape("small", 256, 128, 1024))
+    assert lowered.rows == 256
+    assert lowered.grid == (2 * 4,)  # tiles of 128 rows x 256 classes
+    ptx = compile_for(lowered, 90).asm["ptx"]
+    assert "mma.sync" in ptx
+    assert "cp.async" in ptx
+    assert "wgmma" not in ptx
+    with pytest.raises(ValueError, match="V of gpt must be a multiple of 64, got 50257"):
+        lower_exponentials(Shape("gpt", 256, 128, 50257))
