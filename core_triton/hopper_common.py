@@ -120,18 +120,33 @@ def multiply(ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constex
     BLOCK_D: gl.constexpr = ring.a.shape[2]
     acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)
     for k in range(0, hidden, BLOCK_D):
-        mbarrier.wait(ring.full.index(stage), phase)
-        w = ring.b.index(stage)
-        if tiling.w_by_class:
-            w = w.permute((1, 0))
-        acc = warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])  # this matmul stays in flight; the one before is done with its stage
-        before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
+        acc = multiply_step(acc, ring, stage, phase, k > 0, WHICH, tiling)
         stage, phase = next_stage(stage, phase, STAGES)
+    return finish(acc, ring, stage), stage, phase
+
+
+@gluon.jit
+def multiply_step(acc, ring, stage, phase, releases, WHICH: gl.constexpr, tiling):
+    """Adds the matmul of a stage to acc. With `releases` the stage before is free."""
+    STAGES: gl.constexpr = ring.b.shape[0]
+    mbarrier.wait(ring.full.index(stage), phase)
+    w = ring.b.index(stage)
+    if tiling.w_by_class:
+        w = w.permute((1, 0))
+    acc = warpgroup_mma(ring.a.index(2 * stage + WHICH), w, acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=[acc])  # this matmul stays in flight; the one before is done with its stage
+    before = gl.where(stage == 0, STAGES - 1, stage - 1)
+    mbarrier.arrive(ring.empty.index(before), count=1, pred=releases)
+    return acc
+
+
+@gluon.jit
+def finish(acc, ring, stage):
+    """Waits for the matmuls of a tile; `stage` is the one after its last."""
+    STAGES: gl.constexpr = ring.b.shape[0]
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-    return acc, stage, phase
+    return acc
 
 
 @gluon.jit

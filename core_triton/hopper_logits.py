@@ -23,16 +23,22 @@ from core_triton.hopper_common import (
     Sizes,
     Tiling,
     active_rows,
+    finish,
     load_tiles,
     make_buffers,
     make_ring,
     multiply,
+    multiply_step,
+    next_stage,
     quarters,
     store_quarter,
 )
 from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
 from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
+
+# A tile's steps are in parts. Between parts a quarter of the exponentials of the tile before is stored.
+PARTS = gl.constexpr(5)
 
 
 class Head(NamedTuple):
@@ -107,6 +113,42 @@ class ExponentialsSwitches(NamedTuple):
     statistics: Any
 
 
+class Done(NamedTuple):
+    """A tile's exponentials that are not stored yet, in quarters, and where they go."""
+
+    quarters: Any
+    row: Any
+    column: Any
+
+
+@gluon.jit
+def store_done(e_desc, buffers, done, WHICH: gl.constexpr, i: gl.constexpr):
+    """Stores the quarter `i` of a tile."""
+    WIDTH: gl.constexpr = e_desc.block_type.shape[1]
+    store_quarter(e_desc, buffers, done.quarters[i], done.row, done.column + i * WIDTH, WHICH, i)
+
+
+@gluon.jit
+def multiply_and_store(
+    ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constexpr, tiling, e_desc, buffers, done
+):
+    """As `multiply`. The tile before is stored meanwhile, a quarter after each part of the steps but the last."""
+    STAGES: gl.constexpr = ring.b.shape[0]
+    HALF: gl.constexpr = ring.a.shape[1]
+    BLOCK_D: gl.constexpr = ring.a.shape[2]
+    steps = gl.cdiv(hidden, BLOCK_D)
+    part_steps = steps // PARTS
+    acc = gl.zeros([HALF, tiling.block_v], gl.float32, layout)
+    for part in gl.static_range(PARTS):
+        for step in range(part * part_steps, steps if part == PARTS - 1 else (part + 1) * part_steps):
+            acc = multiply_step(acc, ring, stage, phase, step > 0, WHICH, tiling)
+            stage, phase = next_stage(stage, phase, STAGES)
+        if part < PARTS - 1:
+            store_done(e_desc, buffers, done, WHICH, part)
+    acc = finish(acc, ring, stage)
+    return acc, stage, phase
+
+
 @gluon.jit
 def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switches, WHICH: gl.constexpr):
     HALF: gl.constexpr = ring.a.shape[1]
@@ -116,13 +158,23 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
     row_blocks, class_blocks = gl.cdiv(sizes.active, 2 * HALF), gl.cdiv(sizes.classes, tiling.block_v)
     stage = 0
     phase = 0
+    if switches.stores:
+        zeros = gl.zeros([HALF, WIDTH], e_desc.dtype, quarter)
+        # Outside: the first stores are dropped.
+        done = Done((zeros, zeros, zeros, zeros), row_blocks * 0, class_blocks * tiling.block_v)
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
         row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
         hits = 15
         if io.hit_ptr is not None:  # read before the matmul, under which it arrives
             hits = gl.load(io.hit_ptr + (2 * row_block + WHICH).to(gl.int64) * class_blocks + class_block)
-        raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
+        if switches.stores:
+            raw, stage, phase = multiply_and_store(
+                ring, stage, phase, sizes.hidden, layout, WHICH, tiling, e_desc, buffers, done
+            )
+        else:
+            raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
+        packed = ()
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
         inside = row_ids < sizes.rows
         ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
@@ -144,7 +196,9 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
-                store_quarter(e_desc, buffers, exponentials, row, first, WHICH, i)
+                packed = packed + (exponentials.to(e_desc.dtype),)
+        if switches.stores:
+            done = Done(packed, row, column)
         out = class_block.to(gl.int64) * sizes.rows + row_ids
         gl.store(io.sum_ptr + out, total, mask=inside)
         lost = inside & ~(total < SUM_LIMIT)
@@ -152,6 +206,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         if switches.statistics:
             gl.store(io.max_ptr + out, top, mask=inside)
     if switches.stores:
+        for i in gl.static_range(4):
+            store_done(e_desc, buffers, done, WHICH, i)
         tma.store_wait(0)
 
 

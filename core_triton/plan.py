@@ -192,7 +192,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
     # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
     arch = "sm80" if pointers and key.device.capability >= 90 and key.device.type == "cuda" else None
-    tile = tile_config.choose_tile(x.itemsize, capability)
+    tile = tile_config.choose_tile(x.itemsize, capability, hidden)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
