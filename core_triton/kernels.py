@@ -94,13 +94,14 @@ def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) ->
 
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
     then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. A kernel is
-    `crowded` if its options make the registers of four warps spill for compute capability 8.x. There it has eight.
+    `crowded` if its options make the registers of four warps spill for compute capability 8.x. There it has eight, for
+    16 bits.
     """
     plan = plan_of(problem)
     tile = plan.tile
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
-    num_warps = 8 if crowded and plan.pointers else tile.num_warps
+    num_warps = 8 if crowded and plan.pointers and problem.input.itemsize == 2 else tile.num_warps
     constexprs = {
         "PRECISION": _precision(problem.input),
         "BLOCK_N": block_n,
