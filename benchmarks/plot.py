@@ -198,7 +198,8 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
     """One framework: time over the floor's, and peak memory, of each method against `axis` ("n" or "v")."""
     figure, (times, peaks) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     values = sorted({row[axis] for row in rows})
-    colors, strokes = iter(PEER_COLORS), cycle(("-", "-.", ":"))
+    colors = iter(PEER_COLORS)
+    strokes = {"ours": cycle(("-", "-.", ":")), "own-baseline": cycle(("--", ":"))}  # of a kind all have one color
     for method in dict.fromkeys(row["method"] for row in sorted(rows, key=_importance)):
         line = sorted((row for row in rows if row["method"] == method), key=lambda row: row[axis])
         kind = line[0]["kind"]
@@ -206,8 +207,11 @@ def sweep(rows: Sequence[Row], axis: str, fixed: str, device: str, path: Path) -
         if len(line) < 2 or color is None or kind == "floor":
             continue
         style: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4}
-        ours = {"linewidth": 2.6, "zorder": 4, "linestyle": next(strokes) if kind == "ours" else "-"}
-        style |= {"ours": ours, "own-baseline": {"linewidth": 2, "linestyle": "--"}}.get(kind, {"linewidth": 1.4})
+        if kind in strokes:
+            style["linestyle"] = next(strokes[kind])
+        style |= {"ours": {"linewidth": 2.6, "zorder": 4}, "own-baseline": {"linewidth": 2}}.get(
+            kind, {"linewidth": 1.4}
+        )
         x = [row[axis] for row in line]
         times.plot(x, [row["ratio"] for row in line], label=shown(method), **style)
         peaks.plot(x, [row["peak_bytes"] / MIB for row in line], **style)

@@ -190,6 +190,7 @@ def recomputed(draw: st.DrawFn) -> dict[str, Any]:
         "itemsize": itemsize,
         "block_v": draw(st.sampled_from((64, 128, 256))),
         "statistics": draw(st.integers(1, 4)),
+        "head_copies": draw(st.integers(0, 2)),
         "float16": options["float16"] and itemsize == 2,
     }
 
@@ -231,8 +232,8 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
         options["itemsize"] * config.rows * config.vocab_chunk if options["d_input"] or options["d_weight"] else 0
     )
     d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
-    converted = options["itemsize"] * options["hidden"] * config.vocab_chunk if options["needs_cast"] else 0
-    assert partials + d_logits + d_input + converted <= budget
+    copies = options["itemsize"] * options["hidden"] * config.vocab_chunk * options["head_copies"]
+    assert partials + d_logits + d_input + copies <= budget
 
 
 @settings(max_examples=200)
@@ -256,7 +257,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     if name == "choose_scaled_exp":
         options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head can cost rows
     else:
-        options |= dict.fromkeys(flags(choose), False)  # wide vocabulary chunks can cost rows too
+        options |= dict.fromkeys(flags(choose), False) | {"head_copies": 0}  # wide vocabulary chunks can cost rows too
     budget = refusal(choose, options) + times * more
     tokens = max(options["tokens"], 1)
     chunks = [-(-tokens // choose(**options, budget=size).rows) for size in (budget, budget + yet_more)]
@@ -298,7 +299,7 @@ def test_models_fit_the_budgets_of_the_kernels(
         assert plan_a.rows >= min(tokens, rows) * 0.75
         for gradients in (False, True):
             options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_recomputed), False)
-            options |= common | {"statistics": 2 + statistics}
+            options |= common | {"statistics": 2 + statistics, "head_copies": 0}
             options |= {"d_input": gradients, "d_weight": gradients}
             plan_c = core_triton.tile_config.choose_recomputed(**options, budget=budget)
             assert plan_c.rows >= min(tokens, 1024)
