@@ -3,7 +3,7 @@
 import json
 import tempfile
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,20 +45,15 @@ def summary(work: Sequence[Work], calls: int) -> dict[str, Any]:
         else:
             busy += max(stop - end, 0.0)
         end = stop if end is None else max(end, stop)
-    times: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
-    for each in work:
-        if each.kernel:
-            times[each.name] += each.duration
-            counts[each.name] += 1
-    main = max(times, key=lambda name: times[name], default=None)
+    kernels = by_kernel([each for each in work if each.kernel], calls)
+    main = kernels[0] if kernels else {"name": None, "launches": None}
     return {
-        "kernels": sum(counts.values()) / calls,
+        "kernels": sum(kernel["launches"] for kernel in kernels),
         "copies": sum(not each.kernel for each in work) / calls,
         "device_ms": busy / 1000 / calls,
         "gap_ms": gap / 1000 / calls,
-        "main_kernel": main,
-        "main_launches": None if main is None else counts[main] / calls,
+        "main_kernel": main["name"],
+        "main_launches": main["launches"],
     }
 
 
@@ -104,8 +99,8 @@ def jax_work(planes: Iterable[Any]) -> list[Work]:
     ]
 
 
-def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
-    """Traces calls of PyTorch back to back and returns what the device did.
+def trace_torch(run: Callable[[], Any]) -> list[Work]:
+    """Traces CALLS calls of PyTorch back to back and returns what the device did.
 
     Raises:
         RuntimeError: the trace holds no kernel.
@@ -116,7 +111,7 @@ def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
     run()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
+        for _ in range(CALLS):
             run()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
@@ -125,7 +120,7 @@ def trace_torch(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
         return _checked(torch_work(json.loads(path.read_text())))
 
 
-def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
+def trace_jax(run: Callable[[], Any]) -> list[Work]:
     """The same for JAX; `run` must be compiled without CUDA graphs, which hide kernels from the trace."""
     import jax
 
@@ -136,7 +131,7 @@ def trace_jax(run: Callable[[], Any], calls: int = CALLS) -> list[Work]:
         jax.profiler.start_trace(folder, profiler_options=options)
         try:
             result = None
-            for _ in range(calls):
+            for _ in range(CALLS):
                 result = run()
             jax.block_until_ready(result)
         finally:

@@ -60,7 +60,10 @@ class Active(NamedTuple):
 
 
 def head_with_contiguous_rows(w: Tensor, block: tuple[int, int]) -> tuple[Tensor, tuple[int, int], bool]:
-    """Returns a head (V, D) and a block of it with contiguous rows, and whether these are (V, D) or (D, V)."""
+    """Returns a head (V, D) and a block of it, both transposed if the head is stored as (D, V), and whether it is not.
+
+    The rows of the result are contiguous.
+    """
     by_class = w.stride(1) == 1
     return (w, block, True) if by_class else (w.T, block[::-1], False)
 
