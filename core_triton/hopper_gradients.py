@@ -38,7 +38,7 @@ from core_triton.hopper_common import (
 from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
-from core_triton.tile_config import ScaledExpConfig, StreamKSchedule
+from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
 
 # A tile's steps are in parts. Between parts a quarter of the previous tile is stored and a quarter of the old d_weight
 # is loaded.
@@ -228,53 +228,62 @@ class WorkUnit(NamedTuple):
 
 
 @gluon.jit
+def last_tails_of(schedule):
+    """Returns how many tails the last wave of the tail programs has, and how many programs compute parts of each: 0
+    where all tails are computed whole."""
+    last_tails = schedule.split_tiles % schedule.tail_programs
+    return last_tails, gl.where(last_tails > 0, schedule.tail_programs // gl.maximum(last_tails, 1), 0)
+
+
+@gluon.jit
 def work_unit_of(index, schedule):
-    """Returns a program's work unit number `index` of a `StreamKSchedule`.
+    """Returns a program's work unit number `index` of a `SplitKSchedule`.
 
     Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
-    Their first `split_iters` iterations are split into `split_factor` equal parts, so that programs read the same
-    classes at the same time and share what they read. The remaining iterations of all split tiles are laid end to end
-    and divided among the `stream_k_programs` programs. Tiles are numbered with the blocks of D first: tiles that run
-    together then have few rows of e, which are read from memory once.
+    Their first `split_iters` iterations are split into `split_factor` equal parts. The other iterations of each are its
+    tail. The `tail_programs` programs that have no part compute whole tails in waves, and an equal part of one of the
+    last tails. Programs of the same part or wave read the same classes at the same time and share what they read. Tiles
+    are numbered with the blocks of D first: tiles that run together then have few rows of e, which are read from memory
+    once.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
     tile = program + index * programs
     first, last, slot = 0, schedule.iters_per_tile, -1
     if index >= schedule.full_waves:
-        if program < schedule.split_factor * schedule.split_tiles:
+        parts = schedule.split_factor * schedule.split_tiles
+        if program < parts:
+            piece = program % schedule.split_tiles
             part = program // schedule.split_tiles
-            tile = schedule.full_waves * programs + program % schedule.split_tiles
             first = schedule.split_iters * part // schedule.split_factor
             last = schedule.split_iters * (part + 1) // schedule.split_factor
             slot = gl.where(last - first == schedule.iters_per_tile, -1, program)
         else:
-            worker = program - schedule.split_factor * schedule.split_tiles
-            begin = stream_k_iters * schedule.split_tiles * worker // schedule.stream_k_programs
-            end = stream_k_iters * schedule.split_tiles * (worker + 1) // schedule.stream_k_programs
-            piece = begin // stream_k_iters + index - schedule.full_waves
-            tile = schedule.full_waves * programs + piece
-            first = schedule.split_iters + gl.maximum(begin - piece * stream_k_iters, 0)
-            last = schedule.split_iters + gl.minimum(end - piece * stream_k_iters, stream_k_iters)
-            slot = schedule.split_factor * schedule.split_tiles + worker + piece
+            last_tails, tail_factor = last_tails_of(schedule)
+            worker = program - parts
+            piece = worker + (index - schedule.full_waves) * schedule.tail_programs
+            first = schedule.split_iters
+            slot = parts + piece
+            if piece >= schedule.split_tiles - last_tails:
+                tail_iters = schedule.iters_per_tile - schedule.split_iters
+                part = worker // last_tails
+                piece = schedule.split_tiles - last_tails + worker % last_tails
+                last = first + tail_iters * (part + 1) // tail_factor
+                first += tail_iters * part // tail_factor
+        tile = schedule.full_waves * programs + piece
     return WorkUnit(tile, first, last, slot)
 
 
 @gluon.jit
 def num_work_units(schedule):
     """Returns how many work units a program has."""
-    program = gl.program_id(0)
-    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
+    worker = gl.program_id(0) - schedule.split_factor * schedule.split_tiles
     units = schedule.full_waves
-    if program < schedule.split_factor * schedule.split_tiles:
+    if worker < 0:
         units += 1
-    elif (schedule.stream_k_programs > 0) & (
-        program < schedule.split_factor * schedule.split_tiles + schedule.stream_k_programs
-    ):
-        worker = program - schedule.split_factor * schedule.split_tiles
-        begin = stream_k_iters * schedule.split_tiles * worker // schedule.stream_k_programs
-        end = stream_k_iters * schedule.split_tiles * (worker + 1) // schedule.stream_k_programs
-        units += (end - 1) // stream_k_iters - begin // stream_k_iters + 1
+    elif worker < schedule.tail_programs:
+        last_tails, tail_factor = last_tails_of(schedule)
+        units += schedule.split_tiles // schedule.tail_programs
+        units += gl.where(worker < tail_factor * last_tails, 1, 0)
     return units
 
 
@@ -375,11 +384,11 @@ def d_input_warpgroup(
                     gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
 
 
-@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *StreamKSchedule._fields])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields])
 def d_input_kernel(
     w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
     d_input_ptr, count_ptr, start, rows, hidden, classes,
-    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
@@ -392,7 +401,7 @@ def d_input_kernel(
     active = active_rows(count_ptr, start, 0, rows)
     ring = make_ring(w_desc, e_desc, STAGES)
     d_blocks = gl.cdiv(hidden, 128)
-    schedule = StreamKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs)
+    schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
     io = DInputIO(
         part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
     )
@@ -413,14 +422,13 @@ def d_input_kernel(
         "first_tile",
         "split_tiles",
         "split_factor",
-        "stream_k_iters",
-        "stream_k_programs",
+        "tail_programs",
     ]
 )
 def d_input_sum_kernel(
     part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
     count_ptr, start, rows, hidden, classes,
-    first_tile, split_tiles, split_factor, stream_k_iters, stream_k_programs,
+    first_tile, split_tiles, split_factor, tail_programs,
     TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The fix-up of the split tiles: sums their partial tiles in order and finishes them as `d_input_kernel` does whole
@@ -440,15 +448,11 @@ def d_input_sum_kernel(
         for part in range(split_factor):
             slot = part * split_tiles + index
             total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        # The stream-K programs divide the iterations evenly. This range has all programs with a part of this tile.
-        for worker in range(
-            max(index * stream_k_programs // split_tiles - 1, 0),
-            min((index + 1) * stream_k_programs // split_tiles + 2, stream_k_programs),
-        ):
-            begin = stream_k_iters * split_tiles * worker // stream_k_programs
-            end = stream_k_iters * split_tiles * (worker + 1) // stream_k_programs
-            if (begin < (index + 1) * stream_k_iters) & (end > index * stream_k_iters):
-                slot = split_factor * split_tiles + worker + index
+        if tail_programs > 0:
+            last_tails = split_tiles % tail_programs
+            tail_factor = tl.where(index < split_tiles - last_tails, 1, tail_programs // tl.maximum(last_tails, 1))
+            for part in range(tail_factor):
+                slot = split_factor * split_tiles + part * last_tails + index
                 total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
         columns = (tile % d_blocks) * 128 + d_within
         inside = row_ids < active
@@ -507,8 +511,7 @@ def store_d_input(
             schedule.full_waves * programs,
             schedule.split_tiles,
             schedule.split_factor,
-            schedule.iters_per_tile - schedule.split_iters,
-            schedule.stream_k_programs,
+            schedule.tail_programs,
             TILE_N=tile_rows,
             BLOCK_D=32,
             BLOCK_N=64,

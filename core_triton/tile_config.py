@@ -64,21 +64,25 @@ def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
 MAX_STRIDE = 2**24  # elements from row to row: kernels with pointers have int32 offsets within a block of 128 rows
 
 
-class StreamKSchedule(NamedTuple):
-    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+class SplitKSchedule(NamedTuple):
+    """How the programs of a GPU divide the tiles of d_input, which are sums over the classes: split-K, in two levels.
 
-    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle. Programs
+    that run at the same time read the same classes, so that they share what they read from device memory
+    (`hopper_gradients.work_unit_of`).
 
     Args:
         full_waves: whole tiles that each program computes first, data-parallel.
         split_tiles: tiles that are left. They are split along the classes.
-        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_factor: programs that compute an equal part of the first iterations of each split tile.
         split_iters: iterations of each split tile that those parts cover.
         iters_per_tile: iterations of a whole tile.
-        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+        tail_programs: programs that are left. They compute the tails of all split tiles, the other iterations. In each
+            wave but the last they compute whole tails. In the last wave each tail is split into equal parts.
 
-    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
-    GPU", 2023. An iteration is one step of a matmul's inner loop.
+    An iteration is one step of a matmul's inner loop. A stream-K schedule (Osama et al., "Stream-K: Work-centric
+    Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", 2023) lays the tails end to end. It
+    divides them evenly, but each of its programs reads other classes.
     """
 
     full_waves: int
@@ -86,41 +90,57 @@ class StreamKSchedule(NamedTuple):
     split_factor: int
     split_iters: int
     iters_per_tile: int
-    stream_k_programs: int
+    tail_programs: int
+
+    @property
+    def tail_waves(self) -> int:
+        """Waves in which each of the tail programs computes the whole tail of a tile."""
+        return self.split_tiles // self.tail_programs if self.tail_programs else 0
+
+    @property
+    def last_tails(self) -> int:
+        """Tails of the last wave, which are split."""
+        return self.split_tiles % self.tail_programs if self.tail_programs else 0
+
+    @property
+    def tail_factor(self) -> int:
+        """Programs that compute an equal part of each tail of the last wave; 0: there is no such wave."""
+        return self.tail_programs // self.last_tails if self.last_tails else 0
 
     @property
     def partial_tiles(self) -> int:
         """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
-        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
+        parts = self.split_factor * self.split_tiles
+        if parts == self.split_tiles and not self.tail_programs:
             return 0
-        fixed_split = self.split_factor * self.split_tiles
-        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
+        return parts + self.tail_waves * self.tail_programs + self.tail_factor * self.last_tails
 
     @property
     def longest(self) -> int:
         """Iterations of the program that computes most."""
-        stream_k_iters = (self.iters_per_tile - self.split_iters) * self.split_tiles
-        part = max(
-            -(-self.split_iters // max(self.split_factor, 1)), -(-stream_k_iters // max(self.stream_k_programs, 1))
-        )
+        tail = self.iters_per_tile - self.split_iters
+        tails = self.tail_waves * tail + (-(-tail // self.tail_factor) if self.tail_factor else 0)
+        part = max(-(-self.split_iters // max(self.split_factor, 1)), tails)
         return self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0)
 
 
-MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
+MIN_TAIL_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 
-def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_tiles: bool) -> StreamKSchedule:
+def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_tiles: bool) -> SplitKSchedule:
     """Returns how `programs` programs divide `tiles` tiles of `iters_per_tile` iterations: in whole tiles unless
     `splits_tiles`."""
     full_waves, split_tiles = divmod(tiles, programs)
     if not (split_tiles and splits_tiles):
-        return StreamKSchedule(full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0)
+        return SplitKSchedule(full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0)
     split_factor = min(programs // split_tiles, iters_per_tile)
-    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
-    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
-        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
-    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
-    return StreamKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs)
+    tail_programs = programs - split_factor * split_tiles
+    schedule = SplitKSchedule(full_waves, split_tiles, split_factor, iters_per_tile, iters_per_tile, tail_programs)
+    waves = schedule.tail_waves + (1 / schedule.tail_factor if schedule.tail_factor else 0)
+    tail = round(iters_per_tile / (1 + split_factor * waves)) if tail_programs >= MIN_TAIL_PROGRAMS else 0
+    if tail < max(schedule.tail_factor, 1) or iters_per_tile - tail < split_factor:
+        return schedule._replace(tail_programs=0)
+    return schedule._replace(split_iters=iters_per_tile - tail)
 
 
 # Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
@@ -144,7 +164,7 @@ class ScaledExpConfig:
         rows: rows of a chunk.
         d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
             kernel.
-        splits_tiles: d_input's tiles may be split along the classes: `StreamKSchedule`.
+        splits_tiles: d_input's tiles may be split along the classes: `SplitKSchedule`.
         head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
         blocks: class blocks. Each has partial sums.
         scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
@@ -225,7 +245,7 @@ def choose_scaled_exp(
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
-    def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> StreamKSchedule:
+    def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> SplitKSchedule:
         d_tiles = -(-rows // tile_rows) * -(-hidden // D_BLOCK)
         return choose_schedule(d_tiles, -(-classes // D_INPUT_STEP), programs, splits_tiles=splits_tiles)
 

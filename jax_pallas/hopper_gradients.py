@@ -6,7 +6,7 @@
 Both compute transposed tiles, 128 columns of D by up to 256 of the other axis, because D of some models is a multiple
 of 128 and not of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
 
-`d_input_kernel` follows a stream-K schedule (`tile_config.StreamKSchedule`). A work unit of a program is a whole tile,
+`d_input_kernel` follows a stream-K schedule (`tile_config.SplitKSchedule`). A work unit of a program is a whole tile,
 or a part of one, whose partial tile, float32, goes to a slot in memory (`work_unit_of`). The fix-up,
 `d_input_sum_kernel`, adds the partial tiles of a tile in order.
 """
@@ -47,7 +47,7 @@ from jax_pallas.hopper_common import (
     when,
     zero_piece,
 )
-from jax_pallas.tile_config import D_BLOCK, HALF, STEP, StreamKSchedule, cdiv, choose_schedule, padded
+from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
@@ -363,53 +363,49 @@ class WorkUnit(NamedTuple):
     slot: Any  # of the partial tiles; -1: the unit is a whole tile
 
 
-def stream_k_begin(worker: Any, schedule: StreamKSchedule) -> Any:
-    """Returns the first iteration of a stream-K program, in those of all split tiles laid end to end."""
-    stream_k_iters = schedule.iters_per_tile - schedule.split_iters
-    return lax.div(stream_k_iters * schedule.split_tiles * worker, max(schedule.stream_k_programs, 1))
-
-
-def work_unit_of(index: Any, schedule: StreamKSchedule) -> WorkUnit:
-    """Returns a program's work unit number `index` of a `StreamKSchedule`.
+def work_unit_of(index: Any, schedule: SplitKSchedule) -> WorkUnit:
+    """Returns a program's work unit number `index` of a `SplitKSchedule`.
 
     Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
-    Their first `split_iters` iterations are split into `split_factor` equal parts, so that programs read the same
-    classes at the same time and share what they read. The remaining iterations of all split tiles are laid end to end
-    and divided among the `stream_k_programs` programs. Tiles are numbered with the blocks of D first: tiles that run
-    together then have few rows of e, which are read from memory once.
+    Their first `split_iters` iterations are split into `split_factor` equal parts. The other iterations of each are its
+    tail. The `tail_programs` programs that have no part compute whole tails in waves, and an equal part of one of the
+    last tails. Programs of the same part or wave read the same classes at the same time and share what they read. Tiles
+    are numbered with the blocks of D first: tiles that run together then have few rows of e, which are read from memory
+    once.
     """
     program, many = lax.axis_index("program"), programs()
     split_tiles, split_factor, split_iters = schedule.split_tiles, schedule.split_factor, schedule.split_iters
-    stream_k_iters = schedule.iters_per_tile - split_iters
     found = program + index * many, jnp.int32(0), jnp.int32(schedule.iters_per_tile), jnp.int32(-1)
     if split_tiles:
+        whole_tiles, parts = schedule.full_waves * many, split_factor * split_tiles
         part = lax.div(program, split_tiles)
         first, last = lax.div(split_iters * part, split_factor), lax.div(split_iters * (part + 1), split_factor)
         slot = jnp.where(last - first == schedule.iters_per_tile, -1, program)
-        own = schedule.full_waves * many + lax.rem(program, split_tiles), first, last, slot
-        if schedule.stream_k_programs:
-            worker = program - split_factor * split_tiles
-            begin, end = stream_k_begin(worker, schedule), stream_k_begin(worker + 1, schedule)
-            piece = lax.div(begin, stream_k_iters) + index - schedule.full_waves
-            first, last = (
-                split_iters + jnp.clip(edge - piece * stream_k_iters, 0, stream_k_iters) for edge in (begin, end)
-            )
-            other = schedule.full_waves * many + piece, first, last, split_factor * split_tiles + worker + piece
-            own = (jnp.where(program < split_factor * split_tiles, a, b) for a, b in zip(own, other, strict=True))
+        own = whole_tiles + lax.rem(program, split_tiles), first, last, slot
+        if schedule.tail_programs:
+            worker = program - parts
+            piece = worker + (index - schedule.full_waves) * schedule.tail_programs
+            tail = whole_tiles + piece, jnp.int32(split_iters), jnp.int32(schedule.iters_per_tile), parts + piece
+            if schedule.tail_factor:
+                tail_iters, whole_tails = schedule.iters_per_tile - split_iters, split_tiles - schedule.last_tails
+                part = lax.div(worker, schedule.last_tails)
+                first, last = (lax.div(tail_iters * edge, schedule.tail_factor) for edge in (part, part + 1))
+                tile = whole_tiles + whole_tails + lax.rem(worker, schedule.last_tails)
+                last_tail = tile, split_iters + first, split_iters + last, parts + piece
+                tail = (jnp.where(piece < whole_tails, a, b) for a, b in zip(tail, last_tail, strict=True))
+            own = (jnp.where(program < parts, a, b) for a, b in zip(own, tail, strict=True))
         found = (jnp.where(index < schedule.full_waves, a, b) for a, b in zip(found, own, strict=True))
     tile, first, last, slot = found
     return WorkUnit(tile, first, last - first, slot)
 
 
-def num_work_units(schedule: StreamKSchedule) -> Any:
+def num_work_units(schedule: SplitKSchedule) -> Any:
     """Returns how many work units a program has."""
     worker = lax.axis_index("program") - schedule.split_factor * schedule.split_tiles
     found = jnp.where(worker < 0, 1, 0)
-    if schedule.stream_k_programs:
-        stream_k_iters = schedule.iters_per_tile - schedule.split_iters
-        last = lax.div(stream_k_begin(worker + 1, schedule) - 1, stream_k_iters)
-        parts = last - lax.div(stream_k_begin(worker, schedule), stream_k_iters) + 1
-        found = jnp.where((worker >= 0) & (worker < schedule.stream_k_programs), parts, found)
+    if schedule.tail_programs:
+        tails = schedule.tail_waves + jnp.where(worker < schedule.tail_factor * schedule.last_tails, 1, 0)
+        found = jnp.where((worker >= 0) & (worker < schedule.tail_programs), tails, found)
     return schedule.full_waves + found
 
 
@@ -425,7 +421,7 @@ class DInputKernel:
         interpret: whether they run in Pallas' interpreter, on a CPU.
     """
 
-    schedule: StreamKSchedule
+    schedule: SplitKSchedule
     d_blocks: int
     vocab_axis: int
     kept: int
@@ -588,23 +584,16 @@ def d_input_sum_kernel(
     total = part(index)
     for k in range(1, schedule.split_factor):
         total += part(k * schedule.split_tiles + index)
-    if schedule.stream_k_programs:
-        # The stream-K programs divide the iterations evenly. This range has all programs with a part of this tile.
-        stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
-        low = jnp.maximum(lax.div(at, schedule.split_tiles) - 1, 0)
-        high = jnp.minimum(
-            lax.div(at + schedule.stream_k_programs, schedule.split_tiles) + 2, schedule.stream_k_programs
-        )
+    if schedule.tail_programs:
+        first = schedule.split_factor * schedule.split_tiles + index
+        total += part(first)
+        if schedule.tail_factor > 1:
 
-        def add(worker: Any, total: Array) -> Array:
-            begins = stream_k_begin(worker, schedule) < (index + 1) * stream_k_iters
-            has = begins & (stream_k_begin(worker + 1, schedule) > index * stream_k_iters)
-            value = part(
-                jnp.minimum(schedule.split_factor * schedule.split_tiles + worker + index, schedule.partial_tiles - 1)
-            )
-            return jnp.where(jnp.full(total.shape, has), total + value, total)
+            def add(k: Any, total: Array) -> Array:
+                return total + part(first + k * schedule.last_tails)
 
-        total = lax.fori_loop(low, high, add, total)
+            split = index >= schedule.split_tiles - schedule.last_tails
+            total = lax.fori_loop(1, jnp.where(split, schedule.tail_factor, 1), add, total)
     row, d = row + i * piece, d + warpgroup * HALF
     moved, buffers = views(buffers, interpret=kernel.interpret)
     finish(DInputIO(start_ref[0], rho_ref, theta_ref, held_ref, moved, buffers, came), total, row, d)
@@ -624,7 +613,7 @@ def store_d_input(
     vocab_axis: int,
     most: int | None = None,
     interpret: bool = False,
-    schedule: StreamKSchedule | None = None,
+    schedule: SplitKSchedule | None = None,
 ) -> Array:
     """Returns `held` with rows start : start + n become rho * (e @ w) + theta * held, in place and rounded once: (32).
 

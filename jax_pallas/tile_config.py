@@ -5,7 +5,7 @@ These functions determine speed and memory. They change results only by rounding
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,22 +79,26 @@ def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
 
 
 @dataclass(frozen=True)
-class StreamKSchedule:
-    """How the programs of a GPU divide the tiles of d_input, a stream-K schedule: `hopper_gradients.work_unit_of`.
+class SplitKSchedule:
+    """How the programs of a GPU divide the tiles of d_input, which are sums over the classes: split-K, in two levels.
 
-    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle.
+    d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle. Programs
+    that run at the same time read the same classes, so that they share what they read from device memory
+    (`hopper_gradients.work_unit_of`).
 
     Args:
         tile_rows: rows of a tile. It has 128 columns of D.
         full_waves: whole tiles that each program computes first, data-parallel.
         split_tiles: tiles that are left. They are split along the classes.
-        split_factor: programs that compute an equal part of each split tile (fixed split).
+        split_factor: programs that compute an equal part of the first iterations of each split tile.
         split_iters: iterations of each split tile that those parts cover.
         iters_per_tile: iterations of a whole tile.
-        stream_k_programs: programs that divide the remaining iterations of all split tiles evenly (stream-K).
+        tail_programs: programs that are left. They compute the tails of all split tiles, the other iterations. In each
+            wave but the last they compute whole tails. In the last wave each tail is split into equal parts.
 
-    Source: Osama et al., "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix Multiplication on the
-    GPU", 2023. An iteration is one step of a matmul's inner loop.
+    An iteration is one step of a matmul's inner loop. A stream-K schedule (Osama et al., "Stream-K: Work-centric
+    Parallel Decomposition for Dense Matrix-Matrix Multiplication on the GPU", 2023) lays the tails end to end. It
+    divides them evenly, but each of its programs reads other classes.
     """
 
     tile_rows: int
@@ -103,23 +107,37 @@ class StreamKSchedule:
     split_factor: int
     split_iters: int
     iters_per_tile: int
-    stream_k_programs: int
+    tail_programs: int
+
+    @property
+    def tail_waves(self) -> int:
+        """Waves in which each of the tail programs computes the whole tail of a tile."""
+        return self.split_tiles // self.tail_programs if self.tail_programs else 0
+
+    @property
+    def last_tails(self) -> int:
+        """Tails of the last wave, which are split."""
+        return self.split_tiles % self.tail_programs if self.tail_programs else 0
+
+    @property
+    def tail_factor(self) -> int:
+        """Programs that compute an equal part of each tail of the last wave; 0: there is no such wave."""
+        return self.tail_programs // self.last_tails if self.last_tails else 0
 
     @property
     def partial_tiles(self) -> int:
         """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
-        if self.split_factor * self.split_tiles == self.split_tiles and self.split_iters == self.iters_per_tile:
+        parts = self.split_factor * self.split_tiles
+        if parts == self.split_tiles and not self.tail_programs:
             return 0
-        fixed_split = self.split_factor * self.split_tiles
-        return fixed_split + (self.stream_k_programs + self.split_tiles if self.stream_k_programs else 0)
+        return parts + self.tail_waves * self.tail_programs + self.tail_factor * self.last_tails
 
     @property
     def longest(self) -> int:
         """Iterations of the program that computes most."""
-        stream_k_iters = (self.iters_per_tile - self.split_iters) * self.split_tiles
-        part = max(
-            cdiv(self.split_iters, max(self.split_factor, 1)), cdiv(stream_k_iters, max(self.stream_k_programs, 1))
-        )
+        tail = self.iters_per_tile - self.split_iters
+        tails = self.tail_waves * tail + (cdiv(tail, self.tail_factor) if self.tail_factor else 0)
+        part = max(cdiv(self.split_iters, max(self.split_factor, 1)), tails)
         return self.full_waves * self.iters_per_tile + (part if self.split_tiles else 0)
 
     @property
@@ -128,49 +146,52 @@ class StreamKSchedule:
 
     @property
     def cost(self) -> float:
-        """An estimate of the time, in iterations of one row of a tile. It orders schedules as measured on an H200.
+        """An estimate of the time, in iterations of one row of a tile. It orders schedules.
 
-        An iteration costs 16 rows more than its own, because narrow tiles read more for each matmul. Iterations of the
-        stream-K programs read other classes than the fixed split does at the time. Partial tiles are written and read.
+        An iteration costs 16 rows more than its own, because narrow tiles read more for each matmul. The tail programs
+        read other classes than the others do at the time. Partial tiles are written and read. The numbers were measured
+        on an H200 with tails laid end to end (stream-K), of which each program read other classes.
         """
-        stream_k_iters = self.iters_per_tile - self.split_iters
+        tail = self.iters_per_tile - self.split_iters
         longest = (self.tile_rows + 16) * self.longest
-        return longest * (1 + 0.1 * stream_k_iters / self.iters_per_tile) + self.bytes / 6000
+        return longest * (1 + 0.1 * tail / self.iters_per_tile) + self.bytes / 6000
 
 
-MIN_STREAM_K_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
+MIN_TAIL_PROGRAMS = 16  # fewer idle programs cost less than the many short parts that they would compute
 
 TILE_ROWS = range(256, 120, -8)
 
 
 def schedule_of(
     rows: int, hidden: int, classes: int, tile_rows: int, splits_tiles: bool, programs: int
-) -> StreamKSchedule:
+) -> SplitKSchedule:
     """Returns how `programs` programs divide tiles of `tile_rows` rows: in whole tiles unless `splits_tiles`."""
     iters_per_tile = cdiv(classes, STEP)
     full_waves, split_tiles = divmod(cdiv(rows, tile_rows) * cdiv(hidden, D_BLOCK), programs)
     if not (split_tiles and splits_tiles):
-        return StreamKSchedule(
+        return SplitKSchedule(
             tile_rows, full_waves, split_tiles, int(split_tiles > 0), iters_per_tile, iters_per_tile, 0
         )
     split_factor = min(programs // split_tiles, iters_per_tile)
-    stream_k_programs, split_iters = programs - split_factor * split_tiles, iters_per_tile
-    if stream_k_programs >= MIN_STREAM_K_PROGRAMS:
-        split_iters = max(split_factor, round(iters_per_tile * split_factor * split_tiles / programs))
-    stream_k_programs = min(stream_k_programs, (iters_per_tile - split_iters) * split_tiles)
-    return StreamKSchedule(
-        tile_rows, full_waves, split_tiles, split_factor, split_iters, iters_per_tile, stream_k_programs
+    tail_programs = programs - split_factor * split_tiles
+    schedule = SplitKSchedule(
+        tile_rows, full_waves, split_tiles, split_factor, iters_per_tile, iters_per_tile, tail_programs
     )
+    waves = schedule.tail_waves + (1 / schedule.tail_factor if schedule.tail_factor else 0)
+    tail = round(iters_per_tile / (1 + split_factor * waves)) if tail_programs >= MIN_TAIL_PROGRAMS else 0
+    if tail < max(schedule.tail_factor, 1) or iters_per_tile - tail < split_factor:
+        return replace(schedule, tail_programs=0)
+    return replace(schedule, split_iters=iters_per_tile - tail)
 
 
-def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> StreamKSchedule:
+def choose_schedule(rows: int, hidden: int, classes: int, most: int | None, programs: int) -> SplitKSchedule:
     """Returns the fastest schedule of `programs` programs for d_input with at most `most` bytes of partial tiles."""
     choices = _schedules(rows, hidden, classes, programs)
     return next(schedule for schedule, size in choices if most is None or size <= most)
 
 
 @lru_cache(maxsize=1024)
-def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tuple[StreamKSchedule, int]]:
+def _schedules(rows: int, hidden: int, classes: int, programs: int) -> list[tuple[SplitKSchedule, int]]:
     """Returns schedules and their bytes, the fastest first.
 
     Of the tiles that divide the rows in the same number, only the shortest are tried: they are faster and smaller.

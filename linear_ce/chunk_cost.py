@@ -40,7 +40,7 @@ class CostCoefficients(NamedTuple):
     logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
     d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
     narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
-    stream_k: float  # share by which the iterations of stream-K programs take longer: they read other classes
+    tail: float  # share by which a split tile takes longer where tail programs compute all of it: they read other classes
     exposed: float  # share of the time that d_weight's bytes take in device memory that the matmul does not hide
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
@@ -56,7 +56,7 @@ class CostCoefficients(NamedTuple):
 # - d_weight_tile and exposed: ncu has the first chunk 97.0% and 95.1% busy at 2,048 and 1,024 rows, 1,000 cycles a
 #   tile, and 1,600 to 1,800 cycles where it adds to d_weight. The difference is 0.26 to 0.29 of the time that reading
 #   d_weight takes at 4.8 TB/s (Llama, Qwen and Gemma). The same share of the write leaves 270 cycles a tile.
-# - narrow and stream_k: those by which JAX orders its schedules, as measured (`StreamKSchedule.cost`). core_triton's
+# - narrow and tail: those by which JAX orders its schedules, as measured (`SplitKSchedule.cost`). core_triton's
 #   tiles of 128 rows have the tensor cores 92% busy at Gemma, where 16 rows are 94%. But they were 25% slower at Qwen
 #   with 7% less padding, which this estimate does not explain.
 # - missed: 10.8 GB less of such reads in 13 ms gained 0.1% on an H200.
@@ -131,18 +131,18 @@ class Call(NamedTuple):
 
 
 class DInput(NamedTuple):
-    """How programs compute d_input for one chunk, a stream-K schedule.
+    """How programs compute d_input for one chunk, a split-K schedule.
 
     Args:
         tile_rows: rows of a tile. It has 128 columns of D.
         classes: that the program with the most work adds up, over all of its tiles.
-        stream_k_share: share of a split tile's iterations that stream-K programs compute.
+        tail_share: share of a split tile's iterations that tail programs compute.
         partial_bytes: of partial tiles, which are written and read again.
     """
 
     tile_rows: int
     classes: float
-    stream_k_share: float
+    tail_share: float
     partial_bytes: int
 
 
@@ -200,7 +200,7 @@ def d_input_ns(call: Call, rows: int, found: DInput) -> float:
     """Returns how long the d_input of a chunk takes."""
     c = call.coefficients
     width = (found.tile_rows + c.narrow) / (WIDEST + c.narrow)
-    matmul = c.multiply * found.classes * width * (1 + c.stream_k * found.stream_k_share)
+    matmul = c.multiply * found.classes * width * (1 + c.tail * found.tail_share)
     return max(matmul, call.memory_ns(call.head_bytes + 2 * rows * call.classes)) + call.memory_ns(
         2 * found.partial_bytes
     )

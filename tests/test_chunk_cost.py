@@ -143,7 +143,7 @@ def test_chunks_add_up() -> None:
     assert call_ms(frozen, chunk._replace(d_input=None), last._replace(d_input=None)) < 0.4 * call_ms(of, chunk, last)
 
 
-def test_narrow_tiles_stream_k_and_partial_tiles_cost_more() -> None:
+def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
     of = call()
     usual = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 0))
     assert chunk_cost.d_input_ns(of, 512, DInput(128, 512000, 0.0, 0)) > usual

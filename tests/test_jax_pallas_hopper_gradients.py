@@ -20,7 +20,7 @@ from jax_pallas.launch import hopper_gradient_limits
 from jax_pallas.tile_config import (
     D_BLOCK,
     STEP,
-    StreamKSchedule,
+    SplitKSchedule,
     cdiv,
     choose_schedule,
     d_input_scratch,
@@ -176,26 +176,26 @@ class Way(NamedTuple):
 
     sizes: Sizes
     programs: int
-    schedule: StreamKSchedule
+    schedule: SplitKSchedule
 
 
 WAYS = {
     # Each program takes two tiles. The last tile of each axis is partial.
-    "whole": Way(SMALL, 2, StreamKSchedule(128, 2, 0, 0, 9, 9, 0)),
+    "whole": Way(SMALL, 2, SplitKSchedule(128, 2, 0, 0, 9, 9, 0)),
     # Each program takes one whole tile and a third of the fourth tile.
-    "split": Way(SMALL, 3, StreamKSchedule(128, 1, 1, 3, 9, 9, 0)),
-    # Two programs share the first part of each of four tiles. Three share the rest, with boundaries within tiles.
-    "stream-K": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, StreamKSchedule(128, 0, 4, 2, 6, 9, 3)),
+    "split": Way(SMALL, 3, SplitKSchedule(128, 1, 1, 3, 9, 9, 0)),
+    # Two programs share the first part of each of four tiles. Three compute a tail each, and a third of the last tail.
+    "tails": Way(SMALL._replace(vocab_axis=1, vocab=640), 11, SplitKSchedule(128, 0, 4, 2, 6, 9, 3)),
     # Narrow tiles. One program takes the first part of each, another the rest.
-    "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, StreamKSchedule(136, 0, 1, 1, 3, 5, 1)),
-    "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, StreamKSchedule(248, 1, 1, 2, 3, 3, 0)),
-    "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, StreamKSchedule(128, 0, 1, 1, 1, 1, 0)),
-    "transposed, split": Way(Sizes(100, 100, 0, 192, 600, 640, 1), 5, StreamKSchedule(128, 0, 2, 2, 10, 10, 0)),
+    "narrow": Way(Sizes(130, 130, 0, 64, 320, 320), 3, SplitKSchedule(136, 0, 1, 1, 3, 5, 1)),
+    "wide": Way(Sizes(600, 603, 3, 128, 130, 131), 2, SplitKSchedule(248, 1, 1, 2, 3, 3, 0)),
+    "one step": Way(Sizes(1, 1, 0, 64, 1, 8), 132, SplitKSchedule(128, 0, 1, 1, 1, 1, 0)),
+    "transposed, split": Way(Sizes(100, 100, 0, 192, 600, 640, 1), 5, SplitKSchedule(128, 0, 2, 2, 10, 10, 0)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("whole", "split", "stream-K") else SLOW) for name in WAYS]
+    "name", [pytest.param(name, marks=() if name in ("whole", "split", "tails") else SLOW) for name in WAYS]
 )
 def test_d_input(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, many, schedule = WAYS[name]
@@ -249,7 +249,7 @@ def every_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_gradients, "jnp", np)
 
 
-def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
+def taken(schedule: SplitKSchedule, tiles: int) -> dict[int, list[tuple[int, int, int]]]:
     """Returns (first iteration, end, slot) of each tile's work units. Fails if one is empty or if two share a slot."""
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
     units = np.broadcast_to(hopper_gradients.num_work_units(schedule), MULTIPROCESSORS)
@@ -268,19 +268,13 @@ def taken(schedule: StreamKSchedule, tiles: int) -> dict[int, list[tuple[int, in
     return of_tile
 
 
-def summed(schedule: StreamKSchedule, index: int) -> list[int]:
+def summed(schedule: SplitKSchedule, index: int) -> list[int]:
     """Returns the slots that `d_input_sum_kernel` adds up for the index-th split tile."""
     slots = [index + k * schedule.split_tiles for k in range(schedule.split_factor)]
-    if schedule.stream_k_programs:
-        stream_k_iters, at = schedule.iters_per_tile - schedule.split_iters, schedule.stream_k_programs * index
-        low, high = (
-            max(at // schedule.split_tiles - 1, 0),
-            min((at + schedule.stream_k_programs) // schedule.split_tiles + 2, schedule.stream_k_programs),
-        )
-        for worker in range(low, high):
-            begin, end = (int(hopper_gradients.stream_k_begin(edge, schedule)) for edge in (worker, worker + 1))
-            if begin < (index + 1) * stream_k_iters and end > index * stream_k_iters:
-                slots.append(schedule.split_factor * schedule.split_tiles + worker + index)
+    if schedule.tail_programs:
+        first = schedule.split_factor * schedule.split_tiles + index
+        split = index >= schedule.split_tiles - schedule.last_tails
+        slots += [first + k * schedule.last_tails for k in range(schedule.tail_factor if split else 1)]
     return slots
 
 
