@@ -16,6 +16,7 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
 from benchmarks.jax_host import host_figures, trace_without_graphs
+from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load
 from benchmarks.methods import (
     ERRORS,
     ROW_ERRORS,
@@ -23,6 +24,7 @@ from benchmarks.methods import (
     Method,
     Prepared,
     Problem,
+    Program,
     UnavailableError,
     floor_padding,
     row_figures,
@@ -37,8 +39,33 @@ BLOCK_SECONDS = 0.04  # what the host adds to a block, some 0.1 ms, is below hal
 BALLAST_SLACK = 64 * 2**20
 
 
-# A jitted call and its compiled program; all kinds of targets share them.
-Programs = dict[tuple[Method, Mode, Shape, str], tuple[Any, Any]]
+class Programs:
+    """The compiled programs of a benchmark. All kinds of targets share them."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[Program, Compiled] = {}
+        self._ahead: dict[Program, bytes] = {}
+
+    def compile_ahead(self, programs: Sequence[Program], jobs: int, platform: str) -> None:
+        """Compiles programs in `jobs` processes and prints a line about each."""
+        once, start = list(dict.fromkeys(programs)), time.monotonic()
+        print(f"compiling {len(once)} programs in {jobs} processes", flush=True)
+        for program, ahead in zip(once, compile_in_processes(once, jobs, platform), strict=True):
+            print(f"    {ahead.line}", flush=True)
+            if ahead.data is not None:
+                self._ahead[program] = ahead.data
+        print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
+
+    def of(self, program: Program, method: Method, arguments: tuple[Any, ...]) -> Compiled:
+        """Returns the compiled program of a method: the one of an earlier row, one that was compiled ahead, or a new
+        one for these arguments."""
+        if program in self._compiled:
+            figures = {"lower_s": None, "compile_s": None, "compile_note": "compiled before"}
+            return self._compiled[program]._replace(figures=figures)
+        data = self._ahead.pop(program, None)
+        compiled = compile_call(method, program.mode, arguments) if data is None else load(data, method, program.mode)
+        self._compiled[program] = compiled
+        return compiled
 
 
 class JaxBench:
@@ -54,7 +81,7 @@ class JaxBench:
         except (AssertionError, RuntimeError) as error:  # which of the two depends on whether the plugin is installed
             raise RuntimeError(f"JAX finds no such device: {error}") from error
         self.device = found if self.gpu else "CPU (times are no results)"
-        self._programs: Programs = {}
+        self._programs = Programs()
 
     @property
     def methods(self) -> dict[str, Method]:
@@ -65,6 +92,9 @@ class JaxBench:
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return JaxProblem(shape, dtype, targets, self._programs, self.time_pairs)
+
+    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
+        self._programs.compile_ahead(programs, jobs, "cuda" if self.gpu else "cpu")
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         return host_pairs(calls, jax.block_until_ready, timing, sensor, BLOCK_SECONDS if self.gpu else 0.0)
@@ -211,7 +241,7 @@ class JaxProblem:
         shape: N, D, V.
         dtype: of input and weight.
         targets: the distribution.
-        programs: compiled calls, to take from and to add to.
+        programs: the compiled calls.
         time_pairs: as in `Bench`; compares the floors with and without padding.
 
     Raises:
@@ -300,39 +330,12 @@ class JaxProblem:
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         if method.kind == "floor":
             return Prepared(self.floor(mode).run)
-        loss_fn, none = method.build(mode), mode.reduction == "none"
+        program = Program(self.shape, self._dtype, method.name, mode)
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)
         weight = self._weight_t if method.vocab_axis == 1 else self.weight
-        argnums = tuple(index for index, needed in enumerate((mode.d_input, mode.d_weight)) if needed)
-
-        def call(x: Array, w: Array, y: Array, upstream: Array | None) -> tuple[Array, ...]:
-            if not argnums:
-                return (loss_fn(x, w, y),)
-            arguments = [x, w]
-
-            def loss_of(*differentiated: Array) -> Array:
-                for index, array in zip(argnums, differentiated, strict=True):
-                    arguments[index] = array
-                return loss_fn(*arguments, y)
-
-            loss, vjp = jax.vjp(loss_of, *(arguments[index] for index in argnums))
-            d_loss = jnp.ones((), loss.dtype) if upstream is None else upstream.astype(loss.dtype)
-            return loss, *vjp(d_loss)
-
-        arguments = (self.input, weight, self.targets(mode), self.upstream if none else None)
-        figures: dict[str, Any] = {"lower_s": None, "compile_s": None, "compile_note": "compiled before"}
-        key = (method, mode, self.shape, self._dtype)
-        if key not in self._programs:
-            jitted, start = jax.jit(call), time.perf_counter()
-            lowered, lowered_at = jitted.lower(*arguments), time.perf_counter()
-            self._programs[key] = jitted, lowered.compile()
-            figures = {
-                "lower_s": lowered_at - start,
-                "compile_s": time.perf_counter() - lowered_at,
-                "compile_note": None if jax.config.jax_compilation_cache_dir is None else "with a cache on disk",
-            }
-        jitted, compiled = self._programs[key]
+        arguments = (self.input, weight, self.targets(mode), self.upstream if mode.reduction == "none" else None)
+        call, compiled, figures = self._programs.of(program, method, arguments)
         analysis = compiled.memory_analysis()
         assert analysis is not None
         outputs, temporaries = analysis.output_size_in_bytes, analysis.temp_size_in_bytes
@@ -347,7 +350,7 @@ class JaxProblem:
             "workspace_bytes": temporaries,
             "repeats": all(bool(jnp.array_equal(a, b)) for a, b in zip(results, run(), strict=True)),
         }
-        return Prepared(run, figures | self._errors(results, method, mode), program=jitted, arguments=arguments)
+        return Prepared(run, figures | self._errors(results, method, mode), program=call, arguments=arguments)
 
     def _errors(self, results: tuple[Array, ...], method: Method, mode: Mode) -> dict[str, float | None]:
         losses, *expected = self.reference(mode)

@@ -149,7 +149,7 @@ def _tokamax(mode: Mode) -> LossFn:
 METHODS = by_name(
     [
         Method("floor", "floor", _floor, takes_budget=True),
-        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True, grid=True),
+        Method("mosaic", "ours", _jax_pallas("mosaic"), takes_budget=True, host=True, grid=True, ahead=True),
         Method("pallas_triton", "ours", _jax_pallas("pallas_triton"), takes_budget=True),
         Method("chunked", "own-baseline", _jax_pallas("chunked"), takes_budget=True),
         Method("bf16-logits", "peer", _materialized(_rounded_logits), host=True, grid=True),

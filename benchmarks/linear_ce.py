@@ -16,7 +16,17 @@ from typing import Any
 
 from benchmarks import host as host_modes
 from benchmarks import results
-from benchmarks.methods import ERRORS, ROW_ERRORS, Bench, Method, Problem, UnavailableError, check_errors, describe
+from benchmarks.methods import (
+    ERRORS,
+    ROW_ERRORS,
+    Bench,
+    Method,
+    Problem,
+    Program,
+    UnavailableError,
+    check_errors,
+    describe,
+)
 from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
@@ -61,9 +71,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--until", type=float, metavar="SECONDS", default=math.inf, help="start no row later than this after the start"
     )
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
+    parser.add_argument(
+        "--compile-jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="JAX: compile the programs of jax_pallas for all rows in N processes before the first row",
+    )
     options = parser.parse_args(arguments)
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
+    if options.compile_jobs < 0:
+        parser.error(f"--compile-jobs must not be negative, got {options.compile_jobs}")
     options.grid = options.shapes == [GRID]
     warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
     warmup = warmup if options.warmup is None else options.warmup
@@ -71,14 +90,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def open_bench(framework: str, device: str) -> Bench:
-    """Returns the framework's side of the benchmark; raises RuntimeError if the device is missing."""
+def open_bench(framework: str, device: str, *, shares_gpu: bool = False) -> Bench:
+    """Returns the framework's side of the benchmark; raises RuntimeError if the device is missing.
+
+    Args:
+        framework: torch or jax.
+        device: cuda or cpu.
+        shares_gpu: other processes need some of the GPU's memory, so JAX does not take it in advance.
+    """
     if framework == "torch":
         from benchmarks.torch_bench import TorchBench
 
         return TorchBench(device)
     # Methods that need most of the memory must not fail because of JAX's default share of it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")
+    if shares_gpu:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from benchmarks.jax_bench import JaxBench
 
     return JaxBench(device)
@@ -147,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise SystemExit(f"--{error}") from error
     try:
-        bench = open_bench(options.framework, options.device)
+        bench = open_bench(options.framework, options.device, shares_gpu=options.compile_jobs > 0)
     except RuntimeError as error:
         raise SystemExit(f"--device {options.device}: {error}") from error
     unknown = [name for name in options.methods or () if name not in bench.methods]
@@ -171,9 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed, left = 0, 0
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     sources = results.source_hash(options.framework)
-    problem, made_for = None, None
-    for shape, mode, targets in items:
-        host = mode.measures.startswith("host")
+
+    def rows_of(shape: Shape, mode: Mode, targets: str) -> list[dict[str, Any]]:
         rows = [
             {
                 **shape.of_row(),
@@ -188,7 +214,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for method in methods
             if method.applies(mode, named=options.methods is not None)
         ]
-        rows = [row for row in rows if not (options.resume and file.holds(row))]
+        return [row for row in rows if not (options.resume and file.holds(row))]
+
+    work = [(*item, rows_of(*item)) for item in items]
+    if options.compile_jobs:
+        programs = [Program(shape, options.dtype, row["method"], mode) for shape, mode, _, rows in work for row in rows]
+        try:
+            bench.compile_ahead(
+                [program for program in programs if bench.methods[program.method].ahead], options.compile_jobs
+            )
+        except UnavailableError as error:
+            raise SystemExit(str(error)) from error
+    problem, made_for = None, None
+    for shape, mode, targets, rows in work:
+        host = mode.measures.startswith("host")
         if not rows or time.monotonic() > deadline:
             left += len(rows)
             continue

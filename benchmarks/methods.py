@@ -49,6 +49,8 @@ class Method:
         host: measured in the modes of host time and of CUDA graphs even if it is not named.
         grid: measured in the grid even if it is not named.
         only_named: measured only if it is named.
+        ahead: `--compile-jobs` compiles its programs. They hold no matmul of XLA, whose algorithm XLA would choose on a
+            GPU that is busy.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Method:
     host: bool = False
     grid: bool = False
     only_named: bool = False
+    ahead: bool = False
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.
@@ -135,6 +138,15 @@ class Problem(Protocol):
         ...
 
 
+class Program(NamedTuple):
+    """What a compiled program depends on. `method` is a name."""
+
+    shape: Shape
+    dtype: str
+    method: str
+    mode: Mode
+
+
 class Bench(Protocol):
     """A framework."""
 
@@ -147,6 +159,10 @@ class Bench(Protocol):
     def versions(self) -> dict[str, str]: ...
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem: ...
+
+    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
+        """Compiles programs of methods that are `ahead`, in `jobs` processes. Problems then load them."""
+        ...
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         """Times floor, method and, if there is a third call, the forward pass, in that order of `calls`."""

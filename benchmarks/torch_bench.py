@@ -21,6 +21,7 @@ from benchmarks.methods import (
     Method,
     Prepared,
     Problem,
+    Program,
     UnavailableError,
     floor_padding,
     row_figures,
@@ -82,6 +83,9 @@ class TorchBench:
 
     def problem(self, shape: Shape, dtype: str, targets: str) -> Problem:
         return TorchProblem(shape, dtype, targets, self._device, self.time_pairs)
+
+    def compile_ahead(self, programs: Sequence[Program], jobs: int) -> None:
+        raise UnavailableError("--compile-jobs is for JAX: one compiled kernel of PyTorch serves many shapes")
 
     def time_pairs(self, calls: Sequence[Callable[[], Any]], timing: Timing, sensor: Sensor) -> Pairs:
         if not self.gpu:

@@ -1,0 +1,162 @@
+"""The compiled programs of JAX's methods: one at a time, or many in several processes before they are needed.
+
+XLA compiles a call in 5 to 15 seconds, most of it on one core. `compile_in_processes` compiles as many as there are
+processes, and `load` takes what they send (`jax.experimental.serialize_executable`).
+"""
+
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import serialize_executable
+
+from benchmarks import jax_methods
+from benchmarks.methods import Method, Program, describe
+from benchmarks.shapes import Mode
+
+# XLA chooses the algorithms of its matmuls by timing them, which fails where processes share the GPU. A program with
+# such a matmul is not kept.
+WORKER_FLAGS = "--xla_gpu_autotune_level=0"
+LIBRARY_MATMUL = "__cublas"
+
+
+class Compiled(NamedTuple):
+    """A program, and how long it took to make it.
+
+    Args:
+        call: the jitted call.
+        program: the compiled call.
+        figures: "lower_s", "compile_s" and "compile_note" of a row.
+    """
+
+    call: Any
+    program: Any
+    figures: dict[str, Any]
+
+
+def jitted_call(method: Method, mode: Mode) -> Any:
+    """Returns a jitted function (input, weight, target, upstream) -> loss and the gradients of a mode.
+
+    `upstream` is the upstream gradient (N,) of `reduction="none"`, or None.
+
+    Raises:
+        UnavailableError: the method has no such mode.
+    """
+    loss_fn = method.build(mode)
+    argnums = tuple(index for index, needed in enumerate((mode.d_input, mode.d_weight)) if needed)
+
+    def call(x: Array, w: Array, y: Array, upstream: Array | None) -> tuple[Array, ...]:
+        if not argnums:
+            return (loss_fn(x, w, y),)
+        arguments = [x, w]
+
+        def loss_of(*differentiated: Array) -> Array:
+            for index, array in zip(argnums, differentiated, strict=True):
+                arguments[index] = array
+            return loss_fn(*arguments, y)
+
+        loss, vjp = jax.vjp(loss_of, *(arguments[index] for index in argnums))
+        d_loss = jnp.ones((), loss.dtype) if upstream is None else upstream.astype(loss.dtype)
+        return loss, *vjp(d_loss)
+
+    return jax.jit(call)
+
+
+def compile_call(method: Method, mode: Mode, arguments: tuple[Any, ...]) -> Compiled:
+    """Compiles a method for arguments: arrays, or `jax.ShapeDtypeStruct`."""
+    call, start = jitted_call(method, mode), time.perf_counter()
+    lowered, lowered_at = call.lower(*arguments), time.perf_counter()
+    program = lowered.compile()
+    figures = {
+        "lower_s": lowered_at - start,
+        "compile_s": time.perf_counter() - lowered_at,
+        "compile_note": None if jax.config.jax_compilation_cache_dir is None else "with a cache on disk",
+    }
+    return Compiled(call, program, figures)
+
+
+class Ahead(NamedTuple):
+    """What a process says about one program.
+
+    Args:
+        line: for the reader.
+        data: the compiled program, for `load`; None if it was not compiled or must not be used.
+    """
+
+    line: str
+    data: bytes | None
+
+
+def load(data: bytes, method: Method, mode: Mode) -> Compiled:
+    """Returns a program that `compile_in_processes` compiled."""
+    serialized, figures = pickle.loads(data)
+    return Compiled(jitted_call(method, mode), serialize_executable.deserialize_and_load(*serialized), figures)
+
+
+def compile_in_processes(programs: Sequence[Program], jobs: int, platform: str) -> Iterator[Ahead]:
+    """Compiles programs in `jobs` processes. Yields one after the other, in order.
+
+    Args:
+        programs: each once.
+        jobs: processes.
+        platform: of JAX: cuda or cpu.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {WORKER_FLAGS}"
+    context = multiprocessing.get_context("spawn")
+    with (
+        _environment(XLA_FLAGS=flags, XLA_PYTHON_CLIENT_PREALLOCATE="false"),
+        ProcessPoolExecutor(jobs, context, initializer=use_platform, initargs=(platform,)) as pool,
+    ):
+        yield from pool.map(compile_ahead, programs)
+
+
+def use_platform(platform: str) -> None:
+    """Makes JAX use a platform, before it opens a device."""
+    jax.config.update("jax_platforms", platform)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Sets variables for processes that start inside the context."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def compile_ahead(program: Program) -> Ahead:
+    """Compiles one program, without arrays."""
+    shape, mode = program.shape, program.mode
+    title = f"{shape.name}, {mode.name}, {program.method}"
+    method = jax_methods.METHODS[program.method]
+    weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
+    arguments = (
+        jax.ShapeDtypeStruct((shape.n, shape.d), program.dtype),
+        jax.ShapeDtypeStruct(weight, program.dtype),
+        jax.ShapeDtypeStruct((shape.n,), jnp.int32),
+        jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
+    )
+    try:
+        compiled = compile_call(method, mode, arguments)
+    except Exception as error:  # its row will say the same
+        return Ahead(f"{title}: not compiled: {describe(error)}", None)
+    if LIBRARY_MATMUL in compiled.program.as_text():
+        return Ahead(f"{title}: not kept: it has a matmul of XLA, which must be chosen on an idle GPU", None)
+    figures = compiled.figures | {"compile_note": "beside other programs"}
+    data = pickle.dumps((serialize_executable.serialize(compiled.program), figures))
+    seconds = figures["lower_s"] + figures["compile_s"]
+    return Ahead(f"{title}: {seconds:.1f} s, {len(data) / 2**20:.2f} MiB", data)
