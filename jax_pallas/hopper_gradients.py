@@ -6,7 +6,7 @@
 Both compute transposed tiles, 128 columns of D by up to 256 of the other axis, because D of some models is a multiple
 of 128 and not of 256. As in `hopper_logits.py` one warpgroup loads and two multiply, 64 columns of D each.
 
-`d_input_kernel` follows a stream-K schedule (`tile_config.SplitKSchedule`). A work unit of a program is a whole tile,
+`d_input_kernel` follows a split-K schedule (`tile_config.SplitKSchedule`). A work unit of a program is a whole tile,
 or a part of one, whose partial tile, float32, goes to a slot in memory (`work_unit_of`). The fix-up,
 `d_input_sum_kernel`, adds the partial tiles of a tile in order.
 """

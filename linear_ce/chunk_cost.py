@@ -40,7 +40,7 @@ class CostCoefficients(NamedTuple):
     logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
     d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
     narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
-    tail: float  # share by which a split tile takes longer where tail programs compute all of it: they read other classes
+    tail: float  # share by which iterations of tails take longer: their programs read other classes
     exposed: float  # share of the time that d_weight's bytes take in device memory that the matmul does not hide
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels

@@ -1,5 +1,7 @@
-"""Tests how the programs of core_triton's d_input kernel divide its tiles, in Python. test_jax_pallas_hopper_gradients.py
-tests the same of jax_pallas."""
+"""Tests how the programs of core_triton's d_input kernel divide its tiles, in Python.
+
+test_jax_pallas_hopper_gradients.py tests the same of jax_pallas.
+"""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -44,8 +46,9 @@ def summed(schedule: SplitKSchedule, index: int) -> list[int]:
     programs=st.sampled_from((4, 78, 108, 114, 132, 148)),
     splits_tiles=st.booleans(),
 )
-@example(tiles=92, iters=3143, programs=132, splits_tiles=True)  # gpt-oss-20b, 1,024 rows: two waves of 40 tails, then 12 in three parts
-@example(tiles=72, iters=4000, programs=132, splits_tiles=True)  # Gemma-2 2B, 1,024 rows: one wave of 60 tails, then 12 in five parts
+# 1,024 rows of gpt-oss-20b: two waves of 40 tails, then 12 in three parts. Of Gemma-2 2B: 60, then 12 in five parts.
+@example(tiles=92, iters=3143, programs=132, splits_tiles=True)
+@example(tiles=72, iters=4000, programs=132, splits_tiles=True)
 def test_each_iteration_is_computed_once(tiles: int, iters: int, programs: int, splits_tiles: bool) -> None:
     schedule = choose_schedule(tiles, iters, programs, splits_tiles=splits_tiles)
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
