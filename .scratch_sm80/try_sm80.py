@@ -30,10 +30,12 @@ def launch(variant, t, rows, d, v):
     options = dict(variant.options)
     if os.environ.get("ARCH", "sm80"):
         options["arch"] = os.environ.get("ARCH", "sm80")
-    if variant.kind == "production":
-        from core_triton.kernels import exponentials_kernel
+    if variant.kind in ("production", "ampere"):
+        from core_triton import ampere_logits
+        from core_triton import kernels as production
 
-        return exponentials_kernel[(min(tiles, variant.programs),)](
+        kernel = (production if variant.kind == "production" else ampere_logits).exponentials_kernel
+        return kernel[(min(tiles, variant.programs or tiles),)](
             x, x.stride(0), w, w.stride(0), e, e.stride(0), None, target, ref, flag, sums, None, found, 0, rows, d, v,
             1.0, 1.0, **c, **options,
         )  # fmt: skip

@@ -32,20 +32,27 @@ def gluon(bn, bv, bd, stages, wn, wv, group=16, branch=True, only=()):
                    dict(num_warps=wn * wv), only=only)  # fmt: skip
 
 
+def ampere(bd, stages, group=16, only=()):
+    """core_triton/ampere_logits.py: as gluon 128x128 w2x2, with all options and an epilogue in quarters."""
+    c = dict(STORES=True, STATISTICS=False, W_BY_CLASS=True, HAS_BIAS=False, HAS_SOFTCAP=False, BLOCK_N=128,
+             BLOCK_V=128, BLOCK_D=bd, GROUP=group, STAGES=stages)  # fmt: skip
+    return Variant(f"ampere 128x128x{bd} S{stages} g{group}", "ampere", c, dict(num_warps=4), only=only)
+
+
 LLAMA = ("llama",)
 VARIANTS = [
     production(),
-    gluon(128, 128, 64, 2, 2, 2),
-    gluon(128, 128, 32, 4, 2, 2),
-    gluon(128, 256, 64, 3, 2, 4),
+    ampere(64, 2),
+    ampere(32, 4),
+    ampere(32, 5),
     gluon(256, 128, 64, 3, 4, 2),
     gluon(256, 128, 32, 6, 4, 2),
+    gluon(128, 256, 64, 3, 2, 4),
+    gluon(128, 128, 64, 2, 2, 2),
     triton(128, 128, 64, 3, 4),
     triton(128, 128, 32, 5, 4),
     triton(256, 128, 64, 3, 8),
-    gluon(128, 128, 32, 5, 2, 2),
-    gluon(128, 128, 64, 2, 2, 2, branch=False),
-    gluon(128, 128, 64, 2, 2, 2, group=4, only=LLAMA),
-    gluon(128, 128, 64, 2, 2, 2, group=8, only=LLAMA),
+    ampere(64, 2, group=4, only=LLAMA),
+    ampere(64, 2, group=8, only=LLAMA),
     gluon(256, 128, 64, 3, 4, 2, group=4, only=LLAMA),
 ]
