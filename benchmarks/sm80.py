@@ -28,7 +28,7 @@ WORKSPACE = 2**25  # bytes, as PyTorch gives cuBLAS on Hopper
 FINALISTS = 8  # algorithms of one layout that are tried at other sizes
 # Seconds of the search for one matmul. Algorithms with wide tiles are tried first: those with tiles of 16 x 16 take a
 # second for one matmul of the size of the floor's.
-SEARCH_SECONDS = 3.0
+SEARCH_SECONDS = 2.0
 MAX_PARTS = 32  # along the inner dimension
 WAVES = (1, 2, 3)  # of tiles on the multiprocessors, in which the parts of a split matmul fit
 LIMIT = 1e-2  # of the relative error of a matmul, whose result is rounded to bfloat16

@@ -14,7 +14,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from core_triton import tile_config
 from core_triton.hopper_common import quarters
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
@@ -209,6 +208,39 @@ def store_tile(matrix, stride, values, row, column, rows, columns):
     start = matrix + row.to(gl.int64) * row_stride + column
     inside = gl.expand_dims(row_ids < rows - row, 1)
     inside &= gl.expand_dims(column + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
-    gl.store(
-        start + (gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)), values, mask=inside
-    )
+    gl.store(start + (gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)), values, mask=inside)
+
+
+def exponentials(
+    problem: Problem,
+    x: Tensor,
+    w: Tensor,
+    vocab_chunk: slice,
+    active: Active,
+    *,
+    target: At,
+    ref_exponent: At,
+    flag: At,
+    sums: At,
+    tops: At | None,
+    target_logit: At,
+    e: Tensor | None,
+) -> None:
+    """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
+    plan = plan_of(problem)
+    tile = plan.tile
+    assert tile is not None
+    constexprs = {
+        "BLOCK_N": tile.block_n,
+        "BLOCK_V": tile.block_v,
+        "BLOCK_D": tile.block_d,
+        "GROUP": tile.group,
+        "STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
+        **({"arch": plan.arch} if plan.arch else {}),
+    }
+    n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
+    blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=0)
+    pointers = target, ref_exponent, flag, sums, tops, target_logit
+    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
