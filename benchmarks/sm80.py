@@ -9,7 +9,8 @@ with those of cuBLAS. The times say nothing about an A100.
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -25,7 +26,11 @@ NEWER = re.compile(r"sm90|sm100|nvjet|hopper|wgmma")
 LEAST = 2**24  # elements of the three matrices: smaller matmuls stay with PyTorch
 WORKSPACE = 2**25  # bytes, as PyTorch gives cuBLAS on Hopper
 FINALISTS = 8  # algorithms of one layout that are tried at other sizes
-PARTS = (1, 2, 3, 4, 6, 8)  # split along the inner dimension
+# Seconds of the search for one matmul. Algorithms with wide tiles are tried first: those with tiles of 16 x 16 take a
+# second for one matmul of the size of the floor's.
+SEARCH_SECONDS = 2.0
+MAX_PARTS = 32  # along the inner dimension
+WAVES = (1, 2, 3)  # of tiles on the multiprocessors, in which the parts of a split matmul fit
 LIMIT = 1e-2  # of the relative error of a matmul, whose result is rounded to bfloat16
 
 # Numbers of cublasLt.h and library_types.h.
@@ -35,6 +40,17 @@ CAP_SPLIT, CAP_TILES, CAP_STAGES = 0, 6, 13
 CONFIG_ID, CONFIG_TILE, CONFIG_PARTS, CONFIG_REDUCTION, CONFIG_STAGES = 0, 1, 2, 3, 6
 REDUCE_IN_FLOAT32 = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 DTYPES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
+# cublasLtMatmulTile_t of the tiles that a large matmul can be fast with. The first number is of cuBLAS's rows.
+TILES = {
+    24: (256, 128),
+    23: (128, 256),
+    20: (128, 128),
+    21: (256, 64),
+    19: (64, 256),
+    18: (128, 64),
+    17: (64, 128),
+    15: (64, 64),
+}
 
 
 class Algorithm(ctypes.Structure):
@@ -75,6 +91,14 @@ def operand_of(matrix: Tensor) -> Operand:
     if matrix.stride(0) == 1:
         return Operand(matrix.shape[0], matrix.shape[1], matrix.stride(1), transposed=True)
     raise ValueError(f"a matrix must have contiguous rows or columns, got strides {matrix.stride()}")
+
+
+def parts_of(tiles: int, multiprocessors: int) -> list[int]:
+    """Returns into how many parts along the inner dimension it is worth splitting a matmul of so many tiles.
+
+    Without a split, a matmul of few tiles leaves multiprocessors idle.
+    """
+    return sorted({1, *(min(MAX_PARTS, max(1, waves * multiprocessors // tiles)) for waves in WAVES)})
 
 
 def is_for_sm80(kernels: Sequence[str]) -> bool:
@@ -131,6 +155,7 @@ class Matmul:
     def __init__(self, layout: Layout, operands: Sequence[Operand]) -> None:
         self.beta = ctypes.c_float(float(layout.adds))
         self.types = (*layout.types, layout.types[-1])
+        self.size = operands[-1].rows, operands[-1].columns  # of the result, which is not transposed
         lib = library()
         self.desc = lib.make("MatmulDescCreate", COMPUTE_32F, FLOAT32)
         for attribute, transposed in zip((DESC_TRANSA, DESC_TRANSB), layout.transposed, strict=True):
@@ -156,22 +181,36 @@ class Matmul:
         return list(found[: count.value])
 
     def algorithms(self, family: int) -> Iterator[Algorithm]:
-        """Yields the algorithms of a family that can compute this matmul."""
+        """Yields the algorithms of a family that can compute this matmul, those with wide tiles and many stages
+        first."""
         lib, first = library(), Algorithm()
         arguments = lib.handle, COMPUTE_32F, FLOAT32, *self.types, family, ctypes.byref(first)
         if lib.call("MatmulAlgoInit", *arguments):
             return
         splits = _numbers(first, CAP_SPLIT)
-        parts = PARTS if splits and splits[0] else PARTS[:1]
-        for tile, stages, part in product(_numbers(first, CAP_TILES) or [0], _numbers(first, CAP_STAGES) or [0], parts):
-            algorithm = Algorithm.from_buffer_copy(first)
-            config = {CONFIG_TILE: tile, CONFIG_STAGES: stages, CONFIG_PARTS: part}
-            config[CONFIG_REDUCTION] = REDUCE_IN_FLOAT32 if part > 1 else 0
-            for attribute, number in config.items():
-                value = ctypes.c_int32(number)
-                lib.call("MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), attribute, ctypes.byref(value), 4)
-            if self.can_run(algorithm):
-                yield algorithm
+        known = _numbers(first, CAP_TILES)
+        tiles = [tile for tile in TILES if tile in known] or known or [0]
+        for tile, stages in product(tiles, sorted(_numbers(first, CAP_STAGES), reverse=True) or [0]):
+            for part in self.parts(tile) if splits and splits[0] else [1]:
+                algorithm = Algorithm.from_buffer_copy(first)
+                config = {CONFIG_TILE: tile, CONFIG_STAGES: stages, CONFIG_PARTS: part}
+                config[CONFIG_REDUCTION] = REDUCE_IN_FLOAT32 if part > 1 else 0
+                for attribute, number in config.items():
+                    value = ctypes.c_int32(number)
+                    lib.call("MatmulAlgoConfigSetAttribute", ctypes.byref(algorithm), attribute, ctypes.byref(value), 4)
+                if self.can_run(algorithm):
+                    yield algorithm
+
+    def parts(self, tile: int) -> list[int]:
+        """Returns the parts along the inner dimension that algorithms with a tile are tried with."""
+        rows, columns = TILES.get(tile, (128, 128))
+        tiles = -(-self.size[0] // rows) * -(-self.size[1] // columns)
+        return parts_of(tiles, torch.cuda.get_device_properties("cuda").multi_processor_count)
+
+    @property
+    def splits(self) -> bool:
+        """Whether it is worth trying to split this matmul."""
+        return any(self.parts(tile) != [1] for tile in TILES)
 
     def can_run(self, algorithm: Algorithm) -> bool:
         lib, found = library(), Found()
@@ -239,19 +278,29 @@ class Chooser:
         if layout.types not in self.families:
             self.families[layout.types] = _families(matmul, run)
 
-        def all_of() -> list[Algorithm]:
-            return [algorithm for family in self.families[layout.types] for algorithm in matmul.algorithms(family)]
+        def all_of() -> Iterator[Algorithm]:
+            for family in self.families[layout.types]:
+                yield from matmul.algorithms(family)
 
-        def that_run(candidates: Sequence[Algorithm]) -> list[Algorithm]:
-            return [algorithm for algorithm in candidates if matmul.can_run(algorithm) and not run(algorithm)]
+        def times_of(candidates: Iterable[Algorithm]) -> list[tuple[float, Algorithm]]:
+            """Returns the times of the algorithms that run, of as many as SEARCH_SECONDS allow."""
+            end, found = time.perf_counter() + SEARCH_SECONDS, []
+            for algorithm in candidates:
+                if matmul.can_run(algorithm) and not run(algorithm):
+                    found.append((_ms(run, algorithm, 1), algorithm))
+                if found and time.perf_counter() > end:
+                    break
+            return found
 
-        runs = that_run(self.finalists.get(layout, ())) or that_run(all_of())
-        fastest = sorted(runs, key=lambda algorithm: _ms(run, algorithm, 1))[:FINALISTS]
+        # Finalists of another size are not split for this size.
+        timed = ([] if matmul.splits else times_of(self.finalists.get(layout, ()))) or times_of(all_of())
+        fastest = [algorithm for _, algorithm in sorted(timed, key=lambda one: one[0])[:FINALISTS]]
         times = {number: _ms(run, algorithm, 3) for number, algorithm in enumerate(fastest)}
         if not times:
             raise RuntimeError(f"cuBLAS has no kernel for sm_80 for {tuple(total.shape)} = {tuple(a.shape)} @ b")
         order = sorted(times, key=lambda number: times[number])
-        self.finalists.setdefault(layout, [fastest[number] for number in order])
+        if not matmul.splits:
+            self.finalists.setdefault(layout, [fastest[number] for number in order])
         best = fastest[order[0]]
         scratch.zero_()
         launched = kernels_of(lambda: run(best))

@@ -82,7 +82,7 @@ class TileBlocks(NamedTuple):
     constexprs: dict[str, Any]  # then num_warps, num_stages, maxnreg and arch
     gluon: bool = False
     pointers: bool = False
-    programs: int = 1  # that a multiprocessor runs at the same time
+    programs: int = 1  # that a multiprocessor runs at the same time; 0: a program computes one tile
 
     def arguments(self, matrix: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
         """Returns a kernel's arguments for a matrix whose rows are contiguous: a descriptor, or pointer and stride."""
@@ -151,9 +151,10 @@ def launch_tiles(
     # One of x and w may have padding that the other does not have.
     n, hidden, classes = x.shape[0], min(x.shape[1], w.shape[1]), vocab_chunk.stop - vocab_chunk.start
     w, w_block, by_class = head_with_contiguous_rows(w, blocks.w)
+    tiles = cdiv(n, tile.block_n) * cdiv(classes, tile.block_v)
     launch(
         kernel,
-        (min(cdiv(n, tile.block_n) * cdiv(classes, tile.block_v), plan.programs * blocks.programs),),
+        (min(tiles, plan.programs * blocks.programs or tiles),),
         *blocks.arguments(x, blocks.x),
         *blocks.arguments(w, w_block),
         *(argument for matrix in result for argument in blocks.arguments(matrix, blocks.result)),
@@ -352,9 +353,7 @@ def exponentials(
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
     pointers = target, ref_exponent, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
-    capped_or_biased = problem.spec.softcap is not None or problem.linear_bias is not None
-    blocks = _blocks(problem, crowded=e is not None and capped_or_biased)
-    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)
+    launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
 @triton.jit

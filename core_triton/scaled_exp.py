@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import hopper_gradients, hopper_logits, kernels, row_kernels, target_grad, tile_config
+from core_triton import ampere_logits, hopper_gradients, hopper_logits, kernels, row_kernels, target_grad, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
@@ -266,7 +266,8 @@ def _store_exponentials(
                 problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
         else:
-            kernels.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
+            module = ampere_logits if plan.pointers and x.itemsize == 2 else kernels
+            module.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
     # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import Shape
-from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of
+from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of, parts_of
 from benchmarks.sm80_pallas import compile_for, lower_exponentials
 
 MATRIX = torch.zeros(4, 16)
@@ -41,6 +41,11 @@ def test_a_matrix_without_contiguous_rows_or_columns_is_refused() -> None:
 )
 def test_kernels_for_sm80_are_known_by_their_names(kernels: list[str], expected: bool) -> None:
     assert is_for_sm80(kernels) is expected
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [(28, [1, 4, 9, 14]), (128, [1, 2, 3]), (1, [1, 32]), (4096, [1])])
+def test_matmuls_of_few_tiles_are_split(tiles: int, expected: list[int]) -> None:
+    assert parts_of(tiles, 132) == expected
 
 
 def test_matmuls_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

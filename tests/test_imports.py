@@ -132,7 +132,7 @@ def test_files_are_short(package: str) -> None:
 
 
 KERNELS = (
-    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py", "ampere_logits.py"),
     *("kernels.py", "row_kernels.py", "target_grad.py", "launch.py"),
 )
 
