@@ -1,6 +1,7 @@
 """Tests the wheel: what it contains, and that each of its packages can be imported without the other framework."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -67,7 +68,9 @@ print(json.dumps(sys.modules[{package!r}].__file__))
     assert Path(json.loads(ran.stdout)).is_relative_to(tmp_path)
 
 
-@pytest.mark.parametrize(("package", "framework"), [("core_triton", "torch"), ("jax_pallas", "jax")])
+@pytest.mark.parametrize(
+    ("package", "framework"), [("core_triton", "torch"), ("jax_pallas", "jax"), ("flax_models", "flax")]
+)
 def test_a_missing_framework_is_one_line_that_names_the_extra(package: str, framework: str) -> None:
     program = (
         f"import sys; sys.path = [{str(ROOT)!r}, *(p for p in sys.path if 'site-packages' not in p)]; import {package}"
@@ -75,6 +78,34 @@ def test_a_missing_framework_is_one_line_that_names_the_extra(package: str, fram
     ran = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=False)
     assert ran.stderr.splitlines()[-1].startswith(f"ImportError: {package} needs ")
     assert f'pip install "linear-ce[{framework}]"' in ran.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "export"])
+def test_a_command_without_its_libraries_is_one_line_that_names_the_extra(command: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-S", "-m", f"flax_models.{command}", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("error: flax_models needs jax, flax, ")
+    assert ran.stderr.endswith(': pip install "linear-ce[flax]"\n')
+    assert ran.stderr.count("\n") == 1
+
+
+def test_ctrl_c_during_the_imports_of_training_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "jax.py").write_text("raise KeyboardInterrupt")
+    ran = subprocess.run(
+        [sys.executable, "-m", "flax_models.train"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
 def test_the_contract_names_the_packages_that_have_the_loss() -> None:
