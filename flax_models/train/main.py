@@ -64,7 +64,7 @@ from flax_models.train.run_folder import (
 )
 from flax_models.train.step import Trainer, TrainState
 from flax_models.train.task_data import Data, Text, make_data, read_text
-from jax_pallas.linear_ce import explain
+from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
 LESS_MEMORY = "to reduce it, use a larger --accumulate, --remat full, or a smaller --batch-size or --max-seq-len"
