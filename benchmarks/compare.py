@@ -29,13 +29,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks import results
+from benchmarks.compare_child import PACKAGES
 from benchmarks.linear_ce import DTYPES
 from benchmarks.methods import ERRORS, ROW_ERRORS, check_errors
 from benchmarks.shapes import MODES, TARGETS, Mode, Shape, plan
 from benchmarks.timing import MIN_PAIRS, pair_count, pair_order
 
 CHILD = Path(__file__).parent / "compare_child.py"
-PACKAGES = ("core_triton", "jax_pallas", "linear_ce", "parity")
 KEY = ("shape", "dtype", "targets", "mode", "old", "new")
 NAMES = ("old", "new")
 

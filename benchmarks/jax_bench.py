@@ -19,6 +19,7 @@ from benchmarks.jax_host import host_figures, trace_without_graphs
 from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load
 from benchmarks.methods import (
     ERRORS,
+    FLOOR_ROWS,
     ROW_ERRORS,
     Floor,
     Method,
@@ -33,7 +34,6 @@ from benchmarks.shapes import Mode, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 from benchmarks.trace import CALLS, by_kernel, trace_jax
 
-FLOOR_ROWS = 16384  # as in PyTorch's floor
 REFERENCE_ROWS = 2048
 BLOCK_SECONDS = 0.04  # what the host adds to a block, some 0.1 ms, is below half a percent of it
 BALLAST_SLACK = 64 * 2**20

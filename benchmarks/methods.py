@@ -23,6 +23,7 @@ GRADIENT_BOUND = {"float32": 1e-3, "bfloat16": 1e-1, "float16": 1e-1}
 # The GEMMs of cuBLAS and XLA can be much slower where V is not a multiple of 8, because their fast kernels
 # load 16 bytes at a time. A multiple of 128 also fills tiles of 128 classes.
 FLOOR_V_MULTIPLE = 128
+FLOOR_ROWS = 16384  # of a chunk: the two N x V buffers stay under 10 GB, so that the largest methods fit too
 FLOOR_TRIAL = Timing(seconds=0.2, warmup=0.2, energy_seconds=0, min_pairs=5)
 
 # A row's relative errors in the Frobenius norm, and the errors of single tokens and classes (`row_figures`).

@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.results import MIB, RECORDED, shown
 from benchmarks.shapes import NAMED
+from parity.backends import FRAMEWORKS
 
 COLORS = {"ours": "#c2410c", "own-baseline": "#f59e0b", "peer": "#475569", "floor": "#16a34a"}
 LABELS = {
@@ -33,7 +34,6 @@ LABELS = {
 MARKERS = {"torch": "o", "jax": "^"}
 RADIUS = 10  # of a point's mark, in pixels
 NEAR = 10  # from its point, in typographic points: a name further away is not seen as that point's
-FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 # For the other implementations in a sweep; more lines than these cannot be distinguished.
 PEER_COLORS = ("#2563eb", "#7c3aed", "#0891b2", "#db2777", "#64748b", "#65a30d", "#1e293b")
 

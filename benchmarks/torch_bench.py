@@ -16,6 +16,7 @@ from benchmarks import data, torch_methods
 from benchmarks.host import Later
 from benchmarks.methods import (
     ERRORS,
+    FLOOR_ROWS,
     ROW_ERRORS,
     Floor,
     Method,
@@ -42,7 +43,6 @@ from benchmarks.timing import (
 from benchmarks.torch_host import HostBench, capture
 from benchmarks.trace import CALLS, by_kernel, trace_torch
 
-FLOOR_ROWS = 16384  # the floor's two N x V buffers stay under 10 GB, so that the largest methods fit too
 INTERVAL_MS = 1.0  # least time between two events: their own resolution and the gap around them are microseconds
 REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
 

@@ -24,7 +24,7 @@ from flax import nnx
 from benchmarks.methods import check_errors, describe, installed, load
 from benchmarks.timing import Sensor, host_blocks
 from benchmarks.train_process import Request
-from benchmarks.train_rows import LORA_RANK, Row, draw, speed_figures
+from benchmarks.train_rows import LORA_RANK, WARM_UP, Row, draw, speed_figures
 from flax_models.data.batches import IGNORED, Batch, BatchSampler
 from flax_models.data.corpus import load_corpus
 from flax_models.hub import weights
@@ -37,7 +37,6 @@ from flax_models.train.config import TrainConfig
 from flax_models.train.profile import SKIPPED, TRACED, Tracer, operation_parts, operations, part_times
 from flax_models.train.step import StepMetrics, Trainer, TrainState
 
-WARM_UP = 3  # steps; adapters need two until all that trains has a gradient
 CONVERGENCE_STEPS = 300
 VARIANTS: tuple[tuple[Dtype, bool], ...] = ("float32", False), ("bfloat16", False), ("bfloat16", True)  # and cast_head
 SEEN = 0.9  # least share of a step's time that the operations of a split must cover

@@ -24,6 +24,7 @@ MODELS = ("llama3.2-1b", "qwen2.5-0.5b")
 LONG, SHORT, MOST = (4096, 8), (512, 16), (4096, None)
 CHECKED = (512, 2)
 LORA_RANK = 32
+WARM_UP = 3  # steps before a measurement; adapters need two until all that trains has a gradient
 BATCHES = 4  # different ones, taken in turn
 POOL = 1024  # examples that are packed together, for a batch to draw rows from
 SPREAD = 0.8  # of the logarithms of their lengths

@@ -32,12 +32,10 @@ from core_triton.problem import (
     float32_matmul,
     operand,
 )
-from core_triton.row_math import Coefficients, Partial, RowStatistics
+from core_triton.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
-
-NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
 def logits_tile(problem: Problem, x: Tensor, w: Tensor, vocab_chunk: slice) -> Tensor:

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from core_triton import row_math
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-NO_PROBABILITY = tl.constexpr(-1e4)  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+NO_PROBABILITY = tl.constexpr(row_math.NO_PROBABILITY)
 
 # Where a tile's sum of exponentials is past this, its reference exponents are too low: (30). 2**48 is 33 nats above the
 # target logit; the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16

@@ -18,6 +18,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -509,6 +510,8 @@ def _scalar(normalizer: Any, device: torch.device) -> Tensor:
     """Returns a normalizer as a tensor."""
     if isinstance(normalizer, Tensor):
         return normalizer
+    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
+        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
     if isinstance(normalizer, bool) or not isinstance(normalizer, (int, float)):
         raise TypeError(f"normalizer must be a number, a scalar Tensor or None, got {type(normalizer).__name__}")
     return torch.full((), check_normalizer(normalizer), dtype=torch.float32, device=device)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from core_triton import row_math
 from core_triton.kernels import LOG2_E, slope, tanh
 from core_triton.launch import At, cdiv, column_block, device_info, launch, on_device
 from core_triton.problem import Gradients, Problem
@@ -19,7 +20,7 @@ SMALL_BLOCK = 16  # rows of a program that sums over class blocks: enough progra
 
 BLOCKS_AT_ONCE = 64  # class blocks that such a program reads at a time
 
-LEAST_SUMMAND = tl.constexpr(2.0**-64)  # of a target, relative to its row's reference; below it the ratio may overflow
+LEAST_SUMMAND = tl.constexpr(row_math.LEAST_SUMMAND)
 
 
 # With specialization the alignment of a vector would decide how threads divide a block, and so the order of the sum.

@@ -18,6 +18,8 @@ from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 
+NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
 LEAST_SUMMAND = 2.0**-64  # of a target, relative to the reference of its row's sum; below it the ratio may overflow
 
 

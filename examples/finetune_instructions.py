@@ -43,7 +43,7 @@ from flax_models.model.lora import adapt, merge
 from flax_models.model.lora_config import LoraConfig
 from flax_models.model.parameters import is_adapter, name_of
 from flax_models.model.sampling import Sampling, continue_prompts
-from jax_pallas.linear_ce import linear_cross_entropy
+from jax_pallas import linear_cross_entropy
 
 MODEL = ModelConfig(
     vocab_size=1024, hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=32, max_seq_len=256

@@ -31,7 +31,7 @@ from flax_models.export import save_with_tokenizer
 from flax_models.generate import Source, continue_texts
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.sampling import Sampling
-from jax_pallas.linear_ce import linear_cross_entropy
+from jax_pallas import linear_cross_entropy
 
 MODEL = ModelConfig(
     vocab_size=8192, hidden_size=128, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=64, max_seq_len=128

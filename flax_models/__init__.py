@@ -7,3 +7,17 @@ of them.
 The package needs JAX, Flax and the trainer's dependencies: `pip install "linear-ce[flax]"`. The commands are
 `python -m flax_models.train`, `python -m flax_models.generate` and `python -m flax_models.export`.
 """
+
+import importlib.util
+import sys
+
+NEEDED = (
+    *("jax", "flax", "grain", "jinja2", "matplotlib", "optax", "orbax", "rich"),
+    *("safetensors", "tensorboardX", "tokenizers", "tyro"),
+)
+
+if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
+    message = f'flax_models needs {", ".join(missing)}: pip install "linear-ce[flax]"'
+    if sys.argv[:1] == ["-m"]:  # Python is locating the module of `python -m flax_models.COMMAND`
+        sys.exit(f"error: {message}")
+    raise ImportError(message)

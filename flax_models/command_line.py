@@ -11,6 +11,7 @@ from typing import NoReturn
 
 # Python's messages for text that is not a number, and the kind of number that is expected.
 NUMBERS = {"invalid literal for int() with base 10": "an integer", "could not convert string to float": "a number"}
+OPTIONAL = {"INT": "an integer", "FLOAT": "a number"}  # tyro's names of the types of an option that may also be None
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -48,6 +49,12 @@ def _line(box: str) -> str:
             line = f"--{name.replace('_', '-')} {rest}"
     for words, kind in NUMBERS.items():
         line = re.sub(rf"Error parsing (--\S+): {re.escape(words)}: (.*)", rf"\1 must be {kind}, got \2", line)
+    for kind, words in OPTIONAL.items():
+        line = re.sub(
+            rf"Error parsing (--\S+): no type matching \{{None\}}\|{kind} could be instantiated from \[(.*)\]",
+            rf"\1 must be {words} or None, got \2",
+            line,
+        )
     if len(parts) > 1 and parts[1][0] == "Perhaps you meant:":
         line += f"; did you mean {parts[1][1].split()[0]}?"
     return line

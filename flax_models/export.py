@@ -118,7 +118,7 @@ def save_with_tokenizer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status: 0 for success, 1 for an error that the user can fix."""
+    """Runs the command and returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
     options = OneLineParser(prog=PROGRAM, description="Export a trained run as a Hugging Face folder.")
     options.add_argument("--run", type=Path, required=True, help="folder of a run of flax_models.train")
     options.add_argument("--out", type=Path, required=True, help="folder to create")
@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{chosen.out} holds step {step:,} of {chosen.run}")
     return 0
 

@@ -24,6 +24,7 @@ from flax_models.hub.weights import load
 from flax_models.model.decoder import Decoder, Dtype
 from flax_models.model.lora import merge
 from flax_models.model.sampling import Sampling, continue_prompts
+from flax_models.train.config import check_seed
 from flax_models.train.trained import add_checkpoint_options, read_run
 
 PROGRAM = "python -m flax_models.generate"
@@ -145,13 +146,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns the exit status: 0 for success, 1 for an error that the user can fix."""
+    """Runs the command and returns the exit status: 0, 1 for an error that the user can fix, 130 for Ctrl-C."""
     options = parser().parse_args(arguments)
     try:
         try:
             sampling = Sampling(options.temperature, options.top_k, options.top_p, options.min_tokens)
         except ValueError as error:
             raise RunError(f"--{str(error).replace('_', '-')}") from None
+        try:
+            check_seed(options.seed)
+        except ValueError as error:
+            raise RunError(str(error)) from None
         if options.length is not None and options.length < 1:
             raise RunError(f"--length must be at least 1, got {options.length}")
         if options.run is not None:
@@ -178,6 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     for prompt, text in zip(options.prompt, texts, strict=True):
         print(text if options.chat else prompt + text)
         if len(texts) > 1:

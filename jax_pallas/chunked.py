@@ -25,12 +25,11 @@ from jax import Array, lax
 
 from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
-from jax_pallas.row_math import Coefficients, Partial, RowStatistics
+from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
-NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 
 def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Array:

@@ -46,14 +46,11 @@ from jax_pallas.hopper_tiles import (
     logits_warpgroup,
     walk_of,
 )
-from jax_pallas.row_kernels import Exponentials
+from jax_pallas.row_kernels import LOG2_E, Exponentials
+from jax_pallas.row_math import NO_PROBABILITY
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
 
-LOG2_E = 1.4426950408889634
-
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
-
-NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
 
 OF_TARGETS = ("target_exps", "target_logits")
 

@@ -28,10 +28,10 @@ from jax_pallas.row_kernels import (
     Repaired,
     repaired_ref_exponent,
 )
+from jax_pallas.row_math import NO_PROBABILITY
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
 
-NO_PROBABILITY = -1e4  # a log-probability whose exp is 0, finite so that 0 times it is 0
 GROUP = 8  # neighboring row blocks that share a block of classes
 REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
 ALIGNED = 16  # classes: 32 bytes of 16 bits, which is what the compiler takes for granted of an array's address

@@ -451,7 +451,9 @@ def _prepare(
         optional = name not in ("input", "linear_weight", "target")
         if not (isinstance(array, (Array, np.ndarray)) or (array is None and optional)):
             raise TypeError(f"{name} must be an array{' or None' if optional else ''}, got {type(array).__name__}")
-    number = isinstance(normalizer, (int, float, np.number)) and not isinstance(normalizer, bool)
+    if isinstance(normalizer, (np.ndarray, np.number)) and not normalizer.shape:
+        normalizer = normalizer.item()  # in the memory of the host, so that its value can be checked
+    number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer

@@ -20,6 +20,8 @@ from linear_ce.spec import LossSpec
 
 MAX_EXPONENT = 126  # of a normal float32
 
+NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
 # The least summand of a target that its row's loss is made from: where it is smaller, or 0, log space is as accurate.
 LEAST_SUMMAND = 2.0**-64
 

@@ -22,12 +22,10 @@ import numpy as np
 
 from parity import report
 from parity.arrays import make_arrays
-from parity.backends import BACKENDS, expected_default, installed
+from parity.backends import BACKENDS, FRAMEWORKS, expected_default, installed
 from parity.cases import Case, select
 from parity.expected import Expected, compare, compare_pair, expected
 from parity.train import command as training
-
-FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,6 +24,8 @@ from parity.expected import GRADIENT_OF, outputs_of
 
 Arrays = Mapping[str, np.ndarray]
 
+FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}  # their names in tables, pictures and messages
+
 
 class Outcome(NamedTuple):
     """The outputs of a backend for a case, and the implementation that ran."""

@@ -123,6 +123,13 @@ BAD_LOSS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "normalizer negative": ({"normalizer": -1}, ValueError, "normalizer must be finite and not negative, got -1"),
     "normalizer nan": ({"normalizer": float("nan")}, ValueError, "normalizer must be finite and not negative, got nan"),
+    "normalizer array": (
+        {"normalizer": np.array(-3.0)},
+        ValueError,
+        "normalizer must be finite and not negative, got -3.0",
+    ),
+    "normalizer scalar": ({"normalizer": np.float32("nan")}, ValueError, "normalizer must be finite .* got nan"),
+    "normalizer array of axes": ({"normalizer": np.ones(1)}, TypeError, "normalizer must be a number, .* got ndarray"),
     "normalizer inf": ({"normalizer": float("inf")}, ValueError, "normalizer must be finite and not negative, got inf"),
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar Tensor .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar Tensor .* got bool"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,12 +17,16 @@ from flax_runs import before_step, compilation_cache, small_trainer, start, writ
 from matmul_flops import matmul_flops
 
 import flax_models.train.main as program
+from flax_models.errors import RunError
 from flax_models.model.decoder import Decoder, ModelConfig, decoder_shapes
 from flax_models.model.families import PUBLISHED, published
+from flax_models.model.lora import adapted_shapes
+from flax_models.model.lora_config import LoraConfig
 from flax_models.train import loop
 from flax_models.train.accounting import (
     PEAK_BF16,
     DeviceMemory,
+    check_parameters,
     describe_bytes,
     describe_flops,
     device_memory,
@@ -36,6 +41,28 @@ from flax_models.train.profile import Clock, Operation, Tracer, device_table, op
 from flax_models.train.step import StepMetrics, Trainer
 
 CONFIG = ModelConfig(280, 32, 3, 4, 2, 8, 48, 16)
+
+
+# Parameters
+
+
+def test_a_model_that_cannot_be_in_memory_raises() -> None:
+    config, memory = CONFIG, DeviceMemory(128_000, "of the GPU", True)
+    check_parameters(config, LoraConfig(), None)
+    check_parameters(config, LoraConfig(), memory._replace(size=4 * config.parameter_count()))
+    with pytest.raises(RunError, match=r"its 32,224 parameters need 126 KiB, more than the 125 KiB of the GPU, got"):
+        check_parameters(config, LoraConfig(), memory)
+    large = dataclasses.replace(config, vocab_size=10**7, hidden_size=10**7)
+    with pytest.raises(RunError, match="more than the memory, got --vocab-size 10000000, --hidden-size 10000000, "):
+        check_parameters(large, LoraConfig(), None)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_count_of_adapters_is_that_of_the_model(dora: bool) -> None:
+    config, lora = CONFIG, LoraConfig(lora_rank=3, dora=dora)
+    shapes = nnx.state(adapted_shapes(config, lora), nnx.Param)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    assert count == config.parameter_count() + lora.parameter_count(config)
 
 
 # Floating-point operations
@@ -169,14 +196,14 @@ def test_a_step_that_does_not_fit_is_reported_before_anything_runs_or_is_written
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_texts(tmp_path / "data")
-    monkeypatch.setattr(program, "device_memory", lambda device: DeviceMemory(5000, "of a small device", limit))
+    monkeypatch.setattr(program, "device_memory", lambda device: DeviceMemory(40_000, "of a small device", limit))
     before_step(monkeypatch, 1, interrupt)
     assert start(tmp_path, "a") == (1 if limit else 130)
     out, err = capsys.readouterr()
     assert re.search(r"^memory +\d+ KiB per step: parameters \d+ KiB, optimizer .*, batch .*, temporaries ", out, re.M)
-    assert "MORE THAN the 5 KiB of a small device" in out
+    assert "MORE THAN the 39 KiB of a small device" in out
     if limit:
-        assert re.fullmatch(r"error: a step needs \d+ KiB of memory, more than the 5 KiB of a small device; .*\n", err)
+        assert re.fullmatch(r"error: a step needs \d+ KiB of memory, more than the 39 KiB of a small device; .*\n", err)
         assert not (tmp_path / "runs").exists()
 
 

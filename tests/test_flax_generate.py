@@ -102,6 +102,9 @@ def test_row_ends_at_an_end_token_after_min_tokens():
     at_least = dataclasses.replace(GREEDY, min_tokens=6)
     late = continue_prompts(model, PROMPTS, length=12, key=KEY, sampling=at_least, ends=ends)
     assert all(len(row) >= 6 for row in late)
+    never = dataclasses.replace(GREEDY, min_tokens=10**20)  # more than an int32 holds
+    unended = continue_prompts(model, PROMPTS, length=3, key=KEY, sampling=never, ends=ends)
+    assert [len(row) for row in unended] == [3, 3, 3]
     assert not {token for row in late for token in row} & set(ends)
     assert continue_prompts(model, PROMPTS, length=0, key=KEY) == [[], [], []]
 
@@ -240,6 +243,19 @@ def test_ends_come_from_the_generation_config_and_else_from_the_config(place):
         generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
 
 
+@pytest.mark.parametrize("wrong", ["a", 1.5, True, -1, 10**20, [3, "a"], {"id": 3}])
+def test_an_end_token_that_is_no_number_is_an_error_that_names_the_file_and_the_field(place, capsys, wrong):
+    folder = place / "weights"
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": wrong}))
+    try:
+        assert program.main(["--weights", str(folder), "--prompt", "the"]) == 1
+    finally:
+        generation.write_text(json.dumps({"eos_token_id": [3, 4]}))
+    err = capsys.readouterr().err
+    assert err == f"error: {generation}: eos_token_id must be a token's number or a list of them, got {wrong!r}\n"
+
+
 def test_user_errors_are_one_line(place, capsys, tmp_path):
     prompt = ["--prompt", "the"]
     weights, run = ["--weights", str(place / "weights")], ["--run", str(place / "run")]
@@ -250,6 +266,10 @@ def test_user_errors_are_one_line(place, capsys, tmp_path):
         ([*weights, *prompt, "--temperature=-1"], "--temperature must be finite and not negative, got -1.0"),
         ([*weights, *prompt, "--temperature", "inf"], "--temperature must be finite and not negative, got inf"),
         ([*weights, *prompt, "--top-p", "2"], "--top-p must be in (0, 1], got 2.0"),
+        ([*weights, *prompt, "--seed", "9" * 20], f"--seed must be in [0, 4,294,967,296), got {'9' * 20}"),
+        ([*weights, *prompt, "--seed=-1"], "--seed must be in [0, 4,294,967,296), got -1"),
+        ([*weights, *prompt, "--min-tokens=-1"], "--min-tokens must not be negative, got -1"),
+        ([*weights, *prompt, "--length", "9" * 20], "--length must be at most "),
         ([*weights, *prompt, "--length", "0"], "--length must be at least 1, got 0"),
         ([*weights, "--prompt", ""], "--prompt must have at least one token, got none"),
         ([*run, "--prompt", "wizards " * 30], "--prompt must have fewer tokens than the model's max_seq_len 24, got"),

@@ -298,6 +298,28 @@ def test_yarns_two_scales_become_its_attention_factor():
         ({"rope_theta": float("nan")}, "rope_theta must be a finite number, got nan"),
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings must be true or false, got 'true'"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10,000, got 1000000000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be at least 0, got -1"),
+        ({"hidden_size": 10**20}, "hidden_size must be at most 2,147,483,647, got 1000"),
+        ({"rope_theta": 10**400}, "rope_theta must be a finite number, got 1000"),
+        ({"max_position_embeddings": 0}, "^x: max_position_embeddings must be at least 1, got 0"),
+        ({"num_key_value_heads": 3}, "^x: num_attention_heads must be a multiple of num_key_value_heads 3, got 4"),
+        ({"hidden_act": []}, r"hidden_act must be one of silu, .* got \[\]"),
+        ({"rope_parameters": 1, "rope_scaling": None}, "^x: rope_parameters must be an object, got 1"),
+        *(
+            (
+                {"rope_scaling": {"rope_type": kind, "factor": 2.0, name: value}},
+                f"^x: rope_scaling's {name} must be {needed}",
+            )
+            for kind, name, value, needed in (
+                ("linear", "factor", "a", "a finite number, got 'a'"),
+                ("linear", "rope_theta", None, "a finite number, got None"),
+                ("llama3", "low_freq_factor", [], r"a finite number, got \[\]"),
+                ("llama3", "original_max_position_embeddings", 0.5, "an integer, got 0.5"),
+                ("yarn", "mscale", "a", "a finite number, got 'a'"),
+                ("yarn", "truncate", 1, "true or false, got 1"),
+                ("longrope", "short_factor", ["a"], r"a list of finite numbers, got \['a'\]"),
+            )
+        ),
         ({"model_type": ["llama"]}, r"model_type must be one of llama, .* got \['llama'\]"),
     ],
 )

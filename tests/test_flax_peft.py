@@ -231,6 +231,11 @@ def test_invalid_adapter_folder_is_one_line(tmp_path):
         ({"init_lora_weights": "pissa"}, "init_lora_weights must be one of .*, got 'pissa'"),
         ({"use_rslora": True}, "use_rslora must not be set, got True"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern must not be set, got {'q_proj': 4}"),
+        ({"r": "4"}, "adapter_config.json: r must be an integer, got '4'"),
+        ({"lora_alpha": float("inf")}, "adapter_config.json: lora_alpha must be a finite number, got inf"),
+        ({"lora_alpha": 10**400}, "adapter_config.json: lora_alpha must be a finite number, got 1000"),
+        ({"use_dora": "yes"}, "adapter_config.json: use_dora must be true or false, got 'yes'"),
+        ({"target_modules": [["q_proj"]]}, "target_modules must be a list of q_proj, .*, got ..'q_proj'.."),
         ({"target_modules": ["qkv_proj"]}, "target_modules must be a list of q_proj, .*, got .'qkv_proj'."),
         ({"r": 0}, "--lora-alpha requires --lora-rank of at least 1, got --lora-alpha 4.0"),
     ]:

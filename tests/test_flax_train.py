@@ -107,12 +107,33 @@ def test_user_errors_are_one_line_and_leave_no_files(place, capsys):
         (["--resume"], "--resume: nothing to continue, .*runs has no run tiny"),
         (["--resume", "--name", "b"], "--resume: nothing to continue, .*b is not a run"),
         (["--name", "a/b"], "--name must be a folder name without a path, got 'a/b'"),
+        (["--batch-tokens", "20"], "--batch-tokens must be at least --max-seq-len 128, got 20"),
+        (
+            ["--hidden-size", "1000000000"],
+            "the model is too large: its .* parameters need .* GiB, more than .* got .*--hidden-size 1000000000, ",
+        ),
+        (
+            ["--config", "micro", "--lora-rank", "2000000000", "--lora-targets", "query", "value"],
+            "the model is too large: its 896,000,139,584 parameters need .* got .*--lora-rank 2000000000$",
+        ),
     ]:
         assert train(place, *options) == 1, options
         captured = capsys.readouterr()
         assert re.match(f"error: {message}", captured.err), captured.err
         assert captured.err.count("\n") == 1
         assert not (place / "runs").exists()
+
+
+HUGE = "99999999999999999999"  # does not fit into 64 bits
+SIZES = (
+    "--steps",
+    "--batch-tokens",
+    "--vocab-size",
+    "--hidden-size",
+    "--num-layers",
+    "--sliding-window",
+    "--lora-rank",
+)
 
 
 def test_a_wrong_option_is_named(place, capsys):
@@ -135,6 +156,16 @@ def test_a_wrong_option_is_named(place, capsys):
         (["--label-smoothing", "2"], "--label-smoothing must be in [0, 1], got 2"),
         (["--beta2", "1"], r"--beta2 must be in [0, 1), got 1"),
         (["--num-heads", "5", "--num-kv-heads", "2"], "--num-heads must be a multiple of num_kv_heads 2, got 5"),
+        (["--sample-tokens", "-1"], "--sample-tokens must be in [0, 1,000,000], got -1"),
+        (["--sample-tokens", HUGE], f"--sample-tokens must be in [0, 1,000,000], got {HUGE}"),
+        (["--seed", "-1"], "--seed must be in [0, 4,294,967,296), got -1"),
+        (["--seed", HUGE], f"--seed must be in [0, 4,294,967,296), got {HUGE}"),
+        (["--num-layers", "0"], "--num-layers must be at least 1, got 0"),
+        (["--num-layers", "1000000000"], "--num-layers must be at most 10,000, got 1000000000"),
+        (["--batch-tokens", "0"], "--batch-tokens must be at least 1, got 0"),
+        (["--batch-tokens", "many"], "--batch-tokens must be an integer or None, got 'many'"),
+        (["--lora-alpha", "many"], "--lora-alpha must be a number or None, got 'many'"),
+        *(([option, HUGE], f"{option} must be at most 2,147,483,647, got {HUGE}") for option in SIZES),
     ]:
         with pytest.raises(SystemExit) as stopped:
             train(place, *options)

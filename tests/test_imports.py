@@ -187,3 +187,20 @@ def test_the_two_frameworks_mirror_each_other(name: str) -> None:
     assert [n for n in torch_names if n in both] == [n for n in jax_names if n in both]
     if name not in KERNELS:
         assert {*torch_names} ^ {*jax_names} == ONE_FRAMEWORK_ONLY.get(name, set())
+
+
+CONSTANTS = ("NO_PROBABILITY", "LEAST_SUMMAND", "LOG2_E", "FLOOR_ROWS", "WARM_UP", "FRAMEWORKS", "PACKAGES")
+
+
+@pytest.mark.parametrize("packages", [("core_triton",), ("jax_pallas",), ("benchmarks", "parity")])
+def test_a_constant_has_its_value_in_one_place(packages: tuple[str, ...]) -> None:
+    """A Triton kernel needs a `tl.constexpr`, which is made from the constant."""
+    values: dict[tuple[str, str], list[str]] = {}
+    for path in (path for package in packages for path in files(package)):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name, value = node.targets[0].id, ast.unparse(node.value)
+                if name in CONSTANTS and f".{name}" not in value:
+                    values.setdefault((name, value), []).append(path.relative_to(ROOT).as_posix())
+    copies = {name: places for (name, _), places in values.items() if len(places) > 1}
+    assert not copies, copies

@@ -111,6 +111,17 @@ BAD_LOSS: Bad = {
         ValueError,
         "normalizer must be finite .* got nan",
     ),
+    "normalizer array": (
+        {"normalizer": np.array(-3.0)},
+        ValueError,
+        "normalizer must be finite and not negative, got -3.0",
+    ),
+    "normalizer array nan": (
+        {"normalizer": np.array(np.nan, np.float32)},
+        ValueError,
+        "normalizer must be finite .* nan",
+    ),
+    "normalizer array bool": ({"normalizer": np.array(True)}, TypeError, "normalizer must be a number, .* got bool"),
     "normalizer inf": ({"normalizer": float("inf")}, ValueError, "normalizer must be finite and not negative, got inf"),
     "normalizer text": ({"normalizer": "all"}, TypeError, "normalizer must be a number, a scalar array .* got str"),
     "normalizer bool": ({"normalizer": True}, TypeError, "normalizer must be a number, a scalar array .* got bool"),

@@ -1,5 +1,7 @@
 """Tests the README and docs: length, links, runnable code, and private words that no reader could look up."""
 
+import importlib
+import inspect
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -83,3 +85,29 @@ def test_python_of_the_pages_runs(path: Path) -> None:
     for code in re.findall(r"^```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         small = code.replace("32000", "320").replace("256", "32").replace("8, 128", "2, 16")  # smaller sizes save time
         exec(compile(small, str(path), "exec"), {})
+
+
+def test_pages_say_to_pass_the_softcap_and_the_scale_of_a_models_logits() -> None:
+    """A call without them gives another loss and no error, so only the text can warn."""
+    readme, options = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/options.md"))
+    assert re.search(
+        r"Pass the softcap and the scale .*`softcap=30\.0`\s+\(`final_logit_softcapping`\)", readme, re.DOTALL
+    )
+    assert "`logit_scale=1 / logits_scaling`" in readme
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)=.*?` \|", options, re.MULTILINE))
+    assert rows == {"final_logit_softcapping": "softcap", "logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
+    for package in ("core_triton", "jax_pallas"):
+        function = importlib.import_module(package).linear_cross_entropy
+        assert set(rows.values()) <= set(inspect.signature(function).parameters)
+
+
+def test_pages_examples_and_flax_models_import_the_losses_from_the_package() -> None:
+    options = " ".join((ROOT / "docs" / "options.md").read_text(encoding="utf-8").split())
+    assert "Use `import core_triton` or `import jax_pallas`. Their submodules are not public." in options
+    users = [path for package in ("examples", "flax_models") for path in sorted((ROOT / package).rglob("*.py"))]
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *users]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(?:from|import) (?:core_triton|jax_pallas)\.", text), path.name
+        for package, names in re.findall(r"^from (core_triton|jax_pallas) import (.+)$", text, re.MULTILINE):
+            public = importlib.import_module(package).__all__
+            assert {name.strip() for name in names.split(",")} <= set(public), path.name

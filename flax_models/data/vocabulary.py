@@ -24,7 +24,7 @@ from flax_models.data.examples import Example, PlainFormat
 from flax_models.errors import RunError
 from flax_models.hub.config import read_object
 from flax_models.hub.weights import copy_companions
-from flax_models.model.config import ModelConfig
+from flax_models.model.config import MOST, ModelConfig
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -225,10 +225,11 @@ def _named_end(folder: Path, tokenizer: "Tokenizer") -> list[int]:
 
 
 def _end_ids(path: Path) -> list[int]:
-    ends = read_object(path).get("eos_token_id") if path.is_file() else None
-    if ends is None:
-        return []
-    return ends if isinstance(ends, list) else [ends]
+    value = read_object(path).get("eos_token_id") if path.is_file() else None
+    ends = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(end, int) and not isinstance(end, bool) and 0 <= end <= MOST for end in ends):
+        raise RunError(f"{path}: eos_token_id must be a token's number or a list of them, got {value!r}")
+    return ends
 
 
 def read_run_vocabulary(run: Path) -> Vocabulary:

@@ -25,7 +25,7 @@ import numpy as np
 from flax import nnx
 
 from flax_models.errors import RunError
-from flax_models.hub.config import read_object
+from flax_models.hub.config import is_number, read_object
 from flax_models.hub.weights import FLOATS, TensorPart, file_parts, truncation, write_tensors
 from flax_models.model.config import ModelConfig
 from flax_models.model.decoder import Decoder
@@ -137,15 +137,22 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         if values[name]:
             raise RunError(f"{where}: {name} must not be set, got {values[name]!r}")
     modules = values.get("target_modules")
-    if not isinstance(modules, list) or not modules or set(modules) - set(PROJECTIONS):
+    if not isinstance(modules, list) or not modules or any(name not in [*PROJECTIONS] for name in modules):
         raise RunError(f"{where}: target_modules must be a list of {', '.join(PROJECTIONS)}, got {modules!r}")
     targets: tuple[Projection, ...] = tuple(projection for name, projection in PROJECTIONS.items() if name in modules)
     try:
-        rank, alpha, dora = int(values["r"]), float(values["lora_alpha"]), bool(values.get("use_dora"))
-        return LoraConfig(rank, alpha, targets, dora=dora, adapter=folder)
+        rank, alpha, dora = values["r"], values["lora_alpha"], values.get("use_dora")
     except KeyError as error:
         raise RunError(f"{where}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise RunError(f"{where}: r must be an integer, got {rank!r}")
+    if not is_number(alpha):
+        raise RunError(f"{where}: lora_alpha must be a finite number, got {alpha!r}")
+    if dora not in (None, False, True):
+        raise RunError(f"{where}: use_dora must be true or false, got {dora!r}")
+    try:
+        return LoraConfig(rank, float(alpha), targets, dora=bool(dora), adapter=folder)
+    except ValueError as error:
         raise RunError(f"{where}: {error}") from None
 
 

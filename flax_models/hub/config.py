@@ -8,6 +8,7 @@ fields to ignore.
 
 import json
 import math
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,13 @@ from flax_models.hub.fields import (
     FAMILIES,
     FIXED,
     INERT,
-    MOST_LAYERS,
     NEUTRAL,
     NUMBERS,
     NUMBERS_OR_NULL,
     ROPE_FIELDS,
     SWITCHES,
 )
-from flax_models.model.config import Family, ModelConfig
+from flax_models.model.config import MOST_LAYERS, Family, ModelConfig
 from flax_models.model.rope import RopeScaling
 
 
@@ -81,7 +81,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises RunError, which names the file, if it cannot be read."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"cannot read {path}: {error}") from None
     if not isinstance(values, dict):
         raise RunError(f"cannot read {path}: it must hold a JSON object, got {type(values).__name__}")
@@ -134,7 +134,33 @@ def config_of(values: dict[str, Any], where: str, ignored: Collection[str] = ())
             **rope,
         )
     except (ValueError, TypeError) as error:
-        raise RunError(f"{where}: {error}") from None
+        raise RunError(f"{where}: {_with_file_names(str(error))}") from None
+
+
+# Names of `ModelConfig` whose field of config.json has another name.
+FILE_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_seq_len": "max_position_embeddings",
+    "query_scalar": "query_pre_attn_scalar",
+    "attention_softcap": "attn_logit_softcapping",
+    "logit_softcap": "final_logit_softcapping",
+    "rope_original_seq_len": "original_max_position_embeddings",
+}
+
+
+def _with_file_names(message: str) -> str:
+    """Replaces the names of `ModelConfig` in an error by those of config.json."""
+    return re.sub(r"\w+", lambda name: FILE_NAMES.get(name[0], name[0]), message)
+
+
+def is_number(value: object) -> bool:
+    """Returns whether a value of a JSON file is a finite number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 class _Fields:
@@ -161,19 +187,21 @@ class _Fields:
             if name in values and name not in FAMILIES[family] and values[name] not in admitted:
                 raise self.refuse(name, repr(admitted[0]), values[name])
         self._check_types()
-        if values.get("num_hidden_layers", 0) > MOST_LAYERS:
-            raise self.refuse("num_hidden_layers", f"at most {MOST_LAYERS:,}", values["num_hidden_layers"])
+        if (layers := values.get("num_hidden_layers", 0)) > MOST_LAYERS:
+            raise self.refuse("num_hidden_layers", f"at most {MOST_LAYERS:,}", layers)
+        if layers < 0:
+            raise self.refuse("num_hidden_layers", "at least 0", layers)
         if values.get("num_attention_heads") == 0:
             raise self.refuse("num_attention_heads", "at least 1", 0)
 
     def _check_types(self) -> None:
         for name, value in self.values.items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
+            number = is_number(value)
             if name in COUNTS | COUNTS_OR_NULL:
                 if not (number and isinstance(value, int)) and not (value is None and name in COUNTS_OR_NULL):
                     raise self.refuse(name, "an integer", value)
             elif name in NUMBERS | NUMBERS_OR_NULL:
-                if not (number and math.isfinite(value)) and not (value is None and name in NUMBERS_OR_NULL):
+                if not number and not (value is None and name in NUMBERS_OR_NULL):
                     raise self.refuse(name, "a finite number", value)
             elif name in SWITCHES and not isinstance(value, bool):
                 raise self.refuse(name, "true or false", value)
@@ -206,14 +234,14 @@ def _short(value: object) -> str:
 
 
 def _activation(fields: _Fields) -> Any:
-    name = fields["hidden_act"]
-    if fields.family == "gemma2":
-        name = fields["hidden_activation"]
-    elif fields.family == "gemma":
-        # The first files of Gemma say "gelu" and mean the tanh approximation; transformers reads them so, too.
-        name = fields["hidden_activation"] or ("gelu_pytorch_tanh" if name == "gelu" else name)
-    if name not in ACTIVATIONS:
-        raise fields.refuse("hidden_act", f"one of {', '.join(ACTIVATIONS)}", name)
+    field = "hidden_act"
+    if fields.family == "gemma2" or (fields.family == "gemma" and fields["hidden_activation"]):
+        field = "hidden_activation"
+    name = fields[field]
+    if fields.family == "gemma" and field == "hidden_act" and name == "gelu":
+        name = "gelu_pytorch_tanh"  # the first files of Gemma mean the tanh approximation; transformers agrees
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise fields.refuse(field, f"one of {', '.join(ACTIVATIONS)}", name)
     return ACTIVATIONS[name]
 
 
@@ -267,10 +295,12 @@ def _windows(fields: _Fields, num_layers: int, rotates: tuple[bool, ...]) -> tup
 
 def _rope(fields: _Fields) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` that define the rotary embedding."""
-    values = fields.optional("rope_scaling") or fields.optional("rope_parameters") or {}
+    where = "rope_scaling" if fields.optional("rope_scaling") else "rope_parameters"
+    values = fields.optional(where) or {}
     if not isinstance(values, dict):
-        raise fields.refuse("rope_scaling", "an object", values)
+        raise fields.refuse(where, "an object", values)
     values = dict(values)
+    _check_rope_types(values, fields, where)
     theta = values.pop("rope_theta", fields["rope_theta"])
     partial = values.pop("partial_rotary_factor", fields.optional("partial_rotary_factor") or 1.0)
     if partial != 1.0 and fields.family != "phi3":
@@ -279,7 +309,26 @@ def _rope(fields: _Fields) -> dict[str, Any]:
         scaling = _rope_scaling_of(_rope_type(values, fields), values, fields)
         return {"rope_theta": float(theta), "partial_rotary_factor": partial, "rope": scaling}
     except (ValueError, TypeError) as error:
-        raise RunError(f"{fields.where}: rope_scaling: {error}") from None
+        raise RunError(f"{fields.where}: rope_scaling: {_with_file_names(str(error))}") from None
+
+
+def _check_rope_types(values: dict[str, Any], fields: _Fields, where: str) -> None:
+    """Raises RunError if a known field of rope_scaling has the wrong type; null is an absent field."""
+    known = {"rope_theta", "partial_rotary_factor"}.union(*ROPE_FIELDS.values())
+    for name in sorted(known & set(values)):
+        value, needed = values[name], None
+        if name == "truncate":
+            needed = None if isinstance(value, bool) else "true or false"
+        elif name in ("short_factor", "long_factor"):
+            if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
+                needed = "a list of finite numbers"
+        elif name == "original_max_position_embeddings":
+            if value is not None and not (is_number(value) and isinstance(value, int)):
+                needed = "an integer"
+        elif not is_number(value) and (value is not None or name == "rope_theta"):
+            needed = "a finite number"
+        if needed:
+            raise fields.refuse(f"{where}'s {name}", needed, value)
 
 
 def _rope_type(values: dict[str, Any], fields: _Fields) -> Any:

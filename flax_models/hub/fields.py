@@ -202,7 +202,6 @@ NUMBERS = {
 }
 NUMBERS_OR_NULL = {"attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"}
 SWITCHES = {"tie_word_embeddings", "use_sliding_window", "qkv_bias"}
-MOST_LAYERS = 10_000  # far more than any model has; checked before anything is allocated per layer
 ROPE_FIELDS = {  # fields of rope_scaling for each rope_type
     "default": set(),
     "linear": {"factor"},

@@ -24,6 +24,9 @@ Activation = Literal["silu", "gelu_tanh"]
 Remat = Literal["none", "attention", "elementwise", "full"]
 AttentionImplementation = Literal["xla", "cudnn"]
 
+MOST = 2**31 - 1  # of a size: arrays of int32 hold positions, tokens and steps
+MOST_LAYERS = 10_000  # far more than any model has; checked before anything is allocated per layer
+
 # Fields that the computation multiplies or divides by.
 FACTORS = (
     *("rope_theta", "logit_scale", "embedding_multiplier", "residual_multiplier"),
@@ -117,11 +120,16 @@ class ModelConfig:
     layer."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value > MOST:
+                raise ValueError(f"{name} must be at most {MOST:,}, got {value}")
         for name in ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_layers < 0:
             raise ValueError(f"num_layers must not be negative, got {self.num_layers}")
+        if self.num_layers > MOST_LAYERS:
+            raise ValueError(f"num_layers must be at most {MOST_LAYERS:,}, got {self.num_layers}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads {self.num_kv_heads}, got {self.num_heads}")
         if self.head_dim < 2 or self.head_dim % 2:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from flax_models.model.config import MOST, ModelConfig
+
 Projection = Literal["query", "key", "value", "out", "gate", "up", "down"]
 
 
@@ -34,6 +36,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         if self.lora_rank < 0:
             raise ValueError(f"--lora-rank must not be negative, got {self.lora_rank}")
+        if self.lora_rank > MOST:
+            raise ValueError(f"--lora-rank must be at most {MOST:,}, got {self.lora_rank}")
         if self.lora_rank == 0:
             for item in dataclasses.fields(self):
                 if (value := getattr(self, item.name)) != item.default:
@@ -53,3 +57,19 @@ class LoraConfig:
         """Factor on the output of an adapter; undefined if lora_rank is 0."""
         alpha = 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
         return alpha / self.lora_rank
+
+    def parameter_count(self, config: ModelConfig) -> int:
+        """Returns the number of parameters of the adapters on a model with this config."""
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        features = {  # in, out
+            "query": (config.hidden_size, query),
+            "key": (config.hidden_size, key),
+            "value": (config.hidden_size, key),
+            "out": (query, config.hidden_size),
+            "gate": (config.hidden_size, config.intermediate_size),
+            "up": (config.hidden_size, config.intermediate_size),
+            "down": (config.intermediate_size, config.hidden_size),
+        }
+        adapted = [features[projection] for projection in self.lora_targets] if self.lora_rank else []
+        layer = sum(self.lora_rank * (inputs + outputs) + self.dora * outputs for inputs, outputs in adapted)
+        return config.num_layers * layer

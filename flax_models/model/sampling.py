@@ -162,14 +162,15 @@ def _continue(
     rows = jnp.arange(count)
     row_keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
     endings = jnp.asarray(ends, jnp.int32)
+    min_tokens = min(sampling.min_tokens, capacity)  # any integer; the loop's counter is an int32
 
     def forward(tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         return model(tokens)[rows, lengths - 1]
 
     def step(state: _Loop) -> _Loop:
         logits = model.logits(state.last)  # (B, V)
-        if ends and sampling.min_tokens:
-            early = jnp.where(state.step < sampling.min_tokens, -jnp.inf, 0.0)
+        if ends and min_tokens:
+            early = jnp.where(state.step < min_tokens, -jnp.inf, 0.0)
             logits = logits.at[:, endings].add(early)
         keys = jax.vmap(lambda row_key: jax.random.fold_in(row_key, state.step))(row_keys)
         new = draw(logits, keys, sampling)

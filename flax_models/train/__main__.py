@@ -2,6 +2,9 @@
 
 import sys
 
-from flax_models.train.main import main
+try:
+    from flax_models.train.main import main
+except KeyboardInterrupt:  # the imports take seconds
+    sys.exit(130)
 
 sys.exit(main())

@@ -30,7 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_models.errors import RunError
 from flax_models.model.decoder import ModelConfig
+from flax_models.model.lora_config import LoraConfig
 from flax_models.train.step import Trainer
 
 # Dense bf16 flops/s of one device with float32 accumulation, by prefix of JAX's device_kind; the first match is used.
@@ -179,6 +181,34 @@ def device_memory(device: Any) -> DeviceMemory | None:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return DeviceMemory(size, "of host memory", False)
     return None
+
+
+MOST_PARAMETERS = 10**13  # more than any model has; the limit on devices whose memory is unknown
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")
+
+
+def check_parameters(config: ModelConfig, lora: LoraConfig, memory: DeviceMemory | None) -> None:
+    """Checks by arithmetic, before anything is allocated, that a model's parameters can be in memory.
+
+    Args:
+        config: the model's config.
+        lora: options of its adapters.
+        memory: the memory of the device, from `device_memory`; None: unknown.
+
+    Raises:
+        RunError: the parameters need more than the memory, or there are more than MOST_PARAMETERS. The message has the
+            sizes of the model as options.
+    """
+    count = config.parameter_count() + lora.parameter_count(config)
+    size = count * jnp.dtype(config.param_dtype).itemsize
+    if count <= MOST_PARAMETERS and (memory is None or size <= memory.size):
+        return
+    sizes = {name: getattr(config, name) for name in SIZES} | ({"lora_rank": lora.lora_rank} if lora.lora_rank else {})
+    shown = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes.items())
+    limit = "the memory" if memory is None else f"the {describe_bytes(memory.size)} {memory.whose}"
+    raise RunError(
+        f"the model is too large: its {count:,} parameters need {describe_bytes(size)}, more than {limit}, got {shown}"
+    )
 
 
 def describe_bytes(size: float) -> str:

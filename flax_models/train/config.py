@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flax_models.errors import RunError
-from flax_models.model.config import ModelConfig
+from flax_models.model.config import MOST, ModelConfig
 from flax_models.model.families import PUBLISHED
 from flax_models.model.lora_config import LoraConfig
 
@@ -25,6 +25,9 @@ else:  # at run time, the valid names, for the command line and for config.json
 Optimizer = Literal["adamw", "muon", "schedule_free_adamw", "adafactor"]
 UNUSED: dict[Optimizer, tuple[str, ...]] = {"adafactor": ("beta1", "beta2")}  # options that an optimizer does not use
 Packing = Literal["windows", "best_fit", "none"]
+
+MOST_SAMPLE_TOKENS = 1_000_000  # the random keys of all tokens are made at once
+SEEDS = 2**32  # JAX uses the lowest 32 bits: larger seeds would repeat the results of smaller ones
 
 # Options that may differ between a run and its continuation, because they do not affect the trained model. The text may
 # have another path; its hash must be the same.
@@ -89,9 +92,14 @@ class TrainConfig:
     """Steps between transfers of metrics from the device. metrics.jsonl has a line for every step in any case."""
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int) and value > MOST:
+                raise ValueError(f"{_flag(name)} must be at most {MOST:,}, got {value}")
         for name in ("steps", "batch_size", "accumulate", "held_out_windows", "checkpoint_every", "log_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {getattr(self, name)}")
+        if self.batch_tokens is not None and self.batch_tokens < 1:
+            raise ValueError(f"--batch-tokens must be at least 1, got {self.batch_tokens}")
         for name in ("eval_every", "warmup_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
@@ -179,6 +187,17 @@ class RunConfig:
             )
         if self.weights is None and self.lora.adapter is not None:
             raise ValueError(f"--adapter requires the --weights that it was trained on, got only {self.lora.adapter}")
+        check_seed(self.seed)
+        if not 0 <= self.sample_tokens <= MOST_SAMPLE_TOKENS:
+            raise ValueError(f"--sample-tokens must be in [0, {MOST_SAMPLE_TOKENS:,}], got {self.sample_tokens}")
+        if self.model.num_layers < 1:
+            raise ValueError(f"--num-layers must be at least 1, got {self.model.num_layers}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError unless a seed is one of JAX's."""
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"--seed must be in [0, {SEEDS:,}), got {seed}")
 
 
 def _to_train(shape: ModelConfig) -> ModelConfig:

@@ -35,6 +35,7 @@ from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
 from flax_models.model.sampling import generate
 from flax_models.train.accounting import (
+    check_parameters,
     describe_bytes,
     device_memory,
     device_peak,
@@ -63,7 +64,7 @@ from flax_models.train.run_folder import (
 )
 from flax_models.train.step import Trainer, TrainState
 from flax_models.train.task_data import Data, Text, make_data, read_text
-from jax_pallas.linear_ce import explain
+from jax_pallas import explain
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"  # no atomics, and no autotuning of kernels
 LESS_MEMORY = "to reduce it, use a larger --accumulate, --remat full, or a smaller --batch-size or --max-seq-len"
@@ -89,7 +90,10 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         RunError: an error that the user can fix.
     """
     began, status = time.monotonic(), status or RunStatus()
-    _attention(config.model, packed=False)  # report an unsupported implementation before anything is read
+    # Report a model that is too large and an unsupported implementation before anything is read.
+    check_parameters(config.model, config.lora, device_memory(jax.devices()[0]))
+    _attention(config.model, packed=False)
+    train_config = config.train.with_rows(config.model.max_seq_len)
     folder = resumed or new_folder(config)
     status.folder = resumed
     with ExitStack() as stack:
@@ -106,7 +110,6 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         text = read_text(config, resumed, display)
         model_config = text.vocabulary.fit(config.model)
         length = model_config.max_seq_len
-        train_config = config.train.with_rows(length)
         data = make_data(text, train_config, length, config.seed, model_config.vocab_size)
         stack.callback(data.sampler.close)
         for label, fact in data.facts:

@@ -17,7 +17,7 @@ from flax_models.model.parameters import has_gradient, is_adapter, name_of, name
 from flax_models.train.config import TrainConfig
 from flax_models.train.optimizers import averaged, check_optimizer, learning_rate_schedule, make_optimizer
 from flax_models.train.profile import TRACEABLE
-from jax_pallas.linear_ce import linear_cross_entropy
+from jax_pallas import linear_cross_entropy
 
 
 class TrainState(NamedTuple):

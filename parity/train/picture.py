@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from parity.backends import FRAMEWORKS
 from parity.train.compare import BOUND, differences
 from parity.train.run import CURVES, Run
 
@@ -15,7 +16,6 @@ STYLES = {
     "jax-unfused": {"color": "#93c5fd", "linewidth": 1.8},
     "jax-fused": {"color": "#1e3a8a", "linewidth": 1.4, "linestyle": (0, (2, 3))},
 }
-FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
 COLORS = {"torch": "#c2410c", "jax": "#2563eb"}
 EQUAL = 2e-8  # where equal losses are drawn: below float32's smallest relative difference, 6e-8
 
