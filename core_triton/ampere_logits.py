@@ -228,7 +228,7 @@ def exponentials(
 ) -> None:
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
     plan = plan_of(problem)
-    tile = plan.tile
+    tile = plan.ampere_tile
     assert tile is not None
     constexprs = {
         "BLOCK_N": tile.block_n,

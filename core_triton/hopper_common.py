@@ -3,8 +3,7 @@
 They are in Triton's Gluon dialect, for sm_90. One warp loads, and two warpgroups multiply, each half of a tile. The
 kernels are in `hopper_logits.py` and `hopper_gradients.py`. Functions pass related values as NamedTuples, either of
 tensors or of constexprs: an assignment in a kernel turns the numbers in a tuple into tensors unless the whole tuple is
-    a
-constexpr.
+a constexpr.
 """
 
 from typing import Any, NamedTuple

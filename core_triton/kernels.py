@@ -1,7 +1,7 @@
 """Triton kernels that compute logits, for any GPU. Each kernel is above the function that launches it.
 
-`hopper_logits.py` has the same functions for sm_90. The kernels without matmuls are in `row_kernels.py` and
-`target_grad.py`.
+`hopper_logits.py` has the same functions for sm_90. `ampere_logits.py` has the exponentials of 16 bits for compute
+capability 8.x. The kernels without matmuls are in `row_kernels.py` and `target_grad.py`.
 
 All kernels here call `logits_tile`. They are persistent: a fixed grid of programs iterates over tiles of BLOCK_N rows x
 BLOCK_V classes (`tile_of`). They read operands through tensor descriptors (TMA if the GPU has it), which return zeros
@@ -311,25 +311,16 @@ def exponentials_kernel(
         ref_exponent = tl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
-        # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
-        # is never below 1.
-        if x_stride is not None:  # before the exponentials, so that fewer numbers are in registers at the same time
-            store_target_logit(
-                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
-            )
-            if STATISTICS:
-                tl.store(max_ptr + (class_block.to(tl.int64) * rows + row_ids), tl.max(logits, 1), mask=inside)
         exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
         out = class_block.to(tl.int64) * rows + row_ids
         total = tl.sum(exponentials, 1)
         tl.store(sum_ptr + out, total, mask=inside)
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
-        if x_stride is None:
-            if STATISTICS:
-                tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
-            store_target_logit(
-                target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
-            )
+        if STATISTICS:
+            tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+        # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
+        # is never below 1.
+        store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))

@@ -88,6 +88,8 @@ class ExecutionPlan:
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
         tile: the tile of logits; None if no kernel runs.
+        ampere_tile: the tile of `ampere_logits`; None if another kernel computes the scaled exponentials. It has the
+            same rows and classes as `tile`.
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
             kernels can read.
@@ -106,6 +108,7 @@ class ExecutionPlan:
     pointers: bool
     arch: str | None
     tile: TileConfig | None
+    ampere_tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     casts_head: bool
     d_input_kernel: bool
@@ -181,7 +184,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            "chunked", "chunked", False, False, None, None, chunks, w.dtype != x.dtype,
+            "chunked", "chunked", False, False, None, None, None, chunks, w.dtype != x.dtype,
             d_input_kernel=False, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
             memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
@@ -208,6 +211,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
     )
     if scaled_exp:
+        # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
+        ampere = pointers and key.device.type == "cuda" and x.itemsize == 2
+        ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         d_input_kernel = hopper and not casts_head
         d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
@@ -245,7 +251,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         return ExecutionPlan(
-            key.implementation, "scaled_exp", hopper, pointers, arch, tile, chunks, casts_head,
+            key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_kernel=d_input_kernel, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
@@ -265,7 +271,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         budget=key.memory_budget,
     )
     return ExecutionPlan(
-        key.implementation, "recompute", hopper, pointers, arch, tile, chunks, casts_head,
+        key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
         d_input_kernel=False, d_weight_kernel=False, holds_rows=False,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

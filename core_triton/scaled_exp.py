@@ -266,7 +266,7 @@ def _store_exponentials(
                 problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options, hit=hit
             )
         else:
-            module = ampere_logits if plan.pointers and x.itemsize == 2 else kernels
+            module = ampere_logits if plan.ampere_tile is not None else kernels
             module.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
     # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:

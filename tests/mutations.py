@@ -47,6 +47,7 @@ TABLE = tests("core_triton_interpreted", "pairwise")
 TORCH = tests("core_triton_numeric", "test_case")
 COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
+AMPERE = tests("core_triton_kernels", "two_programs and 80")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -131,6 +132,7 @@ TRITON_KERNELS = (
     Mutation(
         "core_triton/kernels.py", "8 if crowded and plan.pointers", "4 if crowded and plan.pointers", COMPILED_SM80
     ),
+    Mutation("core_triton/tile_config.py", "block_d=64, num_stages=2", "block_d=64, num_stages=3", AMPERE),
     # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
     Mutation(
         "core_triton/hopper_common.py",

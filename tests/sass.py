@@ -45,8 +45,20 @@ def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
     between = [one.opcode.partition(".")[0] for one in loop[places[0] : places[-1]]]
     if multiply == "HMMA" and "LDG" in between:  # FFMA is also used around the matmul
         return "waits for loads"
-    # DEPBAR.LE waits until at most so many groups of copies are in flight.
-    waits = [one.operands for one in loop if one.opcode.startswith("DEPBAR")]
-    if not waits or any(wait.endswith(" 0x0") for wait in waits):
-        return f"waits for all copies: {waits}"
+    waits = [index for index, one in enumerate(loop) if one.opcode.startswith("DEPBAR")]
+    if not waits:
+        return "does not wait for its copies"
+    # DEPBAR.LE waits until at most so many groups of copies are in flight. A matmul with two stages waits for all of
+    # them, but only after it has multiplied for most of a step.
+    for wait in waits:
+        covered = _multiplies_since_copy(loop, wait, multiply)
+        if loop[wait].operands.endswith(" 0x0") and 2 * covered < len(places):
+            return f"waits for all copies after {covered} of {len(places)} {multiply}"
     return None
+
+
+def _multiplies_since_copy(loop: list[Instruction], wait: int, multiply: str) -> int:
+    """Returns how many times a loop multiplies between its last copy and the instruction at index `wait`."""
+    before = [one.opcode for one in reversed(loop[wait + 1 :] + loop[:wait])]
+    copy = next(index for index, opcode in enumerate(before) if opcode.startswith("LDGSTS"))
+    return sum(opcode.startswith(multiply) for opcode in before[:copy])

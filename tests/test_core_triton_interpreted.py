@@ -92,7 +92,8 @@ def more_cases(dtype: str, share: int) -> tuple[str, ...]:
     return tuple(case.name for case in cases() if case.dtype == dtype and case.name not in PAIRWISE)[share::SHARES]
 
 
-# For compute capability 8.x only loads and stores of matrices differ.
+# For compute capability 8.x only loads and stores of matrices differ. The interpreter cannot run `ampere_logits`, so
+# `kernels.exponentials` computes the scaled exponentials of 16 bits here: `ExecutionPlan.ampere_tile`.
 SM80 = [
     pytest.param(("sm80", "fewer_rows", *sorted(names)), id=f"sm80-{name}", marks=marks)
     for (name, names), marks in zip(TABLES.items(), ((), (), pytest.mark.slow), strict=True)

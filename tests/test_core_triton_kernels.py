@@ -191,6 +191,7 @@ def multiplies(launch: Launch) -> str:
     return operands[0].removeprefix("*").removeprefix("tensordesc<").partition("[")[0] if len(operands) > 1 else ""
 
 
+RESERVED = 1024  # bytes of a multiprocessor's shared memory that each program takes besides its own
 MATRIX_UNITS = {80: "mma.sync", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 # The GPUs and operand dtypes for which the quick suite compiles launches.
 SAMPLES = [(90, ""), (90, "bf16"), (80, "bf16"), (89, "bf16"), (100, "bf16"), (80, "fp32")]
@@ -266,6 +267,17 @@ def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() ->
         assert MATRIX_UNITS[80] in ptx
         assert MATRIX_UNITS[90] not in ptx
         assert_pipelined(launch, 90)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
+def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernel(arch: int, step: int, stages: int) -> None:
+    chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
+    assert chosen
+    for launch in chosen:
+        assert {"BLOCK_D": step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
+        shared = compile_launch(launch, arch).shared
+        assert 2 * (shared + RESERVED) <= SHARED_MEMORY[arch] + RESERVED, f"{launch.name} takes {shared} bytes"
 
 
 @pytest.mark.slow

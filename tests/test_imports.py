@@ -161,6 +161,7 @@ ONE_FRAMEWORK_ONLY = {
     },
     "tile_config.py": {
         "padded_hidden",  # JAX makes no padded copies for TMA
+        "choose_ampere_tile",  # Pallas has no such kernel
         *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels
         *("schedule_of", "d_input_scratch"),  # the rows of a tile are chosen too
         "cdiv",  # in PyTorch, launch.py defines it
