@@ -24,8 +24,7 @@ SLICE = gl.constexpr(16)  # hidden units of a matrix instruction (mma.sync)
 
 UNIT = gl.constexpr(8)  # elements of a copy of 16 bytes
 
-
-OUTSIDE = gl.constexpr(2**30)
+OUTSIDE = gl.constexpr(2**30)  # in place of a hidden unit: more than any, so that zeros are copied
 
 
 class Operand(NamedTuple):
@@ -87,10 +86,11 @@ def multiply_tile(
     """Returns x @ w of a tile, (BLOCK_N, BLOCK_V) float32."""
     STAGES: gl.constexpr = x_buffers.shape[0]
     SLICES: gl.constexpr = BLOCK_D // SLICE
-    end = gl.cdiv(hidden, UNIT) * UNIT  # rows start at multiples of 16 bytes, so these elements can be read
+    end = gl.cdiv(hidden, UNIT) * UNIT  # of a row: rows start at multiples of 16 bytes, so these elements can be read
+    w_end = end if W_BY_CLASS else hidden  # hidden units of a head stored as (D, V) are rows
     for stage in gl.static_range(STAGES):
         copy_operand(x_buffers.index(stage), x, stage * BLOCK_D, end)
-        copy_operand(w_buffers.index(stage), w, stage * BLOCK_D, end)
+        copy_operand(w_buffers.index(stage), w, stage * BLOCK_D, w_end)
         async_copy.commit_group()
     acc = gl.zeros([BLOCK_N, BLOCK_V], gl.float32, mma)
     async_copy.wait_group(STAGES - 1)
@@ -107,12 +107,12 @@ def multiply_tile(
         # next slice is read: otherwise the compiler adds a barrier.
         async_copy.wait_group(STAGES - 2)
         copy_operand(x_now, x, k + STAGES * BLOCK_D, end)
-        copy_operand(w_now, w, k + STAGES * BLOCK_D, end)
+        copy_operand(w_now, w, k + STAGES * BLOCK_D, w_end)
         async_copy.commit_group()
         next_a, next_b = read_slice(x_buffers.index(stage), w_buffers.index(stage), 0, mma, W_BY_CLASS)
         acc = mma_v2(a, b, acc)
         a, b = next_a, next_b
-    async_copy.wait_group(0)  # of zeros past the last step: the buffers' memory is used again
+    async_copy.wait_group(0)  # the last copies write zeros to buffers whose memory is about to be reused
     return acc
 
 
@@ -137,7 +137,7 @@ def exponentials_kernel(
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     by_tile: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [4, 1], [1, 0])
-    # Eight rows of 16 bytes, which a matrix is read by, are in different banks.
+    # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_D, BLOCK_D // 8, [1, 0])
     wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     row_block, class_block = tile_of(gl.program_id(0), gl.cdiv(rows, BLOCK_N), gl.cdiv(classes, BLOCK_V), GROUP)
@@ -163,7 +163,7 @@ def exponentials_kernel(
     ref_exponent = gl.load(ref_exponent_ptr + row_ids, mask=inside, other=0.0)
     target = gl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
     owns = (target >= column) & (target < gl.minimum(column + BLOCK_V, classes))
-    place = gl.where(owns, target, -1).to(gl.int32)  # 64 bits decide, 32 are compared
+    place = gl.where(owns, target, -1).to(gl.int32)  # the range check needs int64; the comparison below is in int32
     any_target = gl.max(owns.to(gl.int32), 0) != 0
     total = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, mma))
     top = gl.full([BLOCK_N], float("-inf"), gl.float32, gl.SliceLayout(1, mma))
@@ -240,7 +240,7 @@ def exponentials(
         **({"arch": plan.arch} if plan.arch else {}),
     }
     n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
-    blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=0)
+    blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=None)
     pointers = target, ref_exponent, flag, sums, tops, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)

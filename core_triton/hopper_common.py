@@ -126,7 +126,7 @@ def multiply(ring, stage, phase, hidden, layout: gl.constexpr, WHICH: gl.constex
 
 @gluon.jit
 def multiply_step(acc, ring, stage, phase, releases, WHICH: gl.constexpr, tiling):
-    """Adds the matmul of a stage to acc. With `releases` the stage before is free."""
+    """Adds the matmul of a stage to acc. If `releases`, marks the previous stage as free."""
     STAGES: gl.constexpr = ring.b.shape[0]
     mbarrier.wait(ring.full.index(stage), phase)
     w = ring.b.index(stage)

@@ -5,7 +5,8 @@ epilogue take 2048 cycles for any hidden size: a seventh of the time at 896. Wit
 are idle during the epilogue. Here one warp loads (`load_tiles`), and two warpgroups multiply, each half of a tile's
 rows and all of its columns. The ring of loaded tiles lets one warpgroup run ahead of the other. They end up
 alternating: one uses the tensor cores while the other is in its epilogue. (Starting one of them late makes no
-measurable difference.)
+measurable difference.) The exponentials of a tile stay packed in registers and are stored under the matmul of the next
+tile.
 """
 
 from typing import Any, NamedTuple

@@ -83,7 +83,7 @@ class TileBlocks(NamedTuple):
     constexprs: dict[str, Any]  # then num_warps, num_stages, maxnreg and arch
     gluon: bool = False
     pointers: bool = False
-    programs: int = 1  # that a multiprocessor runs at the same time; 0: a program computes one tile
+    programs: int | None = 1  # that a multiprocessor runs at the same time; None: each computes one tile
 
     def arguments(self, matrix: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
         """Returns a kernel's arguments for a matrix whose rows are contiguous: a descriptor, or pointer and stride."""
@@ -98,8 +98,8 @@ def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) ->
 
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
     then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. A kernel is
-    `crowded` if its options make the registers of four warps spill for compute capability 8.x. There it has eight, for
-    16 bits.
+    `crowded` if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps
+    for 16-bit inputs.
     """
     plan = plan_of(problem)
     tile = plan.tile
@@ -138,8 +138,8 @@ def launch_tiles(
     switches: dict[str, bool],
     blocks: TileBlocks,
 ) -> None:
-    """Launches a kernel of this file or of `hopper_logits.py` on the rows x (n, D) and the vocabulary chunk w (v, D) of
-    the head.
+    """Launches a kernel of this file, `hopper_logits.py` or `ampere_logits.py` on the rows x (n, D) and the vocabulary
+    chunk w (v, D) of the head.
 
     Args:
         result: the matrix (n, v) that the kernel writes, if any.
@@ -155,7 +155,7 @@ def launch_tiles(
     tiles = cdiv(n, tile.block_n) * cdiv(classes, tile.block_v)
     launch(
         kernel,
-        (min(tiles, plan.programs * blocks.programs or tiles),),
+        (tiles if blocks.programs is None else min(tiles, plan.programs * blocks.programs),),
         *blocks.arguments(x, blocks.x),
         *blocks.arguments(w, w_block),
         *(argument for matrix in result for argument in blocks.arguments(matrix, blocks.result)),

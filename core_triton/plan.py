@@ -155,7 +155,7 @@ class ExecutionPlan:
         )
 
 
-COPIES = 3  # copies of the head that a chunk makes where it must be cast: for the logits, their repair and d_input
+COPIES = 3  # copies of the head that a chunk usually makes where it must be cast: logits, their repair and d_input
 
 
 @lru_cache(maxsize=4096)

@@ -32,9 +32,9 @@ class TileConfig:
     group: int
 
 
-# Row blocks that are computed with a class block before the next class block: as many as stay in L2, which an H100 has
-# 50 MB of. With more than MAX_GROUP nothing is gained.
-GROUP_BYTES, MAX_GROUP = 2**24, 64
+# Row blocks that are computed with a class block before the next class block have at most so many bytes, so that they
+# stay in L2: an H100 has 50 MB, an A100 40 MB.
+GROUP_BYTES = 2**24
 
 
 def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
@@ -50,7 +50,7 @@ def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
     - Otherwise the tiles are as large as registers allow without spills.
     """
     block_n = 64 if itemsize == 4 else 128
-    group = min(MAX_GROUP, max(1, GROUP_BYTES // (block_n * hidden * itemsize)))
+    group = max(1, GROUP_BYTES // (block_n * hidden * itemsize))
     if itemsize == 4:
         return TileConfig(block_n, 64, 16, num_warps=4, num_stages=2 if capability >= 90 else 4, group=group)
     if capability < 90:
@@ -154,8 +154,10 @@ def choose_schedule(tiles: int, iters_per_tile: int, programs: int, *, splits_ti
 
 
 # Of the Hopper kernels: the inner dimension of a step of a matmul, and how many stages its ring has: 192 KiB beside the
-# epilogue's buffers. Short steps let one warpgroup lag behind the other by finer amounts (benchmarks/experiments.md).
-LOGITS_STEP, LOGITS_STAGES = 32, 8
+# epilogue's buffers. A step of the logits reads whole lines of 128 bytes of x and the head: half lines are read twice
+# where they leave L2 in between, as they do on an H100. For d_weight the inner dimension is the rows, so short steps
+# read whole lines too. They let one warpgroup lag behind the other by finer amounts (benchmarks/experiments.md).
+LOGITS_STEP, LOGITS_STAGES = 64, 4
 
 D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
 
@@ -196,7 +198,7 @@ D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS spl
 
 # Rows of the kernel's tile of d_input, and whether tiles may be split. The wider tile is faster. The narrower one takes
 # half the memory where tiles are split. Whole tiles take no memory but leave programs idle.
-TILE_ROWS = ((256, True), (128, True), (128, False))
+TILE_ROWS = ((256, True), (128, True), (256, False), (128, False))
 
 CAST_BYTES = 2**25
 

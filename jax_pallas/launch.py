@@ -179,7 +179,8 @@ def device_info(implementation: str, platform: str) -> DeviceInfo:
 
         multiprocessors = programs()
     capability = 10 * major + minor
-    return DeviceInfo(platform, capability, multiprocessors, known_gpu(_device_kind(platform), capability))
+    lowered_for = capability or (90 if implementation == "mosaic" else 0)
+    return DeviceInfo(platform, capability, multiprocessors, known_gpu(_device_kind(platform), lowered_for))
 
 
 def _device_kind(platform: str) -> str:

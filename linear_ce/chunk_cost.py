@@ -30,7 +30,7 @@ D_BLOCK = 128  # columns of a tile of d_weight or d_input
 
 WIDEST = 256  # the other side of a tile at most; coefficients are those of a tile of 128 x 256
 
-GROUP_ROWS = 2048  # rows of logits whose tiles are computed together, so that the head is read once for all of them
+GROUP_BYTES = 2**24  # bytes of the input whose tiles of logits are computed together: the head is read once for them
 
 
 class CostCoefficients(NamedTuple):
@@ -63,8 +63,11 @@ class CostCoefficients(NamedTuple):
 # - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton).
 # Then `fit_chunk_cost --fewest` fitted them to the 15 training rows of each framework in results/h200, one row for each
 # shape and budget, rounded here. The estimate is within 1.3% (torch) and 2.2% (jax) of these times, root mean square.
-# Of the other GPUs nothing was measured. Those of the H100 are those of the H200: its tensor cores are the same, and
-# bandwidth and L2 come from `GPUS`. The others have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
+# Those of the H100 are those of the H200: its tensor cores are the same, and bandwidth and L2 come from `GPUS`. One
+# figure says otherwise: d_input of Gemma takes 15.3 to 15.9 ms on an H100 with tiles of 128 rows, and 13.0 to 13.2 ms
+# with tiles of 256 rows, so that `narrow` would be 55 rows or more (14.2 and 13.3 ms on an H200: 19 rows). It waits for
+# the sweep, because it changes the chunks of a quarter of all heads.
+# Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion.
 H200_TORCH = CostCoefficients(12.5, 2300.0, 200.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
@@ -174,7 +177,7 @@ def logits_ns(call: Call, rows: int) -> float:
     """Returns how long the exponentials of a chunk take."""
     c = call.coefficients
     waves = cdiv(cdiv(rows, ROW_BLOCK) * cdiv(call.classes, call.block_v), call.programs)
-    size = cdiv(rows, GROUP_ROWS) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
+    size = cdiv(2 * rows * call.hidden, GROUP_BYTES) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
     matmul = waves * (c.multiply * call.hidden + c.logits_tile) * call.block_v / WIDEST
     return max(matmul, call.memory_ns(size))
 
@@ -304,7 +307,7 @@ def choose_rows[Found: Config](
         if call is None:
             chunks += 1 if chunks < densely else max(1, chunks // 4)
         else:  # up to the next number whose chunks are smaller by MIN_ROWS, in their equal rows rounded up
-            step = 1 if found or len(tried) < DENSELY else max(1, chunks // 32)
+            step = 1 if found or chunks < densely else max(1, chunks // 32)
             chunks = max(chunks + step, cdiv(tokens, max(rows - MIN_ROWS, 1)))
     equal = [(cdiv(tokens, config.rows), time, config) for time, config in found if time <= (1 + TIE) * best_ms]
     return min(equal, key=lambda choice: choice[:2])[2] if equal else None

@@ -1,5 +1,6 @@
 """GPUs by name: what a plan depends on, so that it can be made without the GPU."""
 
+import itertools
 import re
 from typing import NamedTuple
 
@@ -38,19 +39,20 @@ def gpu_named(name: str) -> GPU:
 def known_gpu(reported: str, capability: int) -> str:
     """Returns the name in `GPUS` whose bandwidth, L2 and coefficients (`chunk_cost.COEFFICIENTS`) stand for a device.
 
-    The device is one of `GPUS` if the name that its driver reports contains that name: "NVIDIA H100 80GB HBM3" is an
-    "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as the slowest known GPU of its kind: an
-    "a100" with compute capability 8.0 or an unknown one (0), an "l40s" with 8.6 to 8.9, and an "h100" with 9.0 or
-    later. This only affects how fast a call runs. Compute capability and number of multiprocessors are the device's.
+    The device is one of `GPUS` if the name that its driver reports contains that name as a word: "NVIDIA H100 80GB
+    HBM3" is an "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as an "a100" with compute
+    capability 8.0 or an unknown one (0), as an "l40s" with 8.6 to 8.9, and as an "h100" with 9.0 or later. This only
+    affects how fast a call runs.
 
     Args:
         reported: `torch.cuda.get_device_name` or JAX's `device_kind`; "" if unknown.
         capability: compute capability, 80 is 8.0.
 
     Example:
-        >>> known_gpu("NVIDIA H200", 90), known_gpu("NVIDIA H20", 90)
-        ('h200', 'h100')
+        >>> known_gpu("NVIDIA H200", 90), known_gpu("NVIDIA H20", 90), known_gpu("NVIDIA RTX A1000", 86)
+        ('h200', 'h100', 'l40s')
     """
-    letters = re.sub(r"[^a-z0-9]", "", reported.lower())
-    found = next((name for name in GPUS if name in letters), None)
+    words = re.split(r"[^a-z0-9]+", reported.lower())
+    names = {*words, *(first + second for first, second in itertools.pairwise(words))}  # "rtx 4090" is "rtx4090"
+    found = next((name for name, gpu in GPUS.items() if name in names and capability in (0, gpu.capability)), None)
     return found or ("h100" if capability >= 90 else "l40s" if capability > 80 else "a100")

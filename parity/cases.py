@@ -369,6 +369,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         _BF16,
     ),
     ("hidden64-sum", {"hidden": 320, "vocab": 640, "vocab_axis": 1, "spec": _CAPPED, "has_class_weight": True}, _BF16),
+    ("hidden100-axis1", {"hidden": 100, "vocab": 640, "vocab_axis": 1}, _BF16),
     ("hidden64-none", {"hidden": 64, "vocab": 501, "spec": _NONE, "has_bias": True, "upstream": "random"}, _16_BITS),
     ("hidden64-tight", {"hidden": 64, "lead": (252,), "vocab": 320, "tight_memory": True, "has_bias": True}, _BF16),
     (  # vocabulary chunks of a (D, V) head that begin at no multiple of 64

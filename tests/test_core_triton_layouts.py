@@ -98,6 +98,22 @@ def test_layouts_agree_on_a_gpu(function: str, dtype: torch.dtype, implementatio
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", "triton_sm80"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_memory_after_a_transposed_head_is_not_read(function: str, dtype: torch.dtype, implementation: str) -> None:
+    """The hidden size is no multiple of a step of any kernel, nor of the 8 elements of a copy of 16 bytes."""
+    arrays = arrays_of(dtype, "cuda", 300, 100, 1024)
+    head = arrays["linear_weight"].detach()
+    buffer = head.new_full((164, 1024), float("nan"))
+    buffer[:100] = head.T
+    got = results(function, arrays | {"linear_weight": buffer[:100].T}, implementation)
+    want = results(function, arrays | {"linear_weight": contiguous_copy(head.T).T}, implementation)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(result.isfinite().all() for result in got)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts_stay_within_the_memory_budget(dtype: torch.dtype) -> None:
     arrays = arrays_of(dtype, "cuda", 2048, 256, 8192)
