@@ -1,8 +1,9 @@
-"""Fits the estimate that chooses chunks to measured rows: `python -m benchmarks.fit_chunk_cost results/*/sweep.json`.
+"""Fits the estimate that chooses chunks to measured rows: `python -m benchmarks.fit_chunk_cost FILE...`.
 
-The rows are those of `benchmarks.sweep`, of any GPUs and both frameworks. For each GPU and framework the command prints
-the line for `chunk_cost.COEFFICIENTS`, how far the estimate is from the times, and, for each shape and budget, how much
-slower the choice of the estimate is than the best row that was measured. No GPU is needed.
+The files are those of `benchmarks.sweep`, such as benchmarks/results/*/*-sweep.json, of any GPUs and both frameworks.
+For each GPU and framework the command prints the line for `chunk_cost.COEFFICIENTS`, how far the estimate is from the
+times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
+measured. No GPU is needed.
 
 The clock of a GPU changes between rows, so the time of a row is its ratio to the floor, times the median floor of its
 shape and budget. Within a shape and budget the estimate must order the rows, while the matmuls of a whole shape may be
@@ -13,6 +14,7 @@ do not determine stay near the present ones (`PRIOR`).
 
 import argparse
 import json
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,9 +24,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks import results
 from benchmarks.chunk_rows import Choice, considered, fewest_rows
-from benchmarks.shapes import MODES
-from benchmarks.sweep import METHODS, budget_of, explain
+from benchmarks.sweep import METHODS, SWEPT, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import CostCoefficients
 from linear_ce.gpus import known_gpu
@@ -32,6 +34,7 @@ from linear_ce.gpus import known_gpu
 WITHIN = 0.005  # relative: what two rows of one shape and budget may differ by without a reason
 BETWEEN = 0.05  # relative, of shapes
 PRIOR = 1.0  # relative, of a coefficient
+MOST_SLOWER = 2.0  # percent that a choice may be slower than the best row measured
 
 # Of a coefficient that is zero now, for `PRIOR`.
 SCALES = CostCoefficients(1, 100, 100, 10, 0.1, 0.1, 0.05, 10, 10)
@@ -70,43 +73,95 @@ def choices(framework: str, gpu: str, n: int, d: int, v: int, budget: int, rows:
     return considered(lambda: made_plan(framework, gpu, n, d, v, budget), rows)
 
 
+def contents(path: Path) -> dict[str, Any]:
+    """Returns what a file of results has.
+
+    Raises:
+        ValueError: there is no such file, or it has no results.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: no such file; benchmarks.sweep writes it") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(content, dict) or not {"device", "rows"} <= content.keys():
+        raise ValueError(f"{path}: no results of benchmarks.sweep, which have a device and rows")
+    return content
+
+
 def samples(paths: Sequence[Path], *, fewest: bool) -> dict[tuple[str, str], list[Sample]]:
     """Returns the measured rows of each GPU and framework.
 
     Args:
-        paths: files of `benchmarks.sweep`.
+        paths: files of `benchmarks.sweep`. Of each GPU and framework only the rows of the newest code count.
         fewest: rows without a row count, those of `benchmarks.linear_ce` at commits that chose the fewest chunks, count
             too.
+
+    Raises:
+        ValueError: a file is not there, or has no results.
     """
-    found: dict[tuple[str, str], list[tuple[Group, Choice, dict[str, Any]]]] = defaultdict(list)
+    usable: dict[tuple[str, str], list[tuple[Path, dict[str, Any]]]] = defaultdict(list)
     for path in paths:
-        content = json.loads(path.read_text())
+        content, unknown = contents(path), 0
         gpu = known_gpu(content["device"], 90)
         for row in content["rows"]:
-            framework = next((name for name, method in METHODS.items() if row["method"] == method), None)
-            ours = row["dtype"] == "bfloat16" and row["status"] == "ok"
-            mode = MODES.get(row["mode"])
-            if (
-                framework is None
-                or not ours
-                or mode is None
-                or (row.get("chunk_rows") is None and not (fewest and trains(row)))
-            ):
+            framework = next((name for name, method in METHODS.items() if row.get("method") == method), None)
+            if framework is None or row["mode"] not in SWEPT or row.get("floor") is not None:
                 continue
-            group = (row["shape"], row["n"], row["d"], row["v"], row.get("budget") or budget_of(mode))
-            wanted = row.get("chunk_rows") or fewest_rows(lambda made=(framework, gpu, *group[1:]): made_plan(*made))
-            options = choices(framework, gpu, *group[1:], wanted)
-            choice = next((choice for choice in options if choice.rows == wanted), None)
+            if (row["dtype"], row["status"]) != ("bfloat16", "ok"):
+                continue
+            if row.get("chunk_rows") is None:
+                if not fewest or row["targets"] != "peaked":
+                    continue
+                if not chose_fewest(row["commit"]):
+                    unknown += 1
+                    continue
+            usable[gpu, framework].append((path, row))
+        if unknown:
+            print(f"{path}: {unknown} rows are not of a commit known to choose the fewest chunks: left out")
+    found = {}
+    for key, rows in usable.items():
+        matched = [(path, row, *matching(*key, row)) for path, row in _newest(key, rows)]
+        for path, row, group, choice in matched:
             if choice is None:
-                print(f"{path}: {row['shape']} has no plan with {wanted} rows any more: left out")
-            else:
-                found[gpu, framework].append((group, choice, row))
-    return {key: _at_one_clock(rows) for key, rows in found.items()}
+                how = "" if row.get("d_input") is None else ", divided as it was"
+                print(f"{path}: {group[0]} has no plan with {row['chunk_rows']} rows{how} any more: left out")
+        kept = [(group, choice, row) for _, row, group, choice in matched if choice is not None]
+        if kept:
+            found[key] = _at_one_clock(kept)
+    return found
 
 
-def trains(row: dict[str, Any]) -> bool:
-    """Returns whether a row of `benchmarks.linear_ce` is of a training call with all of its rows."""
-    return row["mode"] in ("train", "tight", "lean", "roomy") and row["targets"] == "peaked"
+def _newest(key: tuple[str, str], rows: Sequence[tuple[Path, dict[str, Any]]]) -> Sequence[tuple[Path, dict[str, Any]]]:
+    """Returns the rows without those of `benchmarks.sweep` that other code than the newest measured."""
+    swept = [row for _, row in rows if row.get("chunk_rows") is not None]
+    if not swept:
+        return rows
+    newest = max(swept, key=lambda row: row["date"])["code_hash"]
+    kept = [(path, row) for path, row in rows if row.get("chunk_rows") is None or row["code_hash"] == newest]
+    if len(kept) < len(rows):
+        print(f"{key[0]}, {key[1]}: {len(rows) - len(kept)} rows of older code dropped")
+    return kept
+
+
+def matching(gpu: str, framework: str, row: dict[str, Any]) -> tuple[Group, Choice | None]:
+    """Returns the group of a row, and the choice of a plan that it measured; None if no plan has this choice."""
+    group = (row["shape"], row["n"], row["d"], row["v"], row.get("budget") or budget_of(SWEPT[row["mode"]]))
+    wanted = row.get("chunk_rows") or fewest_rows(lambda: made_plan(framework, gpu, *group[1:]))
+    for choice in choices(framework, gpu, *group[1:], wanted):
+        if choice.rows == wanted and row.get("d_input") in (None, of_d_input(choice)):
+            return group, choice
+    return group, None
+
+
+@cache
+def chose_fewest(commit: str, root: Path = results.ROOT) -> bool:
+    """Returns whether git knows a commit, and it has no estimate, so that the fewest chunks won."""
+    try:
+        return not results.git("ls-tree", "--name-only", commit, "linear_ce/chunk_cost.py", root=root)
+    except (OSError, subprocess.CalledProcessError):
+        return False
 
 
 def _at_one_clock(rows: Sequence[tuple[Group, Choice, dict[str, Any]]]) -> list[Sample]:
@@ -206,9 +261,9 @@ def report(key: tuple[str, str], rows: Sequence[Sample], coefficients: CostCoeff
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 1 if there is no row to fit to."""
+    """Runs the command; returns 1 if there is no row to fit to, or if a choice is too slow."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_chunk_cost", description=__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="results of benchmarks.sweep")
+    parser.add_argument("files", nargs="+", type=Path, help="of benchmarks.sweep")
     parser.add_argument(
         "--fewest",
         action="store_true",
@@ -216,13 +271,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--check", action="store_true", help="do not fit: report on the present coefficients")
     options = parser.parse_args(arguments)
-    found = samples(options.files, fewest=options.fewest)
+    try:
+        found = samples(options.files, fewest=options.fewest)
+    except ValueError as error:
+        parser.error(str(error))
     if not found:
         print("no rows to fit to: benchmarks.sweep measures them")
         return 1
+    slowest = 0.0
     for key, rows in sorted(found.items()):
         start = chunk_cost.COEFFICIENTS[key]
-        report(key, rows, start if options.check else fit(rows, start))
+        slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start)))
+    if slowest > MOST_SLOWER:
+        print(f"\na choice is more than {MOST_SLOWER:g}% slower than the best row measured")
+        return 1
     return 0
 
 

@@ -34,9 +34,23 @@ GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.linear_ce", description=__doc__)
-    parser.add_argument("--framework", required=True, choices=("torch", "jax"))
+def parse(
+    arguments: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m benchmarks.linear_ce",
+    description: str | None = __doc__,
+    framework: str | None = None,
+) -> argparse.Namespace:
+    """Returns the options of a command.
+
+    Args:
+        arguments: of the command; None: those of the process.
+        prog: the command.
+        description: what it does.
+        framework: the default of --framework; None: there is none.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--framework", required=framework is None, default=framework, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V; or {GRID}")
     parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
@@ -167,7 +181,17 @@ def code_hash(method: Method, sources: str, versions: Mapping[str, str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 1 if a method of ours failed."""
-    options = parse(arguments)
+    return run(parse(arguments))
+
+
+def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: str = "") -> int:
+    """Measures what the options of `parse` select; returns 1 if a method of ours failed.
+
+    Args:
+        options: those of `parse`.
+        floor: what computes the matmuls in place of the framework; the rows say so. None: the framework does.
+        floor_code: hash of the code that puts `floor` in its place.
+    """
     deadline = time.monotonic() + options.until
     try:
         items = plan(options.shapes, options.modes, options.targets)
@@ -186,7 +210,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (name in options.methods if options.methods else method.grid if options.grid else not method.only_named)
     ]
     options.sensor = Sensor(gpu=options.device == "cuda")
-    file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    try:
+        file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
     if options.device == "cpu":
         print("On a CPU: this only tries the benchmark out. Its times say nothing about the methods.")
@@ -199,6 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     sources = results.source_hash(options.framework)
 
+    def hash_of(method: Method) -> str:
+        usual = code_hash(method, sources, bench.versions())
+        return usual if floor is None else results.short_hash(usual, floor_code)
+
     def rows_of(shape: Shape, mode: Mode, targets: str) -> list[dict[str, Any]]:
         rows = [
             {
@@ -209,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "method": method.name,
                 "kind": method.kind,
                 "framework": options.framework,
-                "code_hash": code_hash(method, sources, bench.versions()),
+                "code_hash": hash_of(method),
+                **({} if floor is None else {"floor": floor}),
             }
             for method in methods
             if method.applies(mode, named=options.methods is not None)

@@ -18,7 +18,19 @@ RECORDED = ROOT / "benchmarks" / "results" / "h200"  # the results that the page
 MIB = 2**20
 LAST_LINES = 30  # of the output of a failed process that are printed
 CODE = ("benchmarks/*.py", "core_triton", "jax_pallas", "linear_ce", "parity")  # what a result depends on
-KEY = ("shape", "dtype", "targets", "mode", "method")  # what makes two rows the same measurement
+# What makes two rows the same measurement. Only rows of `benchmarks.sweep` and `benchmarks.sm80_pallas` have
+# "chunk_rows". Only rows beside matmuls for another GPU have "floor" (`benchmarks.sm80`). Elsewhere both count as None.
+KEY = ("shape", "dtype", "targets", "mode", "method", "chunk_rows", "floor")
+
+
+def git(*arguments: str, root: Path = ROOT) -> str:
+    """Returns what a git command prints.
+
+    Raises:
+        OSError: there is no git.
+        subprocess.CalledProcessError: the command fails.
+    """
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def commit(*more: str, root: Path = ROOT) -> str:
@@ -29,13 +41,9 @@ def commit(*more: str, root: Path = ROOT) -> str:
         root: of the checkout.
     """
 
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
     try:
-        changed = git("status", "--porcelain", "--", *CODE, *more)
-        return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
+        changed = git("status", "--porcelain", "--", *CODE, *more, root=root)
+        return git("rev-parse", "HEAD", root=root) + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -45,15 +53,21 @@ KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
 CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 
 
-def source_hash(framework: str, root: Path = ROOT) -> str:
+def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOICES) -> str:
     """Returns a hash of the code that decides what a framework's package launches, without comments and docstrings.
 
     Args:
         framework: torch or jax.
         root: of the checkout.
+        choices: files of linear_ce that count.
     """
     package = root / KERNELS[framework]
-    files = [*package.rglob("*.py"), *package.rglob("*.c"), *(root / "linear_ce" / name for name in CHOICES)]
+    files = [*package.rglob("*.py"), *package.rglob("*.c"), *(root / "linear_ce" / name for name in choices)]
+    return file_hash(*files, root=root)
+
+
+def file_hash(*files: Path, root: Path = ROOT) -> str:
+    """Returns a hash of the code of files below `root`, without comments and docstrings."""
     return short_hash(*(part for file in sorted(files) for part in (str(file.relative_to(root)), _code(file))))
 
 
@@ -89,12 +103,18 @@ def finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 
+def same_measurement(old: Mapping[str, Any], new: Mapping[str, Any], key: Sequence[str] = KEY) -> bool:
+    """Returns whether two rows have the same values of a key. A value that is absent counts as None."""
+    return all(old.get(part) == new.get(part) for part in key)
+
+
 class ResultFile:
     """A file of rows that is rewritten after each row, so that an interrupted run keeps what it has measured.
 
     Rows of one device under one set of versions belong together: a file of other versions is started afresh, one of
     another device is refused. Every row says which commit it was measured on. A new row replaces the old one of the
-    same measurement of any commit, except that a method which could not be tried replaces no row with a time.
+    same measurement of any commit, except that a method which could not be tried replaces no row with a time. A key
+    that a row does not have counts as None.
 
     Args:
         path: of the JSON file; None keeps the rows in memory only.
@@ -127,17 +147,20 @@ class ResultFile:
             else:
                 print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
 
-    def holds(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether the file has this measurement, with a result, of the same code."""
-        return any(
-            old["status"] == "ok" and all(old.get(key) == row[key] for key in (*self.key, "code_hash"))
-            for old in self.rows
-        )
+    def holds(self, row: Mapping[str, Any], *more: str) -> bool:
+        """Returns whether the file has this measurement, with a result, of the same code.
+
+        Args:
+            row: the measurement.
+            more: other keys that must be the same.
+        """
+        key = (*self.key, "code_hash", *more)
+        return any(old["status"] == "ok" and same_measurement(old, row, key) for old in self.rows)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, with the commit and date of the run, and writes the file."""
         new = finite({**row, "commit": self.head["commit"], "date": now()})
-        same = [old for old in self.rows if all(old[key] == new[key] for key in self.key)]
+        same = [old for old in self.rows if same_measurement(old, new, self.key)]
         if new["status"] == "skipped" and any(old["status"] == "ok" for old in same):
             return
         self.rows = [old for old in self.rows if old not in same] + [new]
@@ -176,7 +199,7 @@ def merge(path: Path, others: Sequence[Path], key: Sequence[str] = KEY) -> list[
         if any(content[part] != newest[part] for part in ("device", "versions")):
             raise ValueError(f"{name} is of {content['device']}, {content['versions']}, and another is not")
         for row in content["rows"]:
-            same = [old for old in merged.rows if all(old[part] == row[part] for part in key)]
+            same = [old for old in merged.rows if same_measurement(old, row, key)]
             if any((old["status"] == "ok", old["date"]) > (row["status"] == "ok", row["date"]) for old in same):
                 continue
             merged.rows = [old for old in merged.rows if old not in same] + [row]

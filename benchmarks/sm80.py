@@ -1,4 +1,4 @@
-"""A proxy for GPUs of compute capability 8.x: `python -m benchmarks.sm80 [options of benchmarks.linear_ce]`.
+"""A proxy for GPUs of compute capability 8.x: `python -m benchmarks.sm80`, with the options of `benchmarks.linear_ce`.
 
 Measures core_triton's kernels for compute capability 8.x (`implementation="triton_sm80"`) on a newer GPU. In this
 process the matmuls of the floor, and those that the loss leaves to cuBLAS, run with cuBLAS's own kernels for sm_80. So
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import linear_ce
+from benchmarks import linear_ce, results
 
+CODE = results.ROOT / "benchmarks" / "sm80.py"  # rows depend on it too
+FLOOR = "cuBLAS, sm_80"  # in the rows, which therefore replace no row of `benchmarks.linear_ce`
 FOR_SM80 = re.compile(r"sm80|ampere|cutlass_80|s16816")  # in the names of cuBLAS's kernels
 NEWER = re.compile(r"sm90|sm100|nvjet|hopper|wgmma")
 LEAST = 2**24  # elements of the three matrices: smaller matmuls stay with PyTorch
@@ -375,10 +377,18 @@ def install() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the benchmark with these matmuls; returns its exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if linear_ce.parse(["--framework", "torch", *arguments]).dtype != "bfloat16":
-        raise SystemExit("--dtype must be bfloat16")
+    options = linear_ce.parse(
+        ["--methods", "floor", "triton_sm80", *arguments],
+        prog="python -m benchmarks.sm80",
+        description=__doc__,
+        framework="torch",
+    )
+    for name, only in (("framework", "torch"), ("device", "cuda"), ("dtype", "bfloat16")):
+        value = getattr(options, name)
+        if value != only:
+            raise SystemExit(f"--{name} must be {only}, got {value}")
     install()
-    return linear_ce.main(["--framework", "torch", "--methods", "floor", "triton_sm80", *arguments])
+    return linear_ce.run(options, floor=FLOOR, floor_code=results.file_hash(CODE))
 
 
 if __name__ == "__main__":

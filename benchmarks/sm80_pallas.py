@@ -23,13 +23,14 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from benchmarks import results
+from benchmarks import results, sm80
 from benchmarks.shapes import Shape, shape_named
 from benchmarks.sm80 import Chooser
 from benchmarks.timing import Sensor, Timing
 from benchmarks.torch_bench import TorchBench
 
 A100 = 80
+CODE = (sm80.CODE, results.ROOT / "benchmarks" / "sm80_pallas.py")  # rows depend on these too
 LIMIT = 1e-2  # of the relative error of the exponentials, which are rounded to bfloat16
 
 
@@ -156,14 +157,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if None in shapes:
         parser.error(f"--shapes must be names of benchmarks.linear_ce or N-D-V, got {' '.join(options.shapes)}")
     try:
+        kernels = [(shape, lower_exponentials(shape)) for shape in filter(None, shapes)]
         bench = TorchBench("cuda")
-    except RuntimeError as error:
+        file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    except (RuntimeError, ValueError) as error:
         parser.error(str(error))
-    file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    code = results.short_hash(results.source_hash("jax"), results.file_hash(*CODE))
     timing, sensor = Timing(options.seconds, options.warmup, energy_seconds=0), Sensor(gpu=True)
     print(results.heading(host=False))
-    for shape in filter(None, shapes):
-        lowered: Lowered = lower_exponentials(shape)
+    for shape, lowered in kernels:
         problem: Any = bench.problem(shape, "bfloat16", "peaked")
         x, w, target = problem.input, problem.weight, problem.target
         run = exponentials(shape, lowered, x, w, target)
@@ -175,8 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         floor()
         row = {
             **shape.of_row(), "dtype": "bfloat16", "targets": "peaked", "mode": "logits", "kind": "ours",
-            "method": "pallas_triton", "framework": "jax", "rows": lowered.rows,
-            "code_hash": results.source_hash("jax"), "status": "ok", "note": "exponentials kernel",
+            "method": "pallas_triton", "framework": "jax", "chunk_rows": lowered.rows, "floor": sm80.FLOOR,
+            "code_hash": code, "status": "ok", "note": "exponentials kernel",
         }  # fmt: skip
         row |= bench.time_pairs([floor, run], timing, sensor).figures()
         file.add(row)

@@ -21,9 +21,15 @@ from benchmarks.timing import Sensor, Timing
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
-KEY = (*results.KEY, "chunk_rows")  # what makes two rows the same measurement
 METHODS = {"torch": "triton", "jax": "mosaic"}
-SWEPT = {name: mode for name, mode in MODES.items() if mode.d_input and mode.d_weight and mode.reduction == "mean"}
+# Training calls with all of their rows: fewer rows would be another shape for the estimate.
+SWEPT = {
+    name: mode
+    for name, mode in MODES.items()
+    if mode.d_input and mode.d_weight and mode.reduction == "mean" and not mode.ignored
+}
+# The files of linear_ce in `code_hash`. Rows are measured at given row counts, whatever the estimate chooses.
+CHOICES = tuple(name for name in results.CHOICES if name != "chunk_cost.py")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,7 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", required=True, metavar="NAME", help=f"as linear_ce has them, or {GRID}")
     parser.add_argument("--modes", nargs="+", default=GRID_MODES, choices=tuple(SWEPT), metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=int, metavar="ROWS", help="of a chunk; default: the most promising")
-    parser.add_argument("--most", type=int, default=8, help="row counts of each shape and mode (default %(default)s)")
+    parser.add_argument("--most", type=int, default=8, help="row counts of a shape and mode, from 2 (%(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=linear_ce.DTYPES)
     parser.add_argument("--seconds", type=float, default=1.0, help="for the pairs of one row (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=Timing().min_pairs, help="at least (default %(default)s)")
@@ -45,6 +51,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
+    if options.most < 2:
+        parser.error(f"--most must be at least 2, for the plan's choice and the fewest chunks, got {options.most}")
+    # What `linear_ce.measure` reads. The forward pass is not timed alone.
+    options.grid, options.kernels = True, False
     options.timing = Timing(options.seconds, options.warmup, energy_seconds=0, min_pairs=options.pairs)
     options.trace = False
     return options
@@ -68,17 +78,17 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
 
     Args:
         make: makes the plan.
-        rows: of a chunk. Those that no plan has are printed. None: those with the least estimates, and those of the
-            fewest chunks.
-        most: how many, without `rows`.
+        rows: of a chunk. Those that no plan has are printed. None: those of the plan, those of the fewest chunks, and
+            those with the least estimates.
+        most: how many, without `rows`. At least 2.
     """
     choices = considered(make)
     if not choices:
         return []
     if rows is None:
-        fewest = fewest_rows(make)
-        rest = [choice.rows for choice in choices if choice.rows != fewest]
-        rows = [fewest, *rest[: most - 1]]
+        always = dict.fromkeys((make().chunks.rows, fewest_rows(make)))
+        rest = [choice.rows for choice in choices if choice.rows not in always]
+        rows = [*always, *rest[: most - len(always)]]
     found = []
     for wanted in sorted(set(rows), reverse=True):
         exact = [choice for choice in considered(make, wanted) if choice.rows == wanted]
@@ -88,10 +98,15 @@ def choices_of(make: Callable[[], Any], rows: Sequence[int] | None, most: int) -
     return found
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns how far the choice of the plan is from the best of the rows measured."""
+def of_d_input(choice: Choice) -> dict[str, Any] | None:
+    """Returns how a choice divides d_input. The estimate chooses this too, not only the rows."""
+    return None if choice.chunk.d_input is None else choice.chunk.d_input._asdict()
+
+
+def summary(rows: Sequence[dict[str, Any]], chosen_rows: int) -> str:
+    """Returns how far the choice of the plan, chunks of `chosen_rows` rows, is from the best of the rows measured."""
     timed = [row for row in rows if row["status"] == "ok"]
-    chosen = next((row for row in timed if row["chosen"]), None)
+    chosen = next((row for row in timed if row["chunk_rows"] == chosen_rows), None)
     if chosen is None:
         return "the choice of the plan was not measured"
     best = min(timed, key=lambda row: row["ratio"])
@@ -122,43 +137,48 @@ def sweep(
         return 0, 0
     chosen_rows = make().chunks.rows
     print(results.heading(), flush=True)
-    rows, failed, left, sources = [], 0, 0, results.source_hash(options.framework)
+    failed, left = 0, 0
+    common = {
+        **shape.of_row(),
+        "dtype": options.dtype,
+        "targets": targets,
+        "mode": mode.name,
+        "method": method.name,
+        "kind": method.kind,
+        "framework": options.framework,
+        "code_hash": results.source_hash(options.framework, choices=CHOICES),
+        "budget": budget,
+    }
     for choice in choices:
         row = {
-            **shape.of_row(),
-            "dtype": options.dtype,
-            "targets": targets,
-            "mode": mode.name,
-            "method": method.name,
-            "kind": method.kind,
-            "framework": options.framework,
-            "code_hash": sources,
-            "budget": budget,
+            **common,
             "chunk_rows": choice.rows,
             "chunks": choice.chunks,
+            "d_input": of_d_input(choice),
             "estimated_ms": choice.ms(),
             "chosen": choice.rows == chosen_rows,
         }
-        if options.resume and file.holds(row):
+        if options.resume and file.holds(row, "d_input"):
             continue
         if time.monotonic() > deadline:
             left += 1
             continue
         row |= dict.fromkeys(linear_ce.MEASURED)
-        # JAX keeps the programs of a method: another function for each row count.
-        own = replace(method, build=lambda mode: method.build(mode))
+        # JAX keeps the compiled programs of a method by its name, so each row count needs another name.
+        own = replace(method, name=f"{method.name} {choice.rows} rows")
         with preferring(choice.rows):
             if make().chunks.rows != choice.rows:
                 raise AssertionError(f"the plan must have {choice.rows} rows")
             row |= linear_ce.measure_safely(bench, problem, own, mode, options)
         row.pop("later", None)
         file.add(row)
-        rows.append(row)
         print(results.line({**row, "method": f"{choice.rows} rows x {choice.chunks}"}), flush=True)
         failed += row["status"] == "failed"
         bench.release()
-    if rows:
-        print(summary(rows), flush=True)
+    same = ("shape", "dtype", "targets", "mode", "method", "code_hash")
+    swept = [row for row in file.rows if row.get("chunk_rows") and results.same_measurement(row, common, same)]
+    if swept:
+        print(summary(swept, chosen_rows), flush=True)
     return failed, left
 
 
@@ -176,7 +196,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"--device {options.device}: {error}") from error
     method = bench.methods["chunked" if options.device == "cpu" else METHODS[options.framework]]
     options.sensor = Sensor(gpu=options.device == "cuda")
-    file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit(), KEY)
+    try:
+        file = results.ResultFile(options.json, bench.device, bench.versions(), options.commit or results.commit())
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     print(f"{bench.device}, {bench.versions()}, commit {file.head['commit']}")
     failed, left, unopened = 0, 0, 0
     # All modes of a shape together: its arrays are drawn once.

@@ -250,6 +250,27 @@ def test_result_files_merge_only_what_belongs_together(tmp_path: Path, capsys: p
         results.ResultFile(path, "A100", {"torch": "2.12"}, "six")
 
 
+def test_rows_of_row_counts_and_of_other_floors_replace_no_other_rows(tmp_path: Path) -> None:
+    usual = {"shape": "seed", "dtype": "bfloat16", "targets": "peaked", "mode": "train", "method": "a", "status": "ok"}
+    kinds = [{}, {"chunk_rows": 512}, {"chunk_rows": 1024}, {"floor": "cuBLAS, sm_80"}]
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    for ms in (1, 2):
+        for path in paths:
+            file = results.ResultFile(path, "H200", {}, "c0ffee")
+            for kind in kinds:
+                file.add({**usual, **kind, "code_hash": "same", "ms": ms})
+    assert all(file.holds({**usual, **kind, "code_hash": "same"}) for kind in kinds)
+    assert not file.holds({**usual, "chunk_rows": 256, "code_hash": "same"})
+    merged = results.merge(tmp_path / "merged.json", paths)
+    for rows in (*(json.loads(path.read_text())["rows"] for path in paths), merged):
+        assert [(row.get("chunk_rows"), row.get("floor"), row["ms"]) for row in rows] == [
+            (None, None, 2),
+            (512, None, 2),
+            (1024, None, 2),
+            (None, "cuBLAS, sm_80", 2),
+        ]
+
+
 @pytest.mark.parametrize("path", sorted(results.RECORDED.glob("*.json")), ids=lambda path: path.name)
 def test_recorded_results_have_a_line_for_each_row(path: Path) -> None:
     text = path.read_text()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import linear_ce, results, torch_methods
+from benchmarks import linear_ce, results, sweep, torch_methods
 from benchmarks.methods import Method
 
 
@@ -59,17 +59,20 @@ def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> Non
     for name in ("core_triton/kernels.py", "core_triton/replay.c", *of_contract):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(code)
-    before = results.source_hash("torch", tmp_path)
+    before, of_sweep = results.source_hash("torch", tmp_path), results.source_hash("torch", tmp_path, sweep.CHOICES)
     for name, old, new, matters in (
         ("core_triton/replay.c", "return 1", "return 2", True),
         ("core_triton/kernels.py", "return 1", "return 2", True),
         ("core_triton/kernels.py", "Returns 1", "Returns one", False),
         ("core_triton/kernels.py", "return 1", "return 1  # why", False),
-        *((name, "return 1", "return 2", True) for name in of_contract[:-1]),
+        *((name, "return 1", "return 2", True) for name in of_contract[:-1]),  # the last one is spec.py
         ("linear_ce/spec.py", "return 1", "return 2", False),
     ):
         (tmp_path / name).write_text(code.replace(old, new))
         assert (results.source_hash("torch", tmp_path) != before) == matters
+        # Coefficients that are fitted to a sweep leave its rows valid: each has a given number of rows.
+        matters &= name != "linear_ce/chunk_cost.py"
+        assert (results.source_hash("torch", tmp_path, sweep.CHOICES) != of_sweep) == matters
         (tmp_path / name).write_text(code)
     (tmp_path / "core_triton/kernels.py").rename(tmp_path / "core_triton/other.py")
     assert results.source_hash("torch", tmp_path) != before

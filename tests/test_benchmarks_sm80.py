@@ -1,8 +1,12 @@
 """Tests what `benchmarks.sm80` does without a GPU: matrices as cuBLAS takes them, and the names of its kernels."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from benchmarks import linear_ce, results, sm80, sm80_pallas
 from benchmarks.shapes import Shape
 from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of, parts_of
 from benchmarks.sm80_pallas import compile_for, lower_exponentials
@@ -69,3 +73,50 @@ def test_the_kernel_of_pallas_for_an_a100_compiles_to_its_instructions_on_hopper
     assert "wgmma" not in ptx
     with pytest.raises(ValueError, match="V of gpt must be a multiple of 64, got 50257"):
         lower_exponentials(Shape("gpt", 256, 128, 50257))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--framework", "jax"], "--framework must be torch, got jax"),
+        (["--device", "cpu"], "--device must be cuda, got cpu"),
+        (["--dtype", "float16"], "--dtype must be bfloat16, got float16"),
+    ],
+)
+def test_what_the_proxy_cannot_measure_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sm80, "install", lambda: pytest.fail("the command must end first"))
+    with pytest.raises(SystemExit, match=message):
+        sm80.main(arguments)
+
+
+def test_the_help_is_that_of_the_proxy(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        sm80.main(["--help"])
+    printed = capsys.readouterr().out
+    assert "usage: python -m benchmarks.sm80 " in printed
+    assert "A proxy for GPUs of compute capability 8.x" in printed
+
+
+def test_rows_of_a_proxy_replace_no_ordinary_rows(tmp_path: Path) -> None:
+    file = tmp_path / "torch.json"
+    common = ["--framework", "torch", "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
+    options = linear_ce.parse([*common, "--methods", "floor", "chunked", "--json", str(file)])
+    for floor, code in ((None, ""), (sm80.FLOOR, "code"), (sm80.FLOOR, "other code")):
+        assert linear_ce.run(options, floor=floor, floor_code=code) == 0
+        rows = json.loads(file.read_text())["rows"]
+        of_floor = [row for row in rows if row.get("floor") == floor]
+        assert [row["method"] for row in of_floor] == ["floor", "chunked"]
+        usual = results.source_hash("torch")
+        assert of_floor[1]["code_hash"] == (usual if floor is None else results.short_hash(usual, code))
+    assert len(rows) == 4
+
+
+def test_all_shapes_of_the_pallas_proxy_are_lowered_before_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sm80_pallas, "TorchBench", lambda device: pytest.fail("the command must end first"))
+    with pytest.raises(SystemExit):
+        sm80_pallas.main(["--shapes", "256-128-1024", "256-128-50257"])
+    assert "V of 256-128-50257 must be a multiple of 64, got 50257" in capsys.readouterr().err

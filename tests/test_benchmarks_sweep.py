@@ -1,6 +1,10 @@
 """Tests the sweep of chunk rows and the fit of the estimate to it, without a GPU: stubs replace times and arrays."""
 
 import json
+import math
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import fit_chunk_cost, linear_ce, sweep
+from benchmarks import fit_chunk_cost, linear_ce, results, sweep
 from benchmarks.chunk_rows import Choice, considered
 from benchmarks.methods import Method
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import MODES, SHAPES
+from benchmarks.timing import Sensor
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import CostCoefficients
 
@@ -34,6 +39,49 @@ def test_a_run_starts_nothing_after_until(framework: str, capsys: pytest.Capture
     assert "2 shapes and modes were not started" in capsys.readouterr().out
 
 
+def cpu_options(framework: str, *more: str) -> Any:
+    common = ["--framework", framework, "--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2"]
+    options = sweep.parse([*common, "--warmup", "0", *more])
+    options.sensor = Sensor(gpu=False)
+    return options
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_sweep_sets_every_option_that_measuring_reads(framework: str) -> None:
+    options, bench = cpu_options(framework), linear_ce.open_bench(framework, "cpu")
+    problem = bench.problem(SHAPES["smoke"], "bfloat16", "peaked")
+    figures = linear_ce.measure(bench, problem, bench.methods["chunked"], MODES["train"], options)
+    assert figures["status"] == "ok"
+    assert figures["ratio"] > 0
+    assert figures.get("forward_ms") is None
+
+
+def test_jax_compiles_a_program_for_each_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunked implementation runs in the place of the kernels, whose plan has the row counts."""
+    options, bench = cpu_options("jax", "--rows", "96", "48"), linear_ce.open_bench("jax", "cpu")
+    shape, mode, chunked = SHAPES["smoke"], MODES["train"], bench.methods["chunked"]
+    problem: Any = bench.problem(shape, "bfloat16", "peaked")
+    explain, built = sweep.explain, []
+
+    def of_h200(framework: str, input: Any, weight: Any, budget: int, method: str) -> Any:
+        return explain(framework, input, weight, budget, method, "h200")
+
+    def build(mode: Any) -> Callable[..., Any]:
+        plan = of_h200("jax", problem.input, problem.weight, sweep.budget_of(mode), "mosaic").plan
+        built.append(plan.chunks.rows)
+        return chunked.build(mode)
+
+    monkeypatch.setattr(sweep, "explain", of_h200)
+    file = results.ResultFile(None, "H200", {}, "c0ffee")
+    method = replace(chunked, name="mosaic", build=build)
+    assert sweep.sweep(bench, method, (shape, mode, "peaked"), options, file, problem, math.inf) == (0, 0)
+    assert built == [96, 48]
+    assert [(row["method"], row["chunk_rows"], row["status"]) for row in file.rows] == [
+        ("mosaic", 96, "ok"),
+        ("mosaic", 48, "ok"),
+    ]
+
+
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that computes nothing. Its times are those of `TRUE` for the plan that the packages make at the time."""
@@ -49,7 +97,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(framework=framework, device="NVIDIA H200", problem=problem, **parts)
 
     def measure(bench: Any, problem: Any, method: Method, mode: Any, options: Any) -> dict[str, Any]:
-        made = of_h200(bench.framework, problem.input, problem.weight, sweep.budget_of(mode), method.name)
+        made = of_h200(
+            bench.framework, problem.input, problem.weight, sweep.budget_of(mode), sweep.METHODS[bench.framework]
+        )
         floor = 3 * 2 * problem.shape.n * problem.shape.d * problem.shape.v / 680e9
         clock = 1 + 0.02 * (made.plan.chunks.rows % 3)  # of floor and method alike
         choices = fit_chunk_cost.choices(
@@ -110,8 +160,74 @@ def test_rows_are_measured_and_fitted(framework: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().out
     assert "700 rows: no plan has chunks of so many" in printed
     assert "512 rows x 16" in printed
-    assert sweep.main([*common, "--shapes", "llama3-8b", "--modes", "tight", "--rows", "512", "--resume"]) == 0
-    assert "512 rows x 16" not in capsys.readouterr().out
+    again = [*common, "--shapes", "llama3-8b", "--modes", "tight", "--rows", "512", "--resume"]
+    assert sweep.main(again) == 0
+    printed = capsys.readouterr().out
+    assert "512 rows x 16" not in printed
+    assert "the plan chooses 1024 rows, " in printed  # by the rows of the file
+    # The estimate chose other tiles of d_input for these rows then.
+    content = json.loads(file.read_text())
+    of_llama = {"shape": "llama3-8b", "mode": "tight", "chunk_rows": 512}
+    [row] = [row for row in content["rows"] if of_llama.items() <= row.items()]
+    row["d_input"]["tile_rows"] = 64
+    file.write_text(json.dumps(content))
+    assert sweep.main(again) == 0
+    assert "512 rows x 16" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("stub")
+def test_the_choice_of_the_plan_and_the_fewest_chunks_are_always_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a file that has a row of another command. That row stays."""
+    file = tmp_path / "torch.json"
+    usual = {**SHAPES["gemma2-2b"].of_row(), "dtype": "bfloat16", "targets": "peaked", "mode": "tight"}
+    usual |= {"method": "triton", "status": "ok", "ms": 1.0}
+    results.ResultFile(file, "NVIDIA H200", {"torch": "1"}, "c0ffee").add(usual)
+    common = ["--framework", "torch", "--shapes", "gemma2-2b", "--modes", "tight", "--json", str(file)]
+    assert sweep.main([*common, "--most", "2"]) == 0
+    assert [row.get("chunk_rows") for row in json.loads(file.read_text())["rows"]] == [None, 464, 384]
+    results.ResultFile(file, "NVIDIA H200", {"torch": "1"}, "c0ffee").add({**usual, "ms": 2.0})
+    assert [row.get("chunk_rows") for row in json.loads(file.read_text())["rows"]] == [464, 384, None]
+    with pytest.raises(SystemExit):
+        sweep.parse([*common, "--most", "1"])
+    assert "--most must be at least 2" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.parse([*common, "--modes", "half-ignored"])
+    file.write_text(file.read_text().replace("NVIDIA H200", "NVIDIA A100"))
+    with pytest.raises(SystemExit, match=r"--json must name a file of NVIDIA H200, got .* of NVIDIA A100"):
+        sweep.main(common)
+
+
+@pytest.mark.usefixtures("stub")
+def test_only_rows_of_the_newest_code_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "jax-sweep.json"
+    common = ["--framework", "jax", "--shapes", "llama3-8b", "gemma2-2b", "--json", str(file)]
+    assert sweep.main([*common, "--modes", "tight", "--most", "3"]) == 0
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        if row["shape"] == "gemma2-2b":
+            row |= {"code_hash": "of older kernels", "date": "2026-01-01T00:00:00+00:00"}
+    file.write_text(json.dumps(content))
+    capsys.readouterr()
+    assert fit_chunk_cost.main([str(file), "--check"]) == 0
+    printed = capsys.readouterr().out
+    assert "h200, jax: 3 rows of older code dropped" in printed
+    assert "h200, jax: 3 rows\n" in printed
+    assert "gemma2-2b" not in printed
+
+
+@pytest.mark.usefixtures("stub")
+def test_a_choice_that_is_too_slow_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "torch-sweep.json"
+    common = ["--framework", "torch", "--shapes", "llama3-8b", "--modes", "tight", "--json", str(file)]
+    assert sweep.main([*common, "--most", "3"]) == 0
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        row["ratio"] *= 1.1 if row["chosen"] else 1
+    file.write_text(json.dumps(content))
+    assert fit_chunk_cost.main([str(file), "--check"]) == 1
+    assert "a choice is more than 2% slower than the best row measured" in capsys.readouterr().out
 
 
 def made_up(framework: str, truth: CostCoefficients) -> list[fit_chunk_cost.Sample]:
@@ -154,12 +270,14 @@ def test_a_shape_whose_matmuls_are_slower_does_not_change_the_order(capsys: pyte
 
 
 def test_rows_of_the_fewest_chunks_and_rows_that_cannot_be_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fit_chunk_cost, "chose_fewest", lambda commit: commit == "old")
     shape = SHAPES["gemma2-2b"]
     row = {**shape.of_row(), "dtype": "bfloat16", "targets": "peaked", "mode": "tight", "method": "mosaic"}
-    row |= {"status": "ok", "ratio": 1.1, "floor_ms": 43.0}
-    others: list[dict[str, Any]] = [{"chunk_rows": 700}, {"dtype": "float16"}, {"status": "failed"}, {"mode": "eval"}]
+    row |= {"status": "ok", "ratio": 1.1, "floor_ms": 43.0, "commit": "old"}
+    others: list[dict[str, Any]] = [{"dtype": "float16"}, {"status": "failed"}, {"mode": "eval"}, {"commit": "new"}]
+    others += [{"chunk_rows": 700, "code_hash": "any", "date": "2026"}, {"method": "chunked"}]
     file = tmp_path / "jax.json"
     file.write_text(json.dumps({"device": "NVIDIA H200", "rows": [row, *({**row, **other} for other in others)]}))
     assert fit_chunk_cost.main([str(file)]) == 1
@@ -168,8 +286,48 @@ def test_rows_of_the_fewest_chunks_and_rows_that_cannot_be_used(
     assert "no rows to fit to" in printed
     assert fit_chunk_cost.main([str(file), "--fewest", "--check"]) == 0
     printed = capsys.readouterr().out
+    assert f"{file}: 1 rows are not of a commit known to choose the fewest chunks: left out" in printed
     assert "h200, jax: 1 rows" in printed
     assert "| gemma2-2b | 256 | 1 | 512 | 512 | 0.0% |" in printed
+
+
+def test_a_commit_without_an_estimate_chose_the_fewest_chunks(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", *identity, *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "--quiet")
+    (tmp_path / "linear_ce").mkdir()
+    commits = []
+    for name in ("chunking.py", "chunk_cost.py"):
+        (tmp_path / "linear_ce" / name).touch()
+        git("add", "linear_ce")
+        git("commit", "--quiet", "--message", name)
+        commits.append(results.commit(root=tmp_path))
+        assert commits[-1] == git("rev-parse", "HEAD")
+    expected = [True, False, False, False]
+    names = [*commits, f"{commits[0]}-dirty", "0" * 40]
+    assert [fit_chunk_cost.chose_fewest(commit, tmp_path) for commit in names] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file; benchmarks.sweep writes it"),
+        ('{"rows": []}', "no results of benchmarks.sweep, which have a device and rows"),
+        ("{", "not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_fitted_to_is_named(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "torch-sweep.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(SystemExit):
+        fit_chunk_cost.main([str(file)])
+    assert f"{file}: {message}" in capsys.readouterr().err
 
 
 def test_the_estimate_of_a_choice_takes_other_coefficients() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import core_triton
 import jax_pallas
-from benchmarks.chunk_rows import Choice, considered, fewest_rows, preferring
+from benchmarks.chunk_rows import Choice, considered, estimating, fewest_rows, preferring
 from benchmarks.shapes import HEADS
 from core_triton.plan import DeviceInfo as TorchDevice
 from core_triton.plan import MatrixLayout as TorchLayout
@@ -296,16 +296,23 @@ def test_scoring_is_not_estimated(framework: str) -> None:
     assert considered(partial(plan, framework, 8192, *LLAMA, 512 * MIB, **options)) == []
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_plans_are_made_fast(framework: str) -> None:
-    """Counts estimates, not time: each takes about 20 us."""
-    counts = [
-        len(considered(partial(plan, framework, 8192, head.d, head.v, mebibytes * MIB)))
-        for head in HEADS
-        for mebibytes in (256, 512)
-    ]
-    assert sum(counts) / len(counts) < 20
-    assert max(counts) < 60
+@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 7.5, 14)])
+def test_a_plan_makes_few_estimates(framework: str, mean: float, most: int) -> None:
+    """An estimate takes about 20 us. In PyTorch there are four kinds of tiles of d_input for each row count."""
+    usual, counts = chunk_cost.call_ms, []
+
+    def counter(*arguments: Any) -> float:
+        counts[-1] += 1
+        return usual(*arguments)
+
+    for head in HEADS:
+        for mebibytes in (256, 512):
+            counts.append(0)
+            with estimating(counter):
+                plan(framework, 8192, head.d, head.v, mebibytes * MIB)
+    assert min(counts) > 0
+    assert sum(counts) / len(counts) < 1.2 * mean
+    assert max(counts) < 1.2 * most
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
