@@ -64,8 +64,8 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
     zeros = count.new_empty(chunks * (row_blocks + 2))
-    # If the tiles of all chunks together are the tiles of the whole call.
-    if plan.hopper and not plan.casts_head and (rows % (plan.tile.block_n // 2) == 0 or chunks <= 1):
+    half = plan.tile.block_n // 2
+    if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
         class_blocks = cdiv(problem.classes, plan.tile.block_v)
         hit = count.new_empty(cdiv(chunks * _half_tiles(problem, rows) + class_blocks, 4))

@@ -253,7 +253,8 @@ def choose_scaled_exp(
         head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
-    fixed += (-(-tokens // (ROW_BLOCK // 2)) + 1) * -(-classes // block_v)  # `scaled_exp.PackedRows.hit`
+    # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
+    fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
