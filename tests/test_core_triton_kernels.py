@@ -131,6 +131,8 @@ CALLS = {
     "train-smoothing": Call("train", "qwen2.5-0.5b", bias=True, softcap=30.0, smoothing=0.1, class_weight=True),
     "train-long": Call("train", "long"),
     "train-transposed": Call("train", "qwen2.5-0.5b", transposed=True),
+    "stats-transposed": Call("stats", "qwen2.5-0.5b", transposed=True, softcap=30.0),
+    "smoothing-transposed": Call("train", "qwen2.5-0.5b", transposed=True, bias=True, softcap=30.0, smoothing=0.1),
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
@@ -181,7 +183,16 @@ FOR_HOPPER = (
     "eval-stats",
     "scale-fp32",
 )
-COMPILED = [(arch, name) for arch in SHARED_MEMORY for name in LAUNCHING if arch == 90 or name not in FOR_HOPPER]
+FOR_AMPERE = (
+    "stats-transposed",
+    "smoothing-transposed",
+)  # compiled only for compute capability 8.x: kernels that spill
+COMPILED = [
+    (arch, name)
+    for arch in SHARED_MEMORY
+    for name in LAUNCHING
+    if (arch == 90 or name not in FOR_HOPPER) and (arch < 90 or name not in FOR_AMPERE)
+]
 
 
 def multiplies(launch: Launch) -> str:
@@ -298,9 +309,12 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
             assert_overlaps(launch)
 
 
+# Those of compute capability 8.x are also in docs/options.md and benchmarks/experiments.md.
 SPILLS = {
     (100, "train-smoothing"): "two kernels with every option at once spill 8 and 112 bytes",
     (89, "none-transposed"): "d_logits of a (D, V) head spills 8 bytes",
+    (89, "smoothing-transposed"): "statistics of a (D, V) head with label smoothing, bias and softcap spill 16 bytes",
+    (80, "stats-transposed"): "exponentials of a (D, V) head with statistics and softcap, without bias, spill 32 bytes",
 }
 
 
