@@ -62,7 +62,7 @@ class CostCoefficients(NamedTuple):
 # - missed: 10.8 GB less of such reads in 13 ms gained 0.1% on an H200.
 # - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton).
 # Then `fit_chunk_cost --fewest` fitted them to the 15 training rows of each framework in results/h200, one row for each
-# shape and budget, rounded here. The estimate is within 1.3% (torch) and 2.2% (jax) of these times, root mean square.
+# shape and budget, rounded here. The estimate is within 1.5% (torch) and 2.2% (jax) of these times, root mean square.
 # Those of the H100 are those of the H200: its tensor cores are the same, and bandwidth and L2 come from `GPUS`. One
 # figure says otherwise: d_input of Gemma takes 15.3 to 15.9 ms on an H100 with tiles of 128 rows, and 13.0 to 13.2 ms
 # with tiles of 256 rows, so that `narrow` would be 55 rows or more (14.2 and 13.3 ms on an H200: 19 rows). It waits for
