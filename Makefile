@@ -7,14 +7,15 @@ SHELL := /bin/bash
 BIN := .venv/bin
 LATEST := .venv-latest/bin
 INSTALL := pip install --quiet --disable-pip-version-check --retries 10
-# Enough of JAX's CUDA plugin to compile for a GPU that is not there. Apart from the environment, where JAX would look for a driver.
+# The parts of JAX's CUDA plugin that compile for a GPU that is not present. They are outside the environment, because
+# JAX would look for a driver there.
 GPU_COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm
 # Python keeps its compiled files even where the environment forbids it: without them pytest rewrites every test file.
 TEST_ENV := JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
 ARGS ?=
 
-# A python3.12 on PATH may be a shim that cannot run, so candidates are tried, not looked up.
+# python3.12 on PATH may be a shim that does not run, so each candidate is run.
 define find_python
 for candidate in "$${PYTHON:-}" python3.12 python3 python python3.13 \
     "$$(pyenv root 2>/dev/null)"/versions/3.12*/bin/python "$$HOME"/.pyenv/versions/3.12*/bin/python; do \

@@ -46,7 +46,10 @@ def main() -> None:
     chosen = options.parse_args()
     if not chosen.gguf.is_file():
         raise SystemExit(f"error: {chosen.gguf} is not a file")
-    convert(chosen.gguf, chosen.out, chosen.dtype)
+    try:
+        convert(chosen.gguf, chosen.out, chosen.dtype)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: cannot convert {chosen.gguf}: {error}") from None
     print(
         f"saved to {chosen.out}; use it with: python -m flax_models.generate --weights {chosen.out} --chat --prompt ..."
     )

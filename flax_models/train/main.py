@@ -29,7 +29,7 @@ from flax_models.display import Display, duration
 from flax_models.errors import RunError, Stopped
 from flax_models.hub.adapter_folder import check_adapter, load_adapter
 from flax_models.hub.config import RUN_FIELDS, config_note
-from flax_models.hub.weights import check_weights, load
+from flax_models.hub.weights import check_tensors, check_weights, load
 from flax_models.model.attention_choice import AttentionChoice, explain_attention
 from flax_models.model.decoder import Decoder, ModelConfig
 from flax_models.model.lora import adapt, adapted_shapes
@@ -90,7 +90,10 @@ def run(config: RunConfig, resumed: Path | None, display: Display, status: RunSt
         RunError: an error that the user can fix.
     """
     began, status = time.monotonic(), status or RunStatus()
-    # Report a model that is too large and an unsupported implementation before anything is read.
+    # Report a model that is too large and an unsupported implementation before anything else is read. A size that the
+    # tensors of --weights do not have is a fault of the folder, not of the options.
+    if config.weights is not None and not resumed:
+        check_tensors(config.weights, config.model)
     check_parameters(config.model, config.lora, device_memory(jax.devices()[0]))
     _attention(config.model, packed=False)
     train_config = config.train.with_rows(config.model.max_seq_len)
@@ -239,7 +242,7 @@ def _describe_costs(
     hidden: Any = jax.ShapeDtypeStruct((rows, config.hidden_size), config.dtype)
     head: Any = nnx.eval_shape(trainer.head, trainer.model(trainer.initial.params))
     chosen = explain(hidden, head)
-    display.fact("loss", f"jax_pallas.linear_ce, {chosen.name}: {chosen.reason}")
+    display.fact("loss", f"jax_pallas, {chosen.name}: {chosen.reason}")
     if device.platform == "gpu":
         if DETERMINISTIC in os.environ.get("XLA_FLAGS", ""):
             repeats = f"bit for bit, because of XLA_FLAGS={DETERMINISTIC}"
