@@ -617,7 +617,7 @@ def _no_autocast(plan: ExecutionPlan, input: Tensor) -> Any:
 def _exact_matmuls(input: Tensor) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
-    kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast knows no meta device
+    kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast does not support the meta device
     try:
         switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
         with torch.autocast(kind, enabled=False):

@@ -43,7 +43,7 @@ class _Launch(NamedTuple):
 
 
 def _lower(ctx: Any, *leaves: Any, launch: _Launch, interpret: bool) -> Any:
-    with warnings.catch_warnings():  # whoever asks for this implementation by name has chosen its backend
+    with warnings.catch_warnings():  # a user who names this implementation has chosen its backend
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         return mlir.lower_fun(partial(launch, interpret=interpret), multiple_results=True)(ctx, *leaves)
 
