@@ -128,10 +128,10 @@ class Sizes(NamedTuple):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.exponentials_kernel` for one tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8])
@@ -140,7 +140,7 @@ def exponentials_kernel(
     # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_D, BLOCK_D // 8, [1, 0])
     wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    row_block, class_block = tile_of(gl.program_id(0), gl.cdiv(rows, BLOCK_N), gl.cdiv(classes, BLOCK_V), GROUP)
+    row_block, class_block = tile_of(gl.program_id(0), gl.cdiv(rows, BLOCK_N), gl.cdiv(classes, BLOCK_V), group)
     row, column = row_block * BLOCK_N, class_block * BLOCK_V
     dtype: gl.constexpr = x_matrix.dtype.element_ty
     x = rows_of(x_matrix, x_stride, row, rows, BLOCK_N, BLOCK_D, by_row)
@@ -234,7 +234,6 @@ def exponentials(
         "BLOCK_N": tile.block_n,
         "BLOCK_V": tile.block_v,
         "BLOCK_D": tile.block_d,
-        "GROUP": tile.group,
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
         **({"arch": plan.arch} if plan.arch else {}),

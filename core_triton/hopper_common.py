@@ -26,7 +26,7 @@ MULTIPLY_REGISTERS = gl.constexpr(232)
 LOAD_REGISTERS = gl.constexpr(40)
 
 # Nothing is gained by a compilation for each.
-NOT_SPECIALIZED = ["start", "least", "first_class", "rows", "hidden", "classes"]
+NOT_SPECIALIZED = ["start", "least", "first_class", "rows", "hidden", "classes", "group"]
 
 
 @gluon.jit
@@ -69,13 +69,13 @@ class Sizes(NamedTuple):
     active: Any  # rows whose tiles are computed
     hidden: Any
     classes: Any
+    group: Any  # row blocks that are computed with a class block before the next class block
 
 
 class Tiling(NamedTuple):
     """How a kernel iterates over the tiles of the logits: constexprs."""
 
     w_by_class: Any  # w is stored as (V, D), not (D, V)
-    group: Any  # row blocks that are computed with a class block before the next class block
     block_v: Any
 
 
@@ -96,7 +96,7 @@ def load_tiles(x_desc, w_desc, ring, sizes, tiling):
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF), class_block * tiling.block_v
         for k in range(0, sizes.hidden, BLOCK_D):
             mbarrier.wait(ring.empty.index(stage), phase ^ 1)

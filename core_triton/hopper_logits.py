@@ -164,7 +164,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         # Outside: the first stores are dropped.
         done = Done((zeros, zeros, zeros, zeros), row_blocks * 0, class_blocks * tiling.block_v)
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
         hits = 15
         if io.hit_ptr is not None:  # read before the matmul, under which it arrives
@@ -215,15 +215,15 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
-    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, scale, softcap,
+    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.exponentials_kernel` for the row blocks that hold one of the first count - start rows, but at least
     `least` rows."""
     head = Head(bias_ptr, scale, softcap)
-    sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
+    sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes, group)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = ExponentialsSwitches(HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
     io = ExponentialsIO(target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
@@ -292,7 +292,7 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
@@ -337,14 +337,14 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
     x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr,
-    target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     WEIGHTED: gl.constexpr, ENTROPY: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.statistics_kernel`."""
     head = Head(bias_ptr, scale, softcap)
-    sizes = Sizes(first_class, rows, rows, hidden, classes)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
+    sizes = Sizes(first_class, rows, rows, hidden, classes, group)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = StatisticsSwitches(HAS_BIAS, HAS_SOFTCAP, WEIGHTED, ENTROPY)
     io = StatisticsIO(
         class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr, target_logit_ptr
@@ -411,7 +411,7 @@ def d_logits_warpgroup(ring, d_logits_desc, buffers, io, head, sizes, tiling, sw
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), row_blocks * class_blocks, gl.num_programs(0)):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, tiling.group)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, sizes.group)
         row, column = row_block * (2 * HALF) + WHICH * HALF, class_block * tiling.block_v
         raw, stage, phase = multiply(ring, stage, phase, sizes.hidden, layout, WHICH, tiling)
         row_ids = row + gl.arange(0, HALF, gl.SliceLayout(1, quarter))
@@ -452,14 +452,14 @@ def d_logits_warpgroup(ring, d_logits_desc, buffers, io, head, sizes, tiling, sw
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
     x_desc, w_desc, d_logits_desc, bias_ptr, class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr,
-    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, scale, softcap,
+    beta_ptr, sigma_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     HAS_BETA: gl.constexpr, HAS_SIGMA: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.d_logits_kernel`."""
     head = Head(bias_ptr, scale, softcap)
-    sizes = Sizes(first_class, rows, rows, hidden, classes)
-    tiling: gl.constexpr = Tiling(W_BY_CLASS, GROUP, BLOCK_V)
+    sizes = Sizes(first_class, rows, rows, hidden, classes, group)
+    tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = DLogitsSwitches(HAS_BIAS, HAS_SOFTCAP, HAS_BETA, HAS_SIGMA)
     io = DLogitsIO(class_weight_ptr, target_ptr, row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr)
     ring = make_ring(x_desc, w_desc, STAGES)
@@ -503,5 +503,5 @@ def _blocks(problem: Problem) -> TileBlocks:
     tile = plan_of(problem).tile
     assert tile is not None
     half, step = tile.block_n // 2, tile_config.LOGITS_STEP
-    constexprs = {"BLOCK_V": tile.block_v, "GROUP": tile.group, "STAGES": tile_config.LOGITS_STAGES, "num_warps": 4}
+    constexprs = {"BLOCK_V": tile.block_v, "STAGES": tile_config.LOGITS_STAGES, "num_warps": 4}
     return TileBlocks((half, step), (tile.block_v, step), (half, tile.block_v // 4), constexprs, gluon=True)

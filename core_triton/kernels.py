@@ -32,7 +32,7 @@ NO_PROBABILITY = tl.constexpr(row_math.NO_PROBABILITY)
 SUM_LIMIT = tl.constexpr(2.0**48)
 
 NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
-    *("first_class", "rows", "hidden", "classes"),
+    *("first_class", "rows", "hidden", "classes", "group"),
     *("x_stride", "w_stride", "e_stride", "d_logits_stride"),
 ]
 
@@ -111,7 +111,6 @@ def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) ->
         "BLOCK_N": block_n,
         "BLOCK_V": tile.block_v,
         "BLOCK_D": tile.block_d,
-        "GROUP": tile.group,
         "num_warps": num_warps,
         "num_stages": tile.num_stages,
         **({"maxnreg": 255} if repair else {}),
@@ -152,7 +151,8 @@ def launch_tiles(
     # One of x and w may have padding that the other does not have.
     n, hidden, classes = x.shape[0], min(x.shape[1], w.shape[1]), vocab_chunk.stop - vocab_chunk.start
     w, w_block, by_class = head_with_contiguous_rows(w, blocks.w)
-    tiles = cdiv(n, tile.block_n) * cdiv(classes, tile.block_v)
+    row_blocks = cdiv(n, tile.block_n)
+    tiles = row_blocks * cdiv(classes, tile.block_v)
     launch(
         kernel,
         (tiles if blocks.programs is None else min(tiles, plan.programs * blocks.programs),),
@@ -165,6 +165,7 @@ def launch_tiles(
         n,
         hidden,
         classes,
+        min(tile.group, row_blocks),
         spec.logit_scale,
         spec.softcap or 1.0,
         **switches,
@@ -176,14 +177,13 @@ def launch_tiles(
 
 
 @triton.jit
-def tile_of(tile, row_blocks, class_blocks, GROUP: tl.constexpr):
-    """Returns the row block and class block of a tile: GROUP row blocks of a class block, then the next class block.
+def tile_of(tile, row_blocks, class_blocks, group):
+    """Returns the row block and class block of a tile: `group` row blocks of a class block, then the next class block.
 
     Programs that run at the same time then use few class blocks and read their rows of the head from L2.
     """
-    group = tile // (GROUP * class_blocks)
-    first = group * GROUP
-    size = min(row_blocks - first, GROUP)
+    first = tile // (group * class_blocks) * group
+    size = min(row_blocks - first, group)
     within = tile - first * class_blocks
     return first + within % size, within // size
 
@@ -285,10 +285,10 @@ def store_target_logit(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes scaled exponentials and their float32 sums over the classes of each tile: (29).
 
@@ -299,7 +299,7 @@ def exponentials_kernel(
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, group)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
@@ -362,10 +362,10 @@ def flagged(flag_ptr, row_blocks):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
-    flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
@@ -455,10 +455,10 @@ def repair(
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def statistics_kernel(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
-    sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, scale, softcap,
+    sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
 
@@ -467,7 +467,7 @@ def statistics_kernel(
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, group)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
@@ -527,10 +527,10 @@ def statistics(
 def d_logits_kernel(
     x_matrix, x_stride, w_matrix, w_stride, d_logits_matrix, d_logits_stride, bias_ptr, class_weight_ptr, target_ptr,
     row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,
-    first_class, rows, hidden, classes, scale, softcap,
+    first_class, rows, hidden, classes, group, scale, softcap,
     HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes d_logits of a vocabulary chunk from recomputed logits: (23), (15); zeros in rows of row_weight 0.
 
@@ -540,7 +540,7 @@ def d_logits_kernel(
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
-        row_block, class_block = tile_of(tile, row_blocks, class_blocks, GROUP)
+        row_block, class_block = tile_of(tile, row_blocks, class_blocks, group)
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
