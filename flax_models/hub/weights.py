@@ -154,6 +154,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     with ExitStack() as stack:
         files = _Files(folder, stack)
         files.check(config)
+        files.check_tied(config)
         for name in _tensors(config):
             files.check_finite(name)
 
@@ -186,6 +187,7 @@ def load(folder: Path | str, *, ignore_config_fields: Collection[str] = (), **ch
     with ExitStack() as stack:
         files = _Files(folder, stack)
         files.check(config)
+        files.check_tied(config)
         graph, shapes = nnx.split(decoder_shapes(config))
         arrays = dict(_read(config, files))
     params = nnx.map_state(lambda path, variable: variable.replace(arrays.pop(path)), shapes)
@@ -234,13 +236,8 @@ class _Files:
         if missing := sorted(set(expected) - found):
             raise RunError(f"{self.folder}: missing tensors: {_first_few(missing)}")
         extra = found - set(expected)
-        if config.tie_embeddings and "lm_head.weight" in extra:  # some files store a tied head
-            head, embedding = self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")
-            if not np.array_equal(head, embedding):
-                raise RunError(
-                    f"{self.folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding"
-                )
-            extra.remove("lm_head.weight")
+        if config.tie_embeddings:  # some files store a tied head: `check_tied`
+            extra.discard("lm_head.weight")
         if extra:
             raise RunError(f"{self.folder}: unexpected tensors: {_first_few(sorted(extra))}")
         for name, parts in expected.items():
@@ -249,6 +246,13 @@ class _Files:
                 raise RunError(f"{self.folder}: {name} must have shape {_shape(parts)}, got {tuple(view.get_shape())}")
             if view.get_dtype() not in FLOATS:
                 raise RunError(f"{self.folder}: {name} must be one of {', '.join(FLOATS)}, got {view.get_dtype()}")
+
+    def check_tied(self, config: ModelConfig) -> None:
+        """Raises RunError if a head that is tied to the embedding is stored and differs from it."""
+        if not config.tie_embeddings or "lm_head.weight" not in self._handles:
+            return
+        if not np.array_equal(self.tensor("lm_head.weight"), self.tensor("model.embed_tokens.weight")):
+            raise RunError(f"{self.folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
 
     def tensor(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         """Returns rows of a tensor, by default all."""
