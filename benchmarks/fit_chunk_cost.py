@@ -23,17 +23,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from benchmarks import results
 from benchmarks.chunk_rows import Choice, considered, fewest_rows
-from benchmarks.sweep import METHODS, SWEPT, budget_of, explain, of_d_input
+from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import CostCoefficients
 from linear_ce.gpus import known_gpu
 
 WITHIN = 0.005  # relative: what two rows of one shape and budget may differ by without a reason
-BETWEEN = 0.05  # relative, of shapes
-PRIOR = 1.0  # relative, of a coefficient
+BETWEEN = 0.02  # relative, of shapes
+PRIOR = 0.7  # relative, of a coefficient
+INSIDE = 1e-3  # of a coefficient's scale: least squares start above zero, which is the bound
 MOST_SLOWER = 2.0  # percent that a choice may be slower than the best row measured
 
 # Of a coefficient that is zero now, for `PRIOR`.
@@ -48,17 +50,6 @@ class Sample(NamedTuple):
     group: Group
     choice: Choice
     ms: float
-
-
-def arrays(framework: str, n: int, d: int, v: int) -> tuple[Any, Any]:
-    """Returns input and weight without memory."""
-    if framework == "torch":
-        import torch
-
-        return tuple(torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((n, d), (v, d)))  # pyright: ignore[reportReturnType]
-    import jax
-
-    return jax.ShapeDtypeStruct((n, d), "bfloat16"), jax.ShapeDtypeStruct((v, d), "bfloat16")
 
 
 def made_plan(framework: str, gpu: str, n: int, d: int, v: int, budget: int) -> Any:
@@ -188,13 +179,12 @@ def weighted(rows: Sequence[Sample], found: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def fit(rows: Sequence[Sample], start: CostCoefficients, steps: int = 30) -> CostCoefficients:
-    """Returns the coefficients of least squares, none negative, by Gauss-Newton steps that are halved until they help.
+def fit(rows: Sequence[Sample], start: CostCoefficients) -> CostCoefficients:
+    """Returns the coefficients of least squares, none negative.
 
     Args:
         rows: measured rows of one GPU and framework.
         start: the present coefficients.
-        steps: at most.
     """
     scale = np.array([value or usual for value, usual in zip(start, SCALES, strict=True)])
     origin = np.array(start) / scale
@@ -203,24 +193,8 @@ def fit(rows: Sequence[Sample], start: CostCoefficients, steps: int = 30) -> Cos
         measured = weighted(rows, residuals(rows, CostCoefficients(*(u * scale).tolist())))
         return np.concatenate([measured, (u - origin) / PRIOR])
 
-    u, now = origin, objective(origin)
-    for _ in range(steps):
-        width = 1e-4
-        slopes = np.stack([(objective(u + width * axis) - now) / width for axis in np.eye(len(u))], axis=1)
-        step = np.linalg.lstsq(slopes, -now, rcond=None)[0]
-        for _ in range(12):
-            trial = np.maximum(u + step, 0)
-            then = objective(trial)
-            if then @ then < now @ now:
-                break
-            step = step / 2
-        else:
-            break
-        done = now @ now - then @ then < 1e-9 * (now @ now)
-        u, now = trial, then
-        if done:
-            break
-    return CostCoefficients(*(u * scale).tolist())
+    found = least_squares(objective, np.maximum(origin, INSIDE), bounds=(0, np.inf))
+    return CostCoefficients(*(found.x * scale).tolist())
 
 
 def choice_of(rows: Sequence[Sample], coefficients: CostCoefficients) -> Sample:

@@ -330,7 +330,7 @@ class JaxProblem:
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         if method.kind == "floor":
             return Prepared(self.floor(mode).run)
-        program = Program(self.shape, self._dtype, method.name, mode)
+        program = Program(self.shape, self._dtype, method.name, mode, method.rows)
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)
         weight = self._weight_t if method.vocab_axis == 1 else self.weight

@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jax import Array
 from jax.experimental import serialize_executable
 
 from benchmarks import jax_methods
+from benchmarks.chunk_rows import preferring
 from benchmarks.methods import Method, Program, describe
 from benchmarks.shapes import Mode
 
@@ -142,6 +143,7 @@ def compile_ahead(program: Program) -> Ahead:
     """Compiles one program, without arrays."""
     shape, mode = program.shape, program.mode
     title = f"{shape.name}, {mode.name}, {program.method}"
+    title += "" if program.rows is None else f", {program.rows} rows"
     method = jax_methods.METHODS[program.method]
     weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
     arguments = (
@@ -151,7 +153,8 @@ def compile_ahead(program: Program) -> Ahead:
         jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
     )
     try:
-        compiled = compile_call(method, mode, arguments)
+        with nullcontext() if program.rows is None else preferring(program.rows):
+            compiled = compile_call(method, mode, arguments)
     except Exception as error:  # its row will say the same
         return Ahead(f"{title}: not compiled: {describe(error)}", None)
     if LIBRARY_MATMUL in compiled.program.as_text():

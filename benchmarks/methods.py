@@ -52,6 +52,7 @@ class Method:
         only_named: measured only if it is named.
         ahead: `--compile-jobs` compiles its programs. They hold no matmul of XLA, whose algorithm XLA would choose on a
             GPU that is busy.
+        rows: of a chunk, where a sweep makes its plans prefer so many.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Method:
     grid: bool = False
     only_named: bool = False
     ahead: bool = False
+    rows: int | None = None
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.
@@ -140,12 +142,13 @@ class Problem(Protocol):
 
 
 class Program(NamedTuple):
-    """What a compiled program depends on. `method` is a name."""
+    """What a compiled program depends on. `method` is a name, `rows` those of the method."""
 
     shape: Shape
     dtype: str
     method: str
     mode: Mode
+    rows: int | None = None
 
 
 class Bench(Protocol):

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks import linear_ce, results
 from benchmarks.chunk_rows import Choice, considered, fewest_rows, preferring
-from benchmarks.methods import Method
-from benchmarks.shapes import GRID, GRID_MODES, MODES, Mode, Shape, plan
+from benchmarks.methods import Method, Program
+from benchmarks.shapes import GRID, GRID_MODES, MODES, Item, Mode, plan
 from benchmarks.timing import Sensor, Timing
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
@@ -48,9 +48,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
     parser.add_argument("--until", type=float, default=math.inf, metavar="SECONDS", help="start no row later than this")
     parser.add_argument("--commit", help="commit of the code, if git does not know it")
+    parser.add_argument(
+        "--compile-jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="JAX: compile the programs of all rows in N processes before the first row",
+    )
     options = parser.parse_args(arguments)
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
+    if options.compile_jobs and options.framework != "jax":
+        parser.error("--compile-jobs is for JAX")
+    if options.compile_jobs < 0:
+        parser.error(f"--compile-jobs must not be negative, got {options.compile_jobs}")
     if options.most < 2:
         parser.error(f"--most must be at least 2, for the plan's choice and the fewest chunks, got {options.most}")
     # What `linear_ce.measure` reads. The forward pass is not timed alone.
@@ -58,6 +69,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.timing = Timing(options.seconds, options.warmup, energy_seconds=0, min_pairs=options.pairs)
     options.trace = False
     return options
+
+
+def arrays(framework: str, n: int, d: int, v: int, dtype: str = "bfloat16") -> tuple[Any, Any]:
+    """Returns input and weight without memory."""
+    if framework == "torch":
+        import torch
+
+        return tuple(torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape in ((n, d), (v, d)))  # pyright: ignore[reportReturnType]
+    import jax
+
+    return jax.ShapeDtypeStruct((n, d), dtype), jax.ShapeDtypeStruct((v, d), dtype)
 
 
 def explain(framework: str, input: Any, weight: Any, budget: int, method: str, device: str | None = None) -> Any:
@@ -114,30 +136,11 @@ def summary(rows: Sequence[dict[str, Any]], chosen_rows: int) -> str:
     return f"the plan chooses {chosen['chunk_rows']} rows, {slower:.1f}% slower than the best, {best['chunk_rows']}"
 
 
-def sweep(
-    bench: Any,
-    method: Method,
-    item: tuple[Shape, Mode, str],
-    options: argparse.Namespace,
-    file: results.ResultFile,
-    problem: Any,
-    deadline: float,
-) -> tuple[int, int]:
-    """Measures one shape in one mode. Returns how many rows failed, and how many were not started in time."""
+def rows_of(
+    item: Item, method: Method, choices: Sequence[Choice], chosen_rows: int, options: argparse.Namespace
+) -> list[tuple[Choice, dict[str, Any]]]:
+    """Returns the choices of a shape and mode, each with the row that it will have, without what is measured."""
     shape, mode, targets = item
-    budget = budget_of(mode)
-
-    def make() -> Any:
-        return explain(options.framework, problem.input, problem.weight, budget, method.name).plan
-
-    print(f"\n{linear_ce.title(shape, mode, targets, options.dtype)}", flush=True)
-    choices = choices_of(make, options.rows, options.most)
-    if not choices:
-        print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
-        return 0, 0
-    chosen_rows = make().chunks.rows
-    print(results.heading(), flush=True)
-    failed, left = 0, 0
     common = {
         **shape.of_row(),
         "dtype": options.dtype,
@@ -147,8 +150,9 @@ def sweep(
         "kind": method.kind,
         "framework": options.framework,
         "code_hash": results.source_hash(options.framework, choices=CHOICES),
-        "budget": budget,
+        "budget": budget_of(mode),
     }
+    found = []
     for choice in choices:
         row = {
             **common,
@@ -158,14 +162,59 @@ def sweep(
             "estimated_ms": choice.ms(),
             "chosen": choice.rows == chosen_rows,
         }
+        found.append((choice, row))
+    return found
+
+
+def programs_of(item: Item, method: Method, options: argparse.Namespace, file: results.ResultFile) -> list[Program]:
+    """Returns the programs of JAX for the rows of a shape and mode that will be measured."""
+    shape, mode, _ = item
+    x, w = arrays(options.framework, shape.n, shape.d, shape.v, options.dtype)
+
+    def make() -> Any:
+        return explain(options.framework, x, w, budget_of(mode), method.name).plan
+
+    choices = choices_of(make, options.rows, options.most)
+    rows = rows_of(item, method, choices, make().chunks.rows, options)
+    return [
+        Program(shape, options.dtype, method.name, mode, choice.rows)
+        for choice, row in rows
+        if not (options.resume and file.holds(row, "d_input"))
+    ]
+
+
+def sweep(
+    bench: Any,
+    method: Method,
+    item: Item,
+    options: argparse.Namespace,
+    file: results.ResultFile,
+    problem: Any,
+    deadline: float,
+) -> tuple[int, int]:
+    """Measures one shape in one mode. Returns how many rows failed, and how many were not started in time."""
+    shape, mode, targets = item
+
+    def make() -> Any:
+        return explain(options.framework, problem.input, problem.weight, budget_of(mode), method.name).plan
+
+    print(f"\n{linear_ce.title(shape, mode, targets, options.dtype)}", flush=True)
+    choices = choices_of(make, options.rows, options.most)
+    if not choices:
+        print(f"nothing to sweep: the path {make().path} of {method.name} does not choose chunk rows by cost")
+        return 0, 0
+    chosen_rows = make().chunks.rows
+    print(results.heading(), flush=True)
+    failed, left = 0, 0
+    rows = rows_of(item, method, choices, chosen_rows, options)
+    for choice, row in rows:
         if options.resume and file.holds(row, "d_input"):
             continue
         if time.monotonic() > deadline:
             left += 1
             continue
         row |= dict.fromkeys(linear_ce.MEASURED)
-        # JAX keeps the compiled programs of a method by its name, so each row count needs another name.
-        own = replace(method, name=f"{method.name} {choice.rows} rows")
+        own = replace(method, rows=choice.rows)
         with preferring(choice.rows):
             if make().chunks.rows != choice.rows:
                 raise AssertionError(f"the plan must have {choice.rows} rows")
@@ -176,7 +225,7 @@ def sweep(
         failed += row["status"] == "failed"
         bench.release()
     same = ("shape", "dtype", "targets", "mode", "method", "code_hash")
-    swept = [row for row in file.rows if row.get("chunk_rows") and results.same_measurement(row, common, same)]
+    swept = [row for row in file.rows if row.get("chunk_rows") and results.same_measurement(row, rows[0][1], same)]
     if swept:
         print(summary(swept, chosen_rows), flush=True)
     return failed, left
@@ -191,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise SystemExit(f"--{error}") from error
     try:
-        bench = linear_ce.open_bench(options.framework, options.device)
+        bench = linear_ce.open_bench(options.framework, options.device, shares_gpu=options.compile_jobs > 0)
     except RuntimeError as error:
         raise SystemExit(f"--device {options.device}: {error}") from error
     method = bench.methods["chunked" if options.device == "cpu" else METHODS[options.framework]]
@@ -204,8 +253,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed, left, unopened = 0, 0, 0
     # All modes of a shape together: its arrays are drawn once.
     order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
+    items.sort(key=lambda item: order[item[0]])
+    if options.compile_jobs:
+        programs = [program for item in items for program in programs_of(item, method, options, file)]
+        bench.compile_ahead(programs, options.compile_jobs)
     problem, made_for = None, None
-    for item in sorted(items, key=lambda item: order[item[0]]):
+    for item in items:
         if time.monotonic() > deadline:
             unopened += 1
             continue

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import fit_chunk_cost, linear_ce, results, sweep
+from benchmarks import fit_chunk_cost, jax_methods, jax_programs, linear_ce, results, sweep
 from benchmarks.chunk_rows import Choice, considered
-from benchmarks.methods import Method
+from benchmarks.methods import Method, Program
 from benchmarks.shapes import MODES, SHAPES
 from benchmarks.timing import Sensor
 from linear_ce import chunk_cost
@@ -83,10 +83,14 @@ def test_jax_compiles_a_program_for_each_row_count(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that computes nothing. Its times are those of `TRUE` for the plan that the packages make at the time."""
+def stub(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    """A GPU that computes nothing. Its times are those of `TRUE` for the plan that the packages make at the time.
 
-    def open_bench(framework: str, device: str) -> Any:
+    Returns what is compiled ahead.
+    """
+    ahead: list[Program] = []
+
+    def open_bench(framework: str, device: str, *, shares_gpu: bool = False) -> Any:
         def problem(shape: Any, dtype: str, targets: str) -> Any:
             x, w = fit_chunk_cost.arrays(framework, shape.n, shape.d, shape.v)
             return SimpleNamespace(input=x, weight=w, shape=shape)
@@ -94,6 +98,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
         name = sweep.METHODS[framework]
         method = Method(name, "ours", lambda mode: print, takes_budget=True)
         parts = {"methods": {name: method}, "versions": lambda: {framework: "1"}, "release": lambda: None}
+        parts["compile_ahead"] = lambda programs, jobs: ahead.extend(programs)
         return SimpleNamespace(framework=framework, device="NVIDIA H200", problem=problem, **parts)
 
     def measure(bench: Any, problem: Any, method: Method, mode: Any, options: Any) -> dict[str, Any]:
@@ -117,6 +122,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_ce, "open_bench", open_bench)
     monkeypatch.setattr(linear_ce, "measure_safely", measure)
     monkeypatch.setattr(sweep, "explain", of_h200)
+    return ahead
 
 
 def sizes(shape: Any) -> tuple[int, int, int]:
@@ -173,6 +179,50 @@ def test_rows_are_measured_and_fitted(framework: str, tmp_path: Path, capsys: py
     file.write_text(json.dumps(content))
     assert sweep.main(again) == 0
     assert "512 rows x 16" in capsys.readouterr().out
+
+
+def test_the_programs_of_all_rows_are_compiled_ahead(stub: list[Program], tmp_path: Path) -> None:
+    file = tmp_path / "jax.json"
+    common = ["--framework", "jax", "--shapes", "llama3-8b", "gemma2-2b", "--most", "3", "--json", str(file)]
+    assert sweep.main([*common, "--compile-jobs", "2", "--modes", "train"]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 6
+    assert sorted((program.shape.name, program.mode.name, program.rows) for program in stub) == sorted(
+        (row["shape"], row["mode"], row["chunk_rows"]) for row in rows
+    )
+    assert {program.method for program in stub} == {"mosaic"}
+    stub.clear()
+    assert sweep.main([*common, "--compile-jobs", "2", "--resume"]) == 0
+    assert {program.mode.name for program in stub} == {"tight"}
+
+
+def test_a_program_that_is_compiled_ahead_has_the_rows_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunked, built = jax_methods.METHODS["chunked"], []
+    shape, mode = SHAPES["smoke"], MODES["train"]
+
+    def build(mode: Any) -> Callable[..., Any]:
+        x, w = sweep.arrays("jax", *sizes(shape))
+        built.append(sweep.explain("jax", x, w, sweep.budget_of(mode), "mosaic", "h200").plan.chunks.rows)
+        return chunked.build(mode)
+
+    monkeypatch.setattr(jax_methods, "METHODS", {"mosaic": replace(chunked, build=build)})
+    for rows in (96, 48):
+        found = jax_programs.compile_ahead(Program(shape, "bfloat16", "mosaic", mode, rows))
+        assert found.line.startswith(f"smoke, train, mosaic, {rows} rows: ")
+        assert (found.data is not None) or "not kept" in found.line
+    assert built == [96, 48]
+
+
+@pytest.mark.parametrize(
+    ("framework", "jobs", "message"),
+    [("torch", "2", "--compile-jobs is for JAX"), ("jax", "-1", "--compile-jobs must not be negative, got -1")],
+)
+def test_wrong_compile_jobs_are_refused(
+    framework: str, jobs: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sweep.parse(["--framework", framework, "--shapes", "smoke", "--compile-jobs", jobs])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stub")
