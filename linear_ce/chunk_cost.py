@@ -47,29 +47,15 @@ class CostCoefficients(NamedTuple):
     call: float  # us of a call's small kernels
 
 
-# PROVISIONAL: no sweep of chunk rows was measured yet. `python -m benchmarks.fit_chunk_cost` prints the lines that
-# replace these. They start from the following figures ("ncu" is the table of kernels in benchmarks/experiments.md, an
-# H200 at 1.5 GHz, where a tile of 128 x 256 takes 16 cycles for each element of the inner dimension).
-# - multiply: 16 cycles at the clock of whole calls, which power limits.
-# - logits_tile: ncu has the tensor cores 93.5%, 89.6% and 78.3% busy at D 4096, 2304 and 896. All three are 4,000 to
-#   4,500 cycles for each tile. JAX's epilogue runs under the matmul: 1.01 to 1.04 x the bare matmul, so 600 cycles.
-# - d_weight_tile and exposed: ncu has the first chunk 97.0% and 95.1% busy at 2,048 and 1,024 rows, 1,000 cycles a
-#   tile, and 1,600 to 1,800 cycles where it adds to d_weight. The difference is 0.26 to 0.29 of the time that reading
-#   d_weight takes at 4.8 TB/s (Llama, Qwen and Gemma). The same share of the write leaves 270 cycles a tile.
-# - narrow and tail: those by which JAX orders its schedules, as measured (`SplitKSchedule.cost`). core_triton's
-#   tiles of 128 rows have the tensor cores 92% busy at Gemma, where 16 rows are 94%. But they were 25% slower at Qwen
-#   with 7% less padding, which this estimate does not explain.
-# - missed: 10.8 GB less of such reads in 13 ms gained 0.1% on an H200.
-# - chunk, call: small kernels and gaps take 0.28 to 0.38 ms of a call of 4 to 8 chunks (core_triton).
-# Then `fit_chunk_cost --fewest` fitted them to the 15 training rows of each framework in results/h200, one row for each
-# shape and budget, rounded here. The estimate is within 1.5% (torch) and 2.2% (jax) of these times, root mean square.
-# Those of the H100 are those of the H200: its tensor cores are the same, and bandwidth and L2 come from `GPUS`. One
-# figure says otherwise: d_input of Gemma takes 15.3 to 15.9 ms on an H100 with tiles of 128 rows, and 13.0 to 13.2 ms
-# with tiles of 256 rows, so that `narrow` would be 55 rows or more (14.2 and 13.3 ms on an H200: 19 rows). It waits for
-# the sweep, because it changes the chunks of a quarter of all heads.
+# Those of core_triton on H100 and H200 are fitted to results/*/torch-sweep.json (`python -m benchmarks.fit_chunk_cost`):
+# 68 rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
+# estimate is within 5.2% and 2.4% of these times, root mean square, and within 2.0% and 1.1% of those of one shape and
+# budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
+# jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
+# to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`). The estimate is
+# within 2.2% of them, root mean square.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion.
-H200_TORCH = CostCoefficients(12.5, 2300.0, 200.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
 A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
 L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
@@ -78,9 +64,9 @@ RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0,
 COEFFICIENTS = {
     ("a100", "torch"): A100_ANY,
     ("a100", "jax"): A100_ANY,
-    ("h100", "torch"): H200_TORCH,
+    ("h100", "torch"): CostCoefficients(11.5, 4700.0, 280.0, 107.0, 0.0, 0.32, 0.0, 99.0, 0.0),
     ("h100", "jax"): H200_JAX,
-    ("h200", "torch"): H200_TORCH,
+    ("h200", "torch"): CostCoefficients(11.9, 3800.0, 250.0, 16.4, 0.0, 0.77, 0.0, 31.0, 33.0),
     ("h200", "jax"): H200_JAX,
     ("l40s", "torch"): L40S_ANY,
     ("l40s", "jax"): L40S_ANY,

@@ -144,7 +144,7 @@ def test_chunks_add_up() -> None:
 
 
 def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
-    of = call()
+    of = call(coefficients=chunk_cost.COEFFICIENTS["h200", "torch"]._replace(tail=0.1))
     usual = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 0))
     assert chunk_cost.d_input_ns(of, 512, DInput(128, 512000, 0.0, 0)) > usual
     assert chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.4, 0)) == pytest.approx(1.04 * usual)
@@ -245,7 +245,9 @@ def test_named_models_have_whole_tiles(framework: str, gpu: str, mebibytes: int)
         made, choice, choices = chosen(framework, 8192, *shape, mebibytes * MIB, gpu=gpu)
         assert made.chunks.bytes <= mebibytes * MIB
         assert choice.ms() <= 1.005 * min(other.ms() for other in choices)
-        assert made.chunks.rows % 128 == 0
+        # Tiles of 256 rows for d_input, which 464 rows leave memory for, are worth the padding on an H100.
+        padded = (framework, gpu, mebibytes, shape) == ("torch", "h100", 256, GEMMA)
+        assert made.chunks.rows == 464 if padded else made.chunks.rows % 128 == 0
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
