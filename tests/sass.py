@@ -1,6 +1,8 @@
 """Reads the machine code of NVIDIA GPUs (SASS), as `cuobjdump -sass` prints it."""
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -24,6 +26,11 @@ def innermost_loop(sass: str, opcode: str) -> list[Instruction]:
             if any(one.opcode.startswith(opcode) for one in loop):
                 loops.append(loop)
     return min(loops, key=len, default=[])
+
+
+def opcodes(code: Iterable[Instruction]) -> Counter[str]:
+    """Returns how often each opcode occurs, without its modifiers."""
+    return Counter(one.opcode.partition(".")[0] for one in code)
 
 
 def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from launch_recorder import dump, resources
+from sass import innermost_loop, opcodes
 
 from benchmarks import linear_ce, results, sm80, sm80_pallas
 from benchmarks.shapes import Shape
@@ -73,6 +75,16 @@ def test_the_kernel_of_pallas_for_an_a100_compiles_to_its_instructions_on_hopper
     assert "wgmma" not in ptx
     with pytest.raises(ValueError, match="V of gpt must be a multiple of 64, got 50257"):
         lower_exponentials(Shape("gpt", 256, 128, 50257))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_of_pallas_for_an_a100_accumulates_in_its_matmul(capability: int) -> None:
+    cubin = compile_for(lower_exponentials(Shape("short", 256, 896, 1024)), capability).asm["cubin"]
+    loop = opcodes(innermost_loop(dump(cubin, "-sass"), "HMMA"))
+    assert loop["HMMA"] == 128
+    assert loop["FADD"] == 0
+    _, stack = resources(cubin)
+    assert stack == 0, f"{stack} bytes of registers spill"
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sass import missing_overlap
+from launch_recorder import dump
+from sass import innermost_loop, missing_overlap, opcodes
 
+from benchmarks.shapes import Shape
+from benchmarks.sm80_pallas import compile_for, lower_exponentials
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
 HERE = Path(__file__).parent
@@ -203,10 +206,30 @@ def check_copies(kept: Path, *names: str) -> None:
     assert wrong == dict.fromkeys(names)
 
 
+def check_proxy(kept: Path, shape: Shape) -> None:
+    """Fails where the kernel that `benchmarks.sm80_pallas` times is not the one that XLA compiles for an A100: its loop
+    must compute, read and copy with as many instructions.
+
+    Args:
+        kept: of `compile_all`, for an A100 and the same shape.
+    """
+    lowered = lower_exponentials(shape)
+    kernels = {f"proxy for {target}": dump(compile_for(lowered, target).asm["cubin"], "-sass") for target in (80, 90)}
+    for source in kept.glob("*.ptx"):
+        if ".entry exponentials_kernel" in source.read_text():
+            kernels[source.stem] = disassembled(source.with_suffix(".cubin"))
+    assert len(kernels) > 2, "XLA compiled no exponentials_kernel"
+    kinds = "HMMA", "LDSM", "LDGSTS", "BAR", "DEPBAR", "FADD", "FFMA", "LDL", "STL"
+    loops = {name: opcodes(innermost_loop(sass, "HMMA")) for name, sass in kernels.items()}
+    found = {name: tuple(loop[kind] for kind in kinds) for name, loop in loops.items()}
+    assert len(set(found.values())) == 1, f"counts of {kinds}: {found}"
+
+
 def test_pallas_triton_compiles_and_fits(tmp_path: Path) -> None:
     check(compile_all([("train", 8320, *QWEN, 0)], "a100", "pallas_triton", tmp_path), KERNEL_LIMITS)  # equal chunks
     check_kernels(tmp_path, "exponentials_kernel", "target_rows_kernel")
     check_copies(tmp_path, "exponentials_kernel")
+    check_proxy(tmp_path, Shape("qwen", 8320, *QWEN))
 
 
 @pytest.mark.slow
