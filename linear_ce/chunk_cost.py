@@ -47,8 +47,8 @@ class CostCoefficients(NamedTuple):
     call: float  # us of a call's small kernels
 
 
-# Those of core_triton on H100 and H200 are fitted to results/*/torch-sweep.json (`python -m benchmarks.fit_chunk_cost`):
-# 68 rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
+# `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 68
+# rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
 # estimate is within 5.2% and 2.4% of these times, root mean square, and within 2.0% and 1.1% of those of one shape and
 # budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
 # jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
