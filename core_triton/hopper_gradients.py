@@ -1,17 +1,13 @@
 """The two gradient matmuls of plan A with scaled exponentials for Hopper (sm_90), in Triton's Gluon dialect.
 
     d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
-    d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`, `d_input_sum_kernel`
+    d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
 
 Both compute transposed tiles, 128 columns of D by 256 of the other axis, because D of some models is a multiple of 128
 and not of 256. As in `hopper_common.py` one warp loads and two warpgroups multiply, 64 columns of D each. The number of
 active rows of a chunk is in device memory. The kernels skip the rows after them.
 """
 
-from typing import Any, NamedTuple
-
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -35,8 +31,9 @@ from core_triton.hopper_common import (
     next_stage,
     quarters,
 )
+from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import Active, head_with_contiguous_rows
-from core_triton.launch import At, Blocks, cdiv, launch
+from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
 
@@ -218,75 +215,6 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
     )
 
 
-class WorkUnit(NamedTuple):
-    """The iterations of one tile that a program computes."""
-
-    tile: Any
-    first: Any  # iteration
-    last: Any  # the iteration after the last
-    slot: Any  # of the partial tiles; -1: the unit is a whole tile
-
-
-@gluon.jit
-def last_tails_of(schedule):
-    """Returns how many tails the last wave of the tail programs has, and how many programs compute parts of each: 0
-    where all tails are computed whole."""
-    last_tails = schedule.split_tiles % schedule.tail_programs
-    return last_tails, gl.where(last_tails > 0, schedule.tail_programs // gl.maximum(last_tails, 1), 0)
-
-
-@gluon.jit
-def work_unit_of(index, schedule):
-    """Returns a program's work unit number `index` of a `SplitKSchedule`.
-
-    Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
-    Their first `split_iters` iterations are split into `split_factor` equal parts. The other iterations of each are its
-    tail. The `tail_programs` programs that have no part compute whole tails in waves, and an equal part of one of the
-    last tails. Programs of the same part or wave read the same classes at the same time and share what they read. Tiles
-    are numbered with the blocks of D first: tiles that run together then have few rows of e, which are read from memory
-    once.
-    """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    tile = program + index * programs
-    first, last, slot = 0, schedule.iters_per_tile, -1
-    if index >= schedule.full_waves:
-        parts = schedule.split_factor * schedule.split_tiles
-        if program < parts:
-            piece = program % schedule.split_tiles
-            part = program // schedule.split_tiles
-            first = schedule.split_iters * part // schedule.split_factor
-            last = schedule.split_iters * (part + 1) // schedule.split_factor
-            slot = gl.where(last - first == schedule.iters_per_tile, -1, program)
-        else:
-            last_tails, tail_factor = last_tails_of(schedule)
-            worker = program - parts
-            piece = worker + (index - schedule.full_waves) * schedule.tail_programs
-            first = schedule.split_iters
-            slot = parts + piece
-            if piece >= schedule.split_tiles - last_tails:
-                tail_iters = schedule.iters_per_tile - schedule.split_iters
-                part = worker // last_tails
-                piece = schedule.split_tiles - last_tails + worker % last_tails
-                last = first + tail_iters * (part + 1) // tail_factor
-                first += tail_iters * part // tail_factor
-        tile = schedule.full_waves * programs + piece
-    return WorkUnit(tile, first, last, slot)
-
-
-@gluon.jit
-def num_work_units(schedule):
-    """Returns how many work units a program has."""
-    worker = gl.program_id(0) - schedule.split_factor * schedule.split_tiles
-    units = schedule.full_waves
-    if worker < 0:
-        units += 1
-    elif worker < schedule.tail_programs:
-        last_tails, tail_factor = last_tails_of(schedule)
-        units += schedule.split_tiles // schedule.tail_programs
-        units += gl.where(worker < tail_factor * last_tails, 1, 0)
-    return units
-
-
 @gluon.jit
 def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: gl.constexpr):
     """The loading warp."""
@@ -312,20 +240,6 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
                     tma.async_copy_global_to_shared(w_desc, [d + 64, k], bar, ring.a.index(2 * stage + 1))
                 tma.async_copy_global_to_shared(e_desc, [row, k], bar, ring.b.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
-
-
-class DInputIO(NamedTuple):
-    """What `d_input_kernel` reads and writes besides the matrices that it multiplies."""
-
-    part_ptr: Any
-    rho_ptr: Any
-    theta_ptr: Any
-    target_ptr: Any
-    row_ptr: Any
-    weight_ptr: Any
-    weight_stride: Any
-    weight_stride_d: Any
-    d_input_ptr: Any
 
 
 @gluon.jit
@@ -368,20 +282,7 @@ def d_input_warpgroup(
                 for i in gl.static_range(4):
                     total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
                     row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
-                    inside = row_ids < active
-                    rho = gl.load(io.rho_ptr + row_ids, mask=inside, other=0.0)
-                    theta = gl.load(io.theta_ptr + row_ids, mask=inside, other=0.0)
-                    target = gl.load(io.target_ptr + row_ids, mask=inside, other=-1)
-                    out = gl.load(io.row_ptr + row_ids, mask=inside, other=0)
-                    is_class = (target >= 0) & (target < classes)
-                    keeps = gl.expand_dims(inside, 1) & gl.expand_dims(columns < hidden, 0)
-                    places = gl.expand_dims(target * io.weight_stride, 1)
-                    places += gl.expand_dims(columns * io.weight_stride_d, 0)
-                    own = gl.load(io.weight_ptr + places, mask=keeps & gl.expand_dims(is_class, 1), other=0.0)
-                    theta = gl.where(is_class, theta, 0.0)
-                    result = total * gl.expand_dims(rho, 1) + own.to(gl.float32) * gl.expand_dims(theta, 1)
-                    places = gl.expand_dims(out * hidden, 1) + gl.expand_dims(columns, 0)
-                    gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
+                    finish_rows(total, row_ids, columns, io, active, hidden, classes)
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields])
@@ -393,7 +294,7 @@ def d_input_kernel(
 ):  # fmt: skip
     """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
     whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
-    (`work_unit_of`).
+    (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
     which row of d_input (N, D) a row is. Rows past count - start are not written.
@@ -416,104 +317,10 @@ def d_input_kernel(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        *NOT_SPECIALIZED,
-        "first_tile",
-        "split_tiles",
-        "split_factor",
-        "tail_programs",
-    ]
-)
-def d_input_sum_kernel(
-    part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
-    count_ptr, start, rows, hidden, classes,
-    first_tile, split_tiles, split_factor, tail_programs,
-    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The fix-up of the split tiles: sums their partial tiles in order and finishes them as `d_input_kernel` does whole
-    tiles.
-
-    One program owns BLOCK_N rows x BLOCK_D columns of one tile.
-    """
-    index = tl.program_id(0)
-    tile, d_blocks = first_tile + index, tl.cdiv(hidden, 128)
-    active = tl.minimum(tl.load(count_ptr) - start, rows)
-    d_within = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    n_within = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_ids = (tile // d_blocks) * TILE_N + n_within
-    if (tile // d_blocks) * TILE_N < active:
-        within = d_within[:, None] * TILE_N + n_within[None, :]
-        total = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
-        for part in range(split_factor):
-            slot = part * split_tiles + index
-            total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        if tail_programs > 0:
-            last_tails = split_tiles % tail_programs
-            tail_factor = tl.where(index < split_tiles - last_tails, 1, tail_programs // tl.maximum(last_tails, 1))
-            for part in range(tail_factor):
-                slot = split_factor * split_tiles + part * last_tails + index
-                total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
-        columns = (tile % d_blocks) * 128 + d_within
-        inside = row_ids < active
-        rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
-        theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)
-        target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
-        is_class = (target >= 0) & (target < classes)
-        keeps = inside[:, None] & (columns < hidden)[None, :]
-        w_places = (target * weight_stride)[:, None] + columns[None, :] * weight_stride_d
-        own = tl.load(weight_ptr + w_places, mask=keeps & is_class[:, None], other=0.0).to(tl.float32)
-        result = tl.trans(total) * rho[:, None] + own * tl.where(is_class, theta, 0.0)[:, None]
-        out = tl.load(row_ptr + row_ids, mask=inside, other=0)
-        places = (out * hidden)[:, None] + columns[None, :]
-        tl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
-
-
-def store_d_input(
-    problem: Problem,
-    config: ScaledExpConfig,
-    e: Tensor,
-    active: Active,
-    *,
-    partial_sums: Tensor,
-    rho: At,
-    theta: At,
-    target: At,
-    order: At,
-    d_input: Tensor,
-) -> None:
-    """Launches `d_input_kernel`, and `d_input_sum_kernel` where tiles are split, for the packed rows of a chunk."""
-    w, (n, classes), hidden = problem.linear_weight, e.shape, d_input.shape[1]
-    step, tile_rows, programs = tile_config.D_INPUT_STEP, config.d_input_rows, plan_of(problem).programs
-    head, block, by_class = head_with_contiguous_rows(w[:classes], (step, tile_config.D_BLOCK // 2))
-    tiles = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK)
-    schedule = tile_config.choose_schedule(tiles, cdiv(classes, step), programs, splits_tiles=config.splits_tiles)
-    pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
-    sizes = active.start, n, hidden, classes
-    launch(
-        d_input_kernel,
-        (programs,),
-        Blocks(head, block, gluon=True),
-        Blocks(e, (tile_rows, step), gluon=True),
-        *pointers,
-        *sizes,
-        *schedule,
-        STAGES=tile_config.D_INPUT_STAGES,
-        W_BY_CLASS=by_class,
-        num_warps=4,
-    )
-    if schedule.partial_tiles:
-        launch(
-            d_input_sum_kernel,
-            (schedule.split_tiles, tile_config.D_BLOCK // 32, tile_rows // 64),
-            *pointers,
-            *sizes,
-            schedule.full_waves * programs,
-            schedule.split_tiles,
-            schedule.split_factor,
-            schedule.tail_programs,
-            TILE_N=tile_rows,
-            BLOCK_D=32,
-            BLOCK_N=64,
-            num_warps=4,
-        )
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInputLaunch:
+    """Returns what `input_grad.store_d_input` launches."""
+    step, w = tile_config.D_INPUT_STEP, problem.linear_weight[: e.shape[1]]
+    head, block, by_class = head_with_contiguous_rows(w, (step, tile_config.D_BLOCK // 2))
+    matrices = Blocks(head, block, gluon=True), Blocks(e, (config.d_input_rows, step), gluon=True)
+    constexprs = {"STAGES": tile_config.D_INPUT_STAGES, "W_BY_CLASS": by_class, "num_warps": 4}
+    return DInputLaunch(d_input_kernel, matrices, constexprs)

@@ -10,8 +10,8 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
 
 The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
-`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
-`row_kernels.py` or `target_grad.py`.
+`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
+`ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`, `input_grad.py` or `target_grad.py`.
 """
 
 from functools import lru_cache

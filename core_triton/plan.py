@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked
-from core_triton.tile_config import ScaledExpConfig, TileConfig
+from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
 
@@ -88,12 +88,12 @@ class ExecutionPlan:
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
         tile: the tile of logits; None if no kernel runs.
-        ampere_tile: the tile of `ampere_logits`; None if another kernel computes the scaled exponentials. It has the
-            same rows and classes as `tile`.
+        ampere_tile: the tile of `ampere_logits` and `ampere_gradients`; None if other kernels run. It has the same rows
+            and classes as `tile`.
         chunks: the rows of a chunk, and what depends on them.
         casts_head: whether the head is copied, one vocabulary chunk at a time, to the input's dtype or to rows that the
             kernels can read.
-        d_input_kernel: whether our kernel computes d_input, or cuBLAS's GEMM and a pass over its result.
+        d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
         programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`.
@@ -111,7 +111,7 @@ class ExecutionPlan:
     ampere_tile: TileConfig | None
     chunks: ChunkConfig | ScaledExpConfig
     casts_head: bool
-    d_input_kernel: bool
+    d_input_tiling: DInputTiling | None
     d_weight_kernel: bool
     holds_rows: bool
     programs: int
@@ -133,14 +133,18 @@ class ExecutionPlan:
     @property
     def uses_library(self) -> bool:
         """Whether a matmul of PyTorch (cuBLAS) runs."""
-        return self.path != "scaled_exp" or not (self.d_input_kernel and self.d_weight_kernel)
+        return self.path != "scaled_exp" or self.d_input_tiling is None or not self.d_weight_kernel
 
     def __str__(self) -> str:
         family = None
         if self.path != "chunked":
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
-        ours = {"logits": self.path != "chunked", "d_input": self.d_input_kernel, "d_weight": self.d_weight_kernel}
+        ours = {
+            "logits": self.path != "chunked",
+            "d_input": self.d_input_tiling is not None,
+            "d_weight": self.d_weight_kernel,
+        }
         return describe_plan(
             path=self.path,
             kernels=family,
@@ -185,7 +189,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, False, None, None, None, chunks, w.dtype != x.dtype,
-            d_input_kernel=False, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
+            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
             memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     capability = key.device.capability
@@ -214,7 +218,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
         ampere = pointers and key.device.type == "cuda" and x.itemsize == 2
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
-        d_input_kernel = hopper and not casts_head
+        tiling = None
+        if (hopper or ampere) and not casts_head:
+            tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
         d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
         call = None
@@ -245,14 +251,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             holds=holds_rows,
             needs_cast=casts_head,
             statistics=key.statistics,
-            programs=key.device.multiprocessors if d_input_kernel else 0,
+            tiling=tiling,
             copied=key.copied_bytes,
             call=call,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
-            d_input_kernel=d_input_kernel, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
+            d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
@@ -272,6 +278,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
-        d_input_kernel=False, d_weight_kernel=False, holds_rows=False,
+        d_input_tiling=None, d_weight_kernel=False, holds_rows=False,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

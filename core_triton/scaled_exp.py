@@ -23,7 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import ampere_logits, hopper_gradients, hopper_logits, kernels, row_kernels, target_grad, tile_config
+from core_triton import (
+    ampere_gradients,
+    ampere_logits,
+    hopper_gradients,
+    hopper_logits,
+    input_grad,
+    kernels,
+    row_kernels,
+    target_grad,
+    tile_config,
+)
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
@@ -313,8 +323,11 @@ def _store_d_input(
     d_input: Tensor,
 ) -> None:
     """Writes the rows of d_input of a chunk: (32)."""
-    if plan_of(problem).d_input_kernel:
-        hopper_gradients.store_d_input(
+    plan = plan_of(problem)
+    if plan.d_input_tiling is not None:
+        made = (hopper_gradients if plan.hopper else ampere_gradients).d_input_launch(problem, config, e)
+        input_grad.store_d_input(
+            made,
             problem,
             config,
             e,

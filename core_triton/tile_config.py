@@ -63,6 +63,7 @@ def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
 
 def choose_ampere_tile(tile: TileConfig, capability: int) -> TileConfig:
     """Returns the tile of `ampere_logits` on a GPU of compute capability 8.x. It has the rows and classes of `tile`.
+    `ampere_gradients` has the same steps and stages.
 
     Two steps of 64 hidden units take 64 KiB, as four of 32 do, and need half as many barriers. On an H100, with the
     kernel compiled for sm_80, a chunk of Llama takes 5.04 ms (four steps of 32: 5.50 ms), one of Qwen 1.20 (1.35) and
@@ -79,7 +80,7 @@ class SplitKSchedule(NamedTuple):
 
     d_input has few tiles, and each is a sum over all classes. With whole tiles only, programs would be idle. Programs
     that run at the same time read the same classes, so that they share what they read from device memory
-    (`hopper_gradients.work_unit_of`).
+    (`input_grad.work_unit_of`).
 
     Args:
         full_waves: whole tiles that each program computes first, data-parallel.
@@ -176,7 +177,7 @@ class ScaledExpConfig:
         rows: rows of a chunk.
         d_input_rows: rows of d_input computed at a time: a part of the chunk for cuBLAS's GEMM, a tile for our
             kernel.
-        splits_tiles: d_input's tiles may be split along the classes: `SplitKSchedule`.
+        splits_tiles: the tiles of our kernel may be split along the classes: `SplitKSchedule`.
         head_rows: rows of the head that a matmul takes at a time: all of them, unless they must be cast.
         blocks: class blocks. Each has partial sums.
         scratch: float32 elements of one buffer, first for partial sums, then for the matmul of d_input.
@@ -194,11 +195,44 @@ class ScaledExpConfig:
 
 ROW_BLOCK = 128
 
-D_INPUT_ROWS = 512  # matmuls of 512 rows are as fast as larger ones: cuBLAS splits them along the vocabulary
+# Rows of a matmul of cuBLAS that computes d_input, where no kernel of ours does. On Hopper 512 are as fast as more,
+# because cuBLAS splits the matmul along the classes. Its kernels for sm_80 do not: on an H100 they reach 233 TFLOP/s
+# with 512 rows of Qwen and 284 with 512 rows of Gemma, where large matmuls reach 450.
+D_INPUT_ROWS = 512
 
-# Rows of the kernel's tile of d_input, and whether tiles may be split. The wider tile is faster. The narrower one takes
-# half the memory where tiles are split. Whole tiles take no memory but leave programs idle.
-TILE_ROWS = ((256, True), (128, True), (256, False), (128, False))
+
+class DInputTiling(NamedTuple):
+    """How a kernel of d_input divides its matmul.
+
+    Args:
+        programs: of the persistent kernel, on all multiprocessors together.
+        per_multiprocessor: programs that a multiprocessor runs at the same time.
+        step: classes of a step of the matmul.
+        rows: rows of a tile, which has D_BLOCK columns: the fastest first.
+    """
+
+    programs: int
+    per_multiprocessor: int
+    step: int
+    rows: tuple[int, ...]
+
+    @property
+    def choices(self) -> list[tuple[int, bool]]:
+        """Rows of a tile, and whether tiles may be split. A narrower tile takes half the memory where tiles are split.
+        Whole tiles take no memory but leave programs idle."""
+        return [(rows, splits_tiles) for splits_tiles in (True, False) for rows in self.rows]
+
+
+def choose_d_input_tiling(multiprocessors: int, ampere_tile: TileConfig | None) -> DInputTiling:
+    """Returns how d_input is divided: on Hopper, or with the tile of `ampere_logits`.
+
+    The kernel of `ampere_gradients` multiplies as that of the exponentials does, so that a multiprocessor runs two
+    programs of it, too.
+    """
+    if ampere_tile is None:
+        return DInputTiling(multiprocessors, 1, D_INPUT_STEP, (256, 128))
+    return DInputTiling(2 * multiprocessors, 2, ampere_tile.block_d, (ampere_tile.block_n,))
+
 
 CAST_BYTES = 2**25
 
@@ -217,7 +251,7 @@ def choose_scaled_exp(
     holds: bool,
     needs_cast: bool,
     statistics: bool,
-    programs: int,
+    tiling: DInputTiling | None,
     copied: int = 0,
     call: chunk_cost.Call | None = None,
     budget: int,
@@ -237,7 +271,7 @@ def choose_scaled_exp(
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: the largest logits are computed.
-        programs: programs of the kernel that computes d_input; 0 if cuBLAS computes it.
+        tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         copied: bytes of the contiguous copies of strided vectors.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
@@ -259,18 +293,19 @@ def choose_scaled_exp(
 
     @cache
     def schedule_of(rows: int, tile_rows: int, splits_tiles: bool) -> SplitKSchedule:
+        assert tiling is not None
         d_tiles = -(-rows // tile_rows) * -(-hidden // D_BLOCK)
-        return choose_schedule(d_tiles, -(-classes // D_INPUT_STEP), programs, splits_tiles=splits_tiles)
+        return choose_schedule(d_tiles, -(-classes // tiling.step), tiling.programs, splits_tiles=splits_tiles)
 
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
-        if not programs:
+        if tiling is None:
             return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
         sizes = {rows, tokens % rows or rows}
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
 
     def config(rows: int, tile_rows: int, splits_tiles: bool, head_rows: int) -> ScaledExpConfig:
-        d_input_rows = tile_rows if programs else rows if needs_cast else min(rows, D_INPUT_ROWS)
+        d_input_rows = tile_rows if tiling else rows if needs_cast else min(rows, D_INPUT_ROWS)
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
@@ -282,12 +317,14 @@ def choose_scaled_exp(
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
         if call is None or not d_input:
             return None
-        if not programs:
+        if tiling is None:
             return chunk_cost.library_d_input(call, rows)
         schedule = schedule_of(rows, found.d_input_rows, found.splits_tiles)
         share = 1 - schedule.split_iters / schedule.iters_per_tile
         partial_bytes = 4 * schedule.partial_tiles * found.d_input_rows * D_BLOCK
-        return chunk_cost.DInput(found.d_input_rows, schedule.longest * D_INPUT_STEP, share, partial_bytes)
+        # Programs of the same multiprocessor share its matrix units.
+        longest = schedule.longest * tiling.step * tiling.per_multiprocessor
+        return chunk_cost.DInput(found.d_input_rows, longest, share, partial_bytes)
 
     def ms(found: ScaledExpConfig) -> float:
         assert call is not None
@@ -313,10 +350,11 @@ def choose_scaled_exp(
     # A vocabulary chunk narrower than a tile needs less memory for the cast and more for partial sums: each chunk has
     # at least one.
     narrow = [min(classes, vocab_chunk) for vocab_chunk in (MIN_VOCAB_CHUNK, block_v)] if needs_cast else [classes]
+    tiles = [(D_INPUT_ROWS, False)] if tiling is None else tiling.choices
     smallest = min(
-        ((*TILE_ROWS[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
+        ((*tiles[-1], vocab_chunk) for vocab_chunk in narrow), key=lambda choice: config(least_rows, *choice).bytes
     )
-    choices = [(*choice, head_rows) for choice in (TILE_ROWS if programs else TILE_ROWS[-1:])]
+    choices = [(*choice, head_rows) for choice in tiles]
     together = [choices] if call is not None else [[choice] for choice in choices]
     fitting = [found for some in together if (found := best(*some)) is not None]
     if not fitting:

@@ -48,6 +48,7 @@ TORCH = tests("core_triton_numeric", "test_case")
 COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
 AMPERE = tests("core_triton_kernels", "two_programs and 80")
+INPUT_GRAD = tests("core_triton_input_grad", "d_input")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -133,6 +134,16 @@ TRITON_KERNELS = (
         "core_triton/kernels.py", "8 if crowded and plan.pointers", "4 if crowded and plan.pointers", COMPILED_SM80
     ),
     Mutation("core_triton/tile_config.py", "block_d=64, num_stages=2", "block_d=64, num_stages=3", AMPERE),
+    Mutation("core_triton/ampere_common.py", "wait_group(STAGES - 2)", "wait_group(STAGES - 1)", INPUT_GRAD),
+    Mutation(
+        "core_triton/ampere_common.py",
+        "columns_of(b_matrix, b_stride, column",
+        "columns_of(b_matrix, b_stride, row",
+        INPUT_GRAD,
+    ),
+    Mutation("core_triton/ampere_gradients.py", "classes // UNIT * UNIT", "classes", INPUT_GRAD),
+    Mutation("core_triton/ampere_gradients.py", "columns * BLOCK_N, 0) +", "columns + BLOCK_N, 0) +", INPUT_GRAD),
+    Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
     # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
     Mutation(
         "core_triton/hopper_common.py",

@@ -289,6 +289,9 @@ def test_frozen_arrays_and_gpus_without_the_kernels_of_hopper_have_an_estimate(f
         made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, gpu=gpu)
         assert made.path == "scaled_exp"
         assert not choice.call.d_weight_kernel
+        # Our kernel of PyTorch has tiles of 128 rows. The matmul of XLA counts as one with tiles of 256.
+        assert choice.chunk.d_input is not None
+        assert choice.chunk.d_input.tile_rows == (128 if framework == "torch" else 256)
         assert made.chunks.rows >= 1024
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import core_triton.chunk_config
 import core_triton.tile_config
 import jax_pallas.chunk_config
+from core_triton.tile_config import DInputTiling, choose_ampere_tile, choose_d_input_tiling, choose_tile
 from linear_ce import chunking
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 
@@ -162,6 +163,15 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name, parameter in signature(choose).parameters.items() if parameter.annotation is bool)
 
 
+# Of cuBLAS, an H100, an A100 and an L40S.
+AMPERE_TILES = [choose_ampere_tile(choose_tile(2, capability, 4096), capability) for capability in (80, 89)]
+TILINGS = [
+    None,
+    choose_d_input_tiling(132, None),
+    *(choose_d_input_tiling(many, tile) for many, tile in zip((108, 142), AMPERE_TILES, strict=True)),
+]
+
+
 @st.composite
 def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Draws the arguments of `choose_scaled_exp` except the budget."""
@@ -174,7 +184,7 @@ def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "itemsize": 2 if options["stores"] else draw(st.sampled_from((2, 4))),
         "block_v": draw(st.sampled_from((128, 256))),
         "holds": options["holds"] and options["d_input"],
-        "programs": draw(st.sampled_from((0, 108, 132))),
+        "tiling": draw(st.sampled_from(TILINGS)),
     }
 
 
@@ -255,7 +265,7 @@ def test_more_budget_gives_the_kernels_no_more_chunks(
     choose = getattr(core_triton.tile_config, name)
     options = data.draw(scaled_exp_arguments() if name == "choose_scaled_exp" else recomputed())
     if name == "choose_scaled_exp":
-        options |= {"programs": 0, "needs_cast": False}  # split tiles and wide chunks of the head can cost rows
+        options |= {"tiling": None, "needs_cast": False}  # split tiles and wide chunks of the head can cost rows
     else:
         options |= dict.fromkeys(flags(choose), False) | {"head_copies": 0}  # wide vocabulary chunks can cost rows too
     budget = refusal(choose, options) + times * more
@@ -279,9 +289,9 @@ def test_schedules_divide_all_tiles(tiles: int, iters: int, programs: int, split
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize(("mebibytes", "rows"), [(128, 256), (512, 768), (2048, 3072)])
-@pytest.mark.parametrize("programs", [0, 132])
+@pytest.mark.parametrize("tiling", TILINGS[:3])  # an L40S has more programs, whose partial tiles take more memory
 def test_models_fit_the_budgets_of_the_kernels(
-    shape: tuple[int, int], mebibytes: int, rows: int, programs: int
+    shape: tuple[int, int], mebibytes: int, rows: int, tiling: DInputTiling | None
 ) -> None:
     hidden, classes = shape
     budget = mebibytes * 2**20
@@ -295,7 +305,7 @@ def test_models_fit_the_budgets_of_the_kernels(
         }
         # Matmuls of fewer rows would leave a GPU idle.
         scaled_exp_options: dict[str, Any] = dict.fromkeys(flags(core_triton.tile_config.choose_scaled_exp), False)
-        scaled_exp_options |= common | {"statistics": statistics, "programs": programs}
+        scaled_exp_options |= common | {"statistics": statistics, "tiling": tiling}
         scaled_exp_options |= dict.fromkeys(("stores", "d_input", "holds"), True)
         plan_a = core_triton.tile_config.choose_scaled_exp(**scaled_exp_options, budget=budget)
         assert plan_a.bytes <= budget

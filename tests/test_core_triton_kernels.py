@@ -197,7 +197,7 @@ COMPILED = [
 
 def multiplies(launch: Launch) -> str:
     """Returns the dtype of the operands that a kernel multiplies, or "" if it has no matmul."""
-    names = ("x_desc", "w_desc", "e_desc", "x_matrix", "w_matrix")
+    names = ("x_desc", "w_desc", "e_desc", "x_matrix", "w_matrix", "e_matrix")
     operands = [kind for name, kind in launch.signature if name in names]
     return operands[0].removeprefix("*").removeprefix("tensordesc<").partition("[")[0] if len(operands) > 1 else ""
 
@@ -271,10 +271,12 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
     call = Call("train", "llama3-8b", implementation="triton_sm80")
-    chosen = [launch for launch in launches_of(90, call.run) if launch.kernel.__name__ == "exponentials_kernel"]
-    assert chosen
+    names = ("exponentials_kernel", "d_input_kernel")
+    chosen = [launch for launch in launches_of(90, call.run) if launch.kernel.__name__ in names]
+    assert {launch.kernel.__name__ for launch in chosen} == {*names}
     for launch in set(chosen):
         ptx = compile_launch(launch, 90).ptx
+        assert not compile_launch(launch, 90).stack, f"{launch.name} spills registers"
         assert MATRIX_UNITS[80] in ptx
         assert MATRIX_UNITS[90] not in ptx
         assert_pipelined(launch, 90)
@@ -282,13 +284,31 @@ def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() ->
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
-def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernel(arch: int, step: int, stages: int) -> None:
+def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
-    assert chosen
+    assert len(chosen) == 2
     for launch in chosen:
-        assert {"BLOCK_D": step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
+        inner = "BLOCK_V" if launch.kernel.__name__ == "d_input_kernel" else "BLOCK_D"
+        assert {inner: step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
         shared = compile_launch(launch, arch).shared
         assert 2 * (shared + RESERVED) <= SHARED_MEMORY[arch] + RESERVED, f"{launch.name} takes {shared} bytes"
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (89, 89), (90, 90)])
+def test_d_input_for_compute_capability_8_takes_either_head(arch: int, capability: int, transposed: bool) -> None:
+    """A proxy on Hopper too. Compute capability 8.6 runs what 8.9 does."""
+    call = Call("train", "qwen2.5-0.5b", transposed=transposed, implementation="triton_sm80")
+    launched = [launch for launch in launches_of(arch, call.run) if "ampere_gradients" in launch.kernel.__module__]
+    assert launched
+    for launch in launched:
+        compiled = compile_launch(launch, capability)
+        assert not compiled.stack, f"{launch.name} spills registers"
+        assert_pipelined(launch, capability)
+        # The epilogue of a tile uses the memory of the matmul's stages.
+        sizes = dict(launch.constexprs)
+        assert compiled.shared == sizes["STAGES"] * 2 * sizes["BLOCK_V"] * (sizes["BLOCK_N"] + sizes["BLOCK_D"])
 
 
 @pytest.mark.slow
@@ -344,9 +364,9 @@ def test_every_kernel_is_launched(arch: int) -> None:
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad"}
     if arch == 90:
-        modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients"}
+        modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:
-        modules |= {"core_triton.ampere_logits"}
+        modules |= {"core_triton.ampere_logits", "core_triton.ampere_gradients", "core_triton.input_grad"}
     for module in modules:
         expected = kernels_of(sys.modules[module])
         if arch == 90:  # Hopper has another d_logits kernel

@@ -1,6 +1,6 @@
-"""Tests how the programs of core_triton's d_input kernel divide its tiles, in Python.
+"""Tests how the programs of core_triton's d_input kernels divide its tiles, in Python.
 
-test_jax_pallas_hopper_gradients.py tests the same of jax_pallas.
+test_jax_pallas_input_grad.py tests the same of jax_pallas.
 """
 
 from types import SimpleNamespace
@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core_triton import hopper_gradients
+from core_triton import input_grad
 from core_triton.launch import cdiv
 from core_triton.tile_config import SplitKSchedule, choose_schedule
 
 
-def work_units(program: int, programs: int, schedule: SplitKSchedule) -> list[hopper_gradients.WorkUnit]:
+def work_units(program: int, programs: int, schedule: SplitKSchedule) -> list[input_grad.WorkUnit]:
     """Runs the kernel's functions that divide the work, in Python, for one program."""
     language = SimpleNamespace(
         program_id=lambda axis: program,
@@ -23,10 +23,10 @@ def work_units(program: int, programs: int, schedule: SplitKSchedule) -> list[ho
         maximum=max,
         where=lambda condition, yes, no: yes if condition else no,
     )
-    in_python = SimpleNamespace(last_tails_of=hopper_gradients.last_tails_of.fn, gl=language)
-    with mock.patch.multiple(hopper_gradients, **vars(in_python)):
-        count = hopper_gradients.num_work_units.fn(schedule)
-        return [hopper_gradients.work_unit_of.fn(index, schedule) for index in range(count)]
+    in_python = SimpleNamespace(last_tails_of=input_grad.last_tails_of.fn, gl=language)
+    with mock.patch.multiple(input_grad, **vars(in_python)):
+        count = input_grad.num_work_units.fn(schedule)
+        return [input_grad.work_unit_of.fn(index, schedule) for index in range(count)]
 
 
 def summed(schedule: SplitKSchedule, index: int) -> list[int]:
@@ -43,12 +43,14 @@ def summed(schedule: SplitKSchedule, index: int) -> list[int]:
 @given(
     tiles=st.integers(1, 600),
     iters=st.integers(1, 4000),
-    programs=st.sampled_from((4, 78, 108, 114, 132, 148)),
+    programs=st.sampled_from((4, 78, 108, 114, 132, 148, 216, 264)),
     splits_tiles=st.booleans(),
 )
 # 1,024 rows of gpt-oss-20b: two waves of 40 tails, then 12 in three parts. Of Gemma-2 2B: 60, then 12 in five parts.
 @example(tiles=92, iters=3143, programs=132, splits_tiles=True)
 @example(tiles=72, iters=4000, programs=132, splits_tiles=True)
+# 1,664 rows of Qwen with two programs for each multiprocessor of an H100.
+@example(tiles=91, iters=2374, programs=264, splits_tiles=True)
 def test_each_iteration_is_computed_once(tiles: int, iters: int, programs: int, splits_tiles: bool) -> None:
     schedule = choose_schedule(tiles, iters, programs, splits_tiles=splits_tiles)
     of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}

@@ -132,8 +132,9 @@ def test_files_are_short(package: str) -> None:
 
 
 KERNELS = (
-    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py", "ampere_logits.py"),
-    *("kernels.py", "row_kernels.py", "target_grad.py", "launch.py"),
+    *("hopper_common.py", "hopper_logits.py", "hopper_gradients.py"),
+    *("ampere_common.py", "ampere_logits.py", "ampere_gradients.py"),
+    *("kernels.py", "row_kernels.py", "input_grad.py", "target_grad.py", "launch.py"),
 )
 
 # Public functions and classes that only one framework needs, with the reason.
@@ -161,7 +162,7 @@ ONE_FRAMEWORK_ONLY = {
     },
     "tile_config.py": {
         "padded_hidden",  # JAX makes no padded copies for TMA
-        "choose_ampere_tile",  # Pallas has no such kernel
+        *("choose_ampere_tile", "DInputTiling", "choose_d_input_tiling"),  # Pallas has no such kernels
         *("TritonTile", "triton_tile", "unaligned"),  # a separate backend from the Hopper kernels
         *("schedule_of", "d_input_scratch"),  # the rows of a tile are chosen too
         "cdiv",  # in PyTorch, launch.py defines it

@@ -1,0 +1,139 @@
+"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile.
+
+They are in Triton's Gluon dialect. Triton's own pipelining copies the next steps of the matmul asynchronously
+(cp.async). But at each step it first waits for a step's operands, then reads all of them from shared memory (ldmatrix),
+and only then multiplies, so the tensor cores wait for the reads. Here the next 16 elements of the inner dimension are
+read to registers while the current ones are multiplied, also from one step to the next. A multiprocessor runs two
+programs of four warps, so that one multiplies while the other is in its epilogue. The kernels are in
+`ampere_logits.py` and `ampere_gradients.py`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+SLICE = gl.constexpr(16)  # elements of the inner dimension of a matrix instruction (mma.sync)
+
+UNIT = gl.constexpr(8)  # elements of a copy of 16 bytes
+
+OUTSIDE = gl.constexpr(2**30)  # in place of an inner index: more than any, so that zeros are copied
+
+MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, 2], [16, 8]))  # of a tile's sums: four warps
+
+
+class Operand(NamedTuple):
+    """The steps of an operand of a tile's matmul in global memory: (rows, BLOCK_K), or (BLOCK_K, columns)."""
+
+    base: Any  # the pointer to the first element of the first step
+    stride: Any  # elements from one inner index to the next
+    offsets: Any  # of a step's elements
+    inner_ids: Any  # the inner indices of a step's elements; OUTSIDE for columns past the last
+
+
+class Steps(NamedTuple):
+    """The part of the inner dimension that a matmul adds up."""
+
+    first: Any  # inner index, a multiple of BLOCK_K
+    last: Any  # the inner index after the last
+
+
+@gluon.jit
+def rows_of(matrix, stride, first, rows, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Returns the operand of BLOCK rows from `first` on, which are contiguous along the inner dimension. In place of
+    rows past the last, the last is read again."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
+    row_ids = gl.minimum(gl.arange(0, BLOCK, gl.SliceLayout(1, layout)), rows - 1 - first)
+    inner_ids = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    row_stride = stride // UNIT * UNIT  # `kernels.block_pointers`
+    offsets = gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(inner_ids, 0)
+    return Operand(matrix + first.to(gl.int64) * row_stride, 1, offsets, gl.expand_dims(inner_ids, 0))
+
+
+@gluon.jit
+def columns_of(matrix, stride, first, columns, BLOCK: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Returns the operand of BLOCK columns from `first` on, with zeros past the last."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK, BLOCK // 8], [4, 1], [1, 0])
+    column_ids = gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    inner_ids = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))
+    row_stride = stride // UNIT * UNIT
+    offsets = gl.expand_dims(inner_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)
+    inside = gl.expand_dims(first + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
+    return Operand(
+        matrix + first, row_stride.to(gl.int64), offsets, gl.where(inside, gl.expand_dims(inner_ids, 1), OUTSIDE)
+    )
+
+
+@gluon.jit
+def copy_operand(buffer, operand, k, end):
+    """Starts to copy the step of an operand at the inner index k. Elements from `end` on become zeros."""
+    pointers = operand.base + k * operand.stride + operand.offsets
+    async_copy.async_copy_global_to_shared(buffer, pointers, mask=k + operand.inner_ids < end)
+
+
+@gluon.jit
+def read_slice(a_buffer, b_buffer, i: gl.constexpr, B_BY_COLUMN: gl.constexpr):
+    """Reads the slice `i` of a step to registers: a (BLOCK_N, SLICE) and b (SLICE, BLOCK_V)."""
+    a = a_buffer.slice(SLICE * i, SLICE, 1).load(gl.DotOperandLayout(0, MMA, 2))
+    if B_BY_COLUMN:
+        b = b_buffer.slice(SLICE * i, SLICE, 1).permute([1, 0]).load(gl.DotOperandLayout(1, MMA, 2))
+    else:
+        b = b_buffer.slice(SLICE * i, SLICE, 0).load(gl.DotOperandLayout(1, MMA, 2))
+    return a, b
+
+
+@gluon.jit
+def multiply_tile(
+    a_matrix, a_stride, row, rows, b_matrix, b_stride, column, columns, steps,
+    BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    B_BY_COLUMN: gl.constexpr,
+):  # fmt: skip
+    """Returns the tile of a @ b at (row, column), (BLOCK_N, BLOCK_V) float32 in the layout MMA.
+
+    a is stored as (rows, inner), and b as (columns, inner) if B_BY_COLUMN, otherwise as (inner, columns). Matrices that
+    are contiguous along the inner dimension are read up to the next multiple of UNIT after `steps.last`: these elements
+    of one of them must be zeros, and those of the other finite.
+    """
+    # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
+    narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_K, BLOCK_K // 8, [1, 0])
+    wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    dtype: gl.constexpr = a_matrix.dtype.element_ty
+    a_step = rows_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
+    a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], narrow)
+    if B_BY_COLUMN:
+        b_step = rows_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)
+        b_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_V, BLOCK_K], narrow)
+    else:
+        b_step = columns_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)
+        b_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_V], wide)
+
+    SLICES: gl.constexpr = BLOCK_K // SLICE
+    end = gl.cdiv(steps.last, UNIT) * UNIT  # rows start at multiples of 16 bytes, so these elements can be read
+    b_end = end if B_BY_COLUMN else steps.last
+    for stage in gl.static_range(STAGES):
+        copy_operand(a_buffers.index(stage), a_step, steps.first + stage * BLOCK_K, end)
+        copy_operand(b_buffers.index(stage), b_step, steps.first + stage * BLOCK_K, b_end)
+        async_copy.commit_group()
+    acc = gl.zeros([BLOCK_N, BLOCK_V], gl.float32, MMA)
+    async_copy.wait_group(STAGES - 1)
+    a, b = read_slice(a_buffers.index(0), b_buffers.index(0), 0, B_BY_COLUMN)
+    stage = 0
+    for k in range(steps.first, steps.last, BLOCK_K):
+        a_now, b_now = a_buffers.index(stage), b_buffers.index(stage)
+        for i in gl.static_range(1, SLICES):
+            next_a, next_b = read_slice(a_now, b_now, i, B_BY_COLUMN)
+            acc = mma_v2(a, b, acc)
+            a, b = next_a, next_b
+        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        # The next step has arrived, and all warps have read this step. The step that replaces it is copied before the
+        # next slice is read: otherwise the compiler adds a barrier.
+        async_copy.wait_group(STAGES - 2)
+        copy_operand(a_now, a_step, k + STAGES * BLOCK_K, end)
+        copy_operand(b_now, b_step, k + STAGES * BLOCK_K, b_end)
+        async_copy.commit_group()
+        next_a, next_b = read_slice(a_buffers.index(stage), b_buffers.index(stage), 0, B_BY_COLUMN)
+        acc = mma_v2(a, b, acc)
+        a, b = next_a, next_b
+    async_copy.wait_group(0)  # the last copies write zeros to buffers whose memory is about to be reused
+    return acc

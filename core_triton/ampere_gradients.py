@@ -1,0 +1,105 @@
+"""The gradient matmul of plan A with scaled exponentials for compute capability 8.x, in Triton's Gluon dialect.
+
+    d_input = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
+
+cuBLAS computes d_weight. Its kernels for sm_80 do not split d_input's sum over the classes, so they leave
+multiprocessors idle: E W of 512 rows has few tiles. Here persistent programs divide the tiles as on Hopper
+(`input_grad.py`), with the matmul of `ampere_common.py`.
+"""
+
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from core_triton import tile_config
+from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile
+from core_triton.hopper_common import active_rows, quarters
+from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
+from core_triton.kernels import NOT_SPECIALIZED, head_with_contiguous_rows
+from core_triton.problem import Problem, plan_of
+from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
+
+
+@gluon.jit
+def add_last_classes(acc, w_matrix, w_stride, e_matrix, e_stride, row_ids, columns, rows, hidden, steps):
+    """Adds the classes of `steps` to a tile, one at a time. The head is stored as (D, V)."""
+    e_pointers = e_matrix + row_ids.to(gl.int64) * e_stride
+    w_pointers = w_matrix + columns.to(gl.int64) * w_stride
+    for k in range(steps.first, steps.last):
+        e = gl.load(e_pointers + k, mask=row_ids < rows, other=0.0).to(gl.float32)
+        w = gl.load(w_pointers + k, mask=columns < hidden, other=0.0).to(gl.float32)
+        acc += gl.expand_dims(e, 1) * gl.expand_dims(w, 0)
+    return acc
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])
+def d_input_kernel(
+    w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+    weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
+    W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """`hopper_gradients.d_input_kernel`, with steps of BLOCK_V classes.
+
+    e must be 0 from its last class to the next multiple of UNIT.
+    """
+    active = active_rows(count_ptr, start, 0, rows)
+    d_blocks = gl.cdiv(hidden, BLOCK_D)
+    schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
+    io = DInputIO(
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
+    )
+    WIDTH: gl.constexpr = BLOCK_D // 4
+    by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
+    for index in tl.range(0, num_work_units(schedule), disable_licm=True):
+        unit = work_unit_of(index, schedule)
+        row, d = (unit.tile // d_blocks) * BLOCK_N, (unit.tile % d_blocks) * BLOCK_D
+        if row < active:
+            first, last = unit.first * BLOCK_V, gl.minimum(unit.last * BLOCK_V, classes)
+            whole = last
+            if not W_BY_CLASS:
+                # Rows of the head are read 16 bytes at a time. What follows the last class there may be NaN, so the
+                # classes of the last, incomplete 16 bytes are added apart.
+                whole = gl.minimum(last, classes // UNIT * UNIT)
+            acc = multiply_tile(
+                e_matrix, e_stride, row, rows, w_matrix, w_stride, d, hidden, Steps(first, whole),
+                BLOCK_N, BLOCK_D, BLOCK_V, STAGES, not W_BY_CLASS,
+            )  # fmt: skip
+            row_ids = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))
+            columns = gl.arange(0, BLOCK_D, gl.SliceLayout(0, MMA))
+            if not W_BY_CLASS:
+                acc = add_last_classes(
+                    acc, w_matrix, w_stride, e_matrix, e_stride, row + row_ids, d + columns, rows, hidden,
+                    Steps(whole, last),
+                )  # fmt: skip
+            if unit.slot >= 0:  # transposed, as a partial tile is on Hopper
+                within = gl.expand_dims(columns * BLOCK_N, 0) + gl.expand_dims(row_ids, 1)
+                gl.store(io.part_ptr + unit.slot.to(gl.int64) * (BLOCK_D * BLOCK_N) + within, acc)
+            else:
+                pieces = quarters(acc, MMA)
+                for i in gl.static_range(4):
+                    total = gl.convert_layout(pieces[i], by_quarter)
+                    piece_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_quarter))
+                    piece_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_quarter))
+                    finish_rows(total, piece_rows, piece_columns, io, active, hidden, classes)
+
+
+def d_input_launch(problem: Problem, config: ScaledExpConfig, e: Tensor) -> DInputLaunch:
+    """Returns what `input_grad.store_d_input` launches."""
+    plan = plan_of(problem)
+    tile = plan.ampere_tile
+    assert tile is not None
+    w = problem.linear_weight[: e.shape[1]]
+    head, _, by_class = head_with_contiguous_rows(w, (tile.block_d, tile_config.D_BLOCK))
+    constexprs = {
+        "W_BY_CLASS": by_class,
+        "BLOCK_N": config.d_input_rows,
+        "BLOCK_D": tile_config.D_BLOCK,
+        "BLOCK_V": tile.block_d,
+        "STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
+        **({"arch": plan.arch} if plan.arch else {}),
+    }
+    return DInputLaunch(d_input_kernel, (head, head.stride(0), e, e.stride(0)), constexprs)

@@ -1,0 +1,151 @@
+"""Runs the kernel of d_input for compute capability 8.x, and the fix-up of split tiles, in NumPy (`gluon_in_numpy`)."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import gluon_in_numpy
+import pytest
+import torch
+from torch import Tensor
+
+from core_triton import ampere_common, ampere_gradients, hopper_common, input_grad, tile_config
+from core_triton.kernels import Active
+from core_triton.launch import At
+from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, make_plan
+from core_triton.problem import Problem, layout_of
+from core_triton.tile_config import D_BLOCK, choose_d_input_tiling, choose_schedule, padded
+from linear_ce.spec import LossSpec
+
+MODULES = (ampere_common, ampere_gradients, hopper_common, input_grad)
+START = 3  # of the chunk: rows of the call before it
+
+
+def plan_for(x: Tensor, w: Tensor, classes: int, capability: int) -> ExecutionPlan:
+    plan = make_plan(
+        PlanKey(
+            "loss_and_gradients", layout_of(x), layout_of(w), classes, copied_bytes=0, label_smoothing=False,
+            softcap=False, entropy=False, d_input=True, d_weight=True, d_bias=False, statistics=False,
+            memory_budget=2**28, implementation="triton", device=DeviceInfo("cuda", capability, 108, "a100"),
+        )
+    )  # fmt: skip
+    assert plan.ampere_tile is not None
+    assert not plan.casts_head
+    return plan
+
+
+def head(classes: int, d: int, *, transposed: bool, generator: torch.Generator) -> Tensor:
+    """Returns a head with three rows of padding. What is not of the head, in its memory and in these rows, is NaN."""
+    rows, columns = (d, classes + 3) if transposed else (classes + 3, d)
+    whole = torch.full((rows, -(-columns // 8) * 8 + 16), torch.nan, dtype=torch.bfloat16)
+    whole[:, :columns] = torch.randn(rows, columns, generator=generator)
+    w = whole[:, :columns].T if transposed else whole[:, :columns]
+    w[classes:] = torch.nan
+    return w
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    error = (found.double() - wanted).norm() / wanted.norm()
+    assert error < 3e-3, f"the relative error is {error:.1e}"  # rounding to bfloat16 makes 1.7e-3
+
+
+# Rows and D that are no multiples of a tile, classes that are no multiples of a step or of 8, and fewer than 8.
+CASES: list[dict[str, Any]] = [
+    {"rows": 300, "d": 200, "classes": 520, "multiprocessors": 2},
+    {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 2, "active": 250},
+    {"rows": 300, "d": 200, "classes": 523, "multiprocessors": 2, "transposed": True},
+    {"rows": 140, "d": 131, "classes": 523, "multiprocessors": 9, "transposed": True, "active": 17},
+    {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 7, "transposed": True, "tails": True},
+    {"rows": 300, "d": 264, "classes": 517, "multiprocessors": 8, "capability": 89, "tails": True},
+    {"rows": 20, "d": 128, "classes": 5, "multiprocessors": 1, "transposed": True},
+    {"rows": 20, "d": 128, "classes": 5, "multiprocessors": 1, "capability": 89},
+    {"rows": 130, "d": 136, "classes": 65, "multiprocessors": 5, "transposed": True},
+    {"rows": 130, "d": 136, "classes": 129, "multiprocessors": 5, "splits_tiles": False},
+    {"rows": 130, "d": 136, "classes": 64, "multiprocessors": 5, "active": 0},
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, d, classes, transposed = case["rows"], case["d"], case["classes"], case.get("transposed", False)
+    active, splits_tiles = case.get("active", rows), case.get("splits_tiles", True)
+    if "tails" in case:
+        monkeypatch.setattr(tile_config, "MIN_TAIL_PROGRAMS", 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = START + rows
+    x, w = torch.empty(tokens, d, dtype=torch.bfloat16), head(classes, d, transposed=transposed, generator=generator)
+    plan = plan_for(x, w, classes, case.get("capability", 80))
+    tiling = choose_d_input_tiling(case["multiprocessors"], plan.ampere_tile)
+    tiles = -(-rows // 128) * -(-d // D_BLOCK)
+    schedule = choose_schedule(tiles, -(-classes // tiling.step), tiling.programs, splits_tiles=splits_tiles)
+    assert (schedule.tail_programs > 0) == ("tails" in case)
+    plan = replace(
+        plan,
+        d_input_tiling=tiling,
+        chunks=replace(plan.scaled_exp_config, rows=rows, d_input_rows=128, splits_tiles=splits_tiles),
+    )
+    # As the exponentials are stored: zeros up to the next multiple of 8, then what was there before.
+    stored = torch.full((rows, padded(classes)), torch.nan, dtype=torch.bfloat16)
+    stored[:, : -(-classes // 8) * 8] = 0
+    stored[:, :classes] = torch.rand(rows, classes, generator=generator)
+    rho, theta = (torch.randn(tokens, generator=generator) for _ in range(2))
+    target = torch.randint(0, classes, (tokens,), generator=generator)
+    target[START + 1] = classes + 1  # not a class: its row is NaN, as rho is
+    rho[START + 1] = torch.nan
+    order = torch.randperm(tokens, generator=generator)
+    w_or_zero = w[:classes].double()
+    problem = Problem(x, w, None, target, torch.ones(tokens), None, LossSpec("sum"), classes, plan=plan)
+    d_input = torch.full((tokens, d), 7.0, dtype=torch.bfloat16)
+    partial_sums = torch.full((max(schedule.partial_tiles, 1) * 128 * D_BLOCK,), torch.nan)
+    e = stored[:, :classes]
+    with mock.patch.object(input_grad, "launch", partial(gluon_in_numpy.run, MODULES, late=late)):
+        input_grad.store_d_input(
+            ampere_gradients.d_input_launch(problem, plan.scaled_exp_config, e),
+            problem,
+            plan.scaled_exp_config,
+            e,
+            Active(torch.tensor(START + active, dtype=torch.int32), START, 0),
+            partial_sums=partial_sums,
+            rho=At(rho, START),
+            theta=At(theta, START),
+            target=At(target, START),
+            order=At(order, START),
+            d_input=d_input,
+        )
+    chunk = slice(START, START + active)
+    wanted = rho[chunk, None].double() * (e[:active].double() @ w_or_zero)
+    wanted += theta[chunk, None].double() * w_or_zero[target[chunk].clamp(max=classes - 1)]
+    written = order[chunk]
+    found = d_input[written]
+    if active > 1:
+        assert found[1].isnan().all()
+        keeps = torch.arange(active) != 1
+        close(found[keeps], wanted[keeps])
+    others = torch.ones(tokens, dtype=torch.bool)
+    others[written] = False
+    assert (d_input[others] == 7).all(), "rows that are not active are written"
+
+
+def test_the_steps_of_a_part_leave_the_rest_of_the_classes_to_others() -> None:
+    """Half of the classes are NaN, and only the programs of the other half are run."""
+    rows, d, classes = 128, 128, 256
+    x, w = torch.empty(rows, d, dtype=torch.bfloat16), torch.ones(classes, d, dtype=torch.bfloat16)
+    plan = plan_for(x, w, classes, 80)
+    e = torch.ones(rows, classes, dtype=torch.bfloat16)
+    e[:, 128:], w[128:] = torch.nan, torch.nan
+    problem = Problem(
+        x, w, None, torch.zeros(rows, dtype=torch.int64), x[:, 0], None, LossSpec("sum"), classes, plan=plan
+    )
+    config = replace(plan.scaled_exp_config, d_input_rows=128)
+    kernel, matrices, constexprs = ampere_gradients.d_input_launch(problem, config, e)
+    part, count = torch.zeros(2 * 128 * 128), torch.tensor(rows, dtype=torch.int32)
+    factors, places, d_input = torch.ones(rows), torch.arange(rows), torch.zeros(rows, d, dtype=torch.bfloat16)
+    schedule = choose_schedule(1, 4, 2, splits_tiles=True)
+    pointers = part, factors, factors, places, places, w, *w.stride(), d_input, count
+    gluon_in_numpy.run(
+        MODULES, kernel, (2,), *matrices, *pointers, 0, rows, d, classes, *schedule, late=True, **constexprs
+    )
+    assert (part[: 128 * 128] == 128).all()
+    assert part[128 * 128 :].isnan().all()
