@@ -79,6 +79,18 @@ def parse(
         "--kernels", action="store_true", help="print and record kernels too; not in host and graph modes"
     )
     parser.add_argument("--no-trace", dest="trace", action="store_false", help="host modes: do not count kernels")
+    add_run_options(parser)
+    options = parser.parse_args(arguments)
+    check_run_options(parser, options)
+    options.grid = options.shapes == [GRID]
+    warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
+    warmup = warmup if options.warmup is None else options.warmup
+    options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
+    return options
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a command that measures rows one after the other: where they go, and when it stops."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
     parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
     parser.add_argument(
@@ -92,16 +104,16 @@ def parse(
         metavar="N",
         help="JAX: compile the programs of jax_pallas for all rows in N processes before the first row",
     )
-    options = parser.parse_args(arguments)
+
+
+def check_run_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends the command if the options of `add_run_options` do not fit together."""
     if options.resume and options.json is None:
         parser.error("--resume needs --json")
     if options.compile_jobs < 0:
         parser.error(f"--compile-jobs must not be negative, got {options.compile_jobs}")
-    options.grid = options.shapes == [GRID]
-    warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
-    warmup = warmup if options.warmup is None else options.warmup
-    options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
-    return options
+    if options.compile_jobs and options.framework != "jax":
+        parser.error("--compile-jobs is for JAX: one compiled kernel of PyTorch serves many shapes")
 
 
 def open_bench(framework: str, device: str, *, shares_gpu: bool = False) -> Bench:
@@ -251,12 +263,9 @@ def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: st
     work = [(*item, rows_of(*item)) for item in items]
     if options.compile_jobs:
         programs = [Program(shape, options.dtype, row["method"], mode) for shape, mode, _, rows in work for row in rows]
-        try:
-            bench.compile_ahead(
-                [program for program in programs if bench.methods[program.method].ahead], options.compile_jobs
-            )
-        except UnavailableError as error:
-            raise SystemExit(str(error)) from error
+        bench.compile_ahead(
+            [program for program in programs if bench.methods[program.method].ahead], options.compile_jobs
+        )
     problem, made_for = None, None
     for shape, mode, targets, rows in work:
         host = mode.measures.startswith("host")

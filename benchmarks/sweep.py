@@ -5,12 +5,10 @@ alternates with the bare matmuls. `benchmarks.fit_chunk_cost` fits the estimate 
 """
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks import linear_ce, results
@@ -44,24 +42,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="for the pairs of one row (default %(default)s)")
     parser.add_argument("--pairs", type=int, default=Timing().min_pairs, help="at least (default %(default)s)")
     parser.add_argument("--warmup", type=float, default=linear_ce.GRID_WARMUP, help="seconds (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="merge the rows into this file after each one")
-    parser.add_argument("--resume", action="store_true", help="skip rows of the file that are of the same code")
-    parser.add_argument("--until", type=float, default=math.inf, metavar="SECONDS", help="start no row later than this")
-    parser.add_argument("--commit", help="commit of the code, if git does not know it")
-    parser.add_argument(
-        "--compile-jobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="JAX: compile the programs of all rows in N processes before the first row",
-    )
+    linear_ce.add_run_options(parser)
     options = parser.parse_args(arguments)
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json")
-    if options.compile_jobs and options.framework != "jax":
-        parser.error("--compile-jobs is for JAX")
-    if options.compile_jobs < 0:
-        parser.error(f"--compile-jobs must not be negative, got {options.compile_jobs}")
+    linear_ce.check_run_options(parser, options)
     if options.most < 2:
         parser.error(f"--most must be at least 2, for the plan's choice and the fewest chunks, got {options.most}")
     # What `linear_ce.measure` reads. The forward pass is not timed alone.

@@ -8,6 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from linear_ce import chunk_cost
+from linear_ce.chunk_cost import D_BLOCK, GROUP_BYTES, ROW_BLOCK
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
@@ -30,11 +31,6 @@ class TileConfig:
     num_warps: int
     num_stages: int
     group: int
-
-
-# Row blocks that are computed with a class block before the next class block have at most so many bytes, so that they
-# stay in L2: an H100 has 50 MB, an A100 40 MB.
-GROUP_BYTES = 2**24
 
 
 def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
@@ -164,8 +160,6 @@ D_WEIGHT_STEP, D_WEIGHT_STAGES = 32, 8
 
 D_INPUT_STEP, D_INPUT_STAGES = 64, 4
 
-D_BLOCK = 128  # columns of a tile of d_weight or d_input: two warpgroups of 64
-
 CLASS_BLOCK = 256  # classes of a tile of d_weight: the widest that one matrix instruction takes
 
 
@@ -192,8 +186,6 @@ class ScaledExpConfig:
     scratch: int
     bytes: int
 
-
-ROW_BLOCK = 128
 
 # Rows of a matmul of cuBLAS that computes d_input, where no kernel of ours does. On Hopper 512 are as fast as more,
 # because cuBLAS splits the matmul along the classes. Its kernels for sm_80 do not: on an H100 they reach 233 TFLOP/s

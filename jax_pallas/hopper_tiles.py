@@ -37,10 +37,7 @@ from jax_pallas.hopper_common import (
     zero_piece,
 )
 from jax_pallas.tile_config import HALF, STEP, cdiv
-
-GROUP_BYTES = (
-    2**24
-)  # bytes of row blocks that are computed with a class block before the next one: both are then read from L2
+from linear_ce.chunk_cost import GROUP_BYTES
 
 
 @dataclass(frozen=True)

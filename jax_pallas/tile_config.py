@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from linear_ce import chunk_cost
+from linear_ce.chunk_cost import D_BLOCK, ROW_BLOCK
 from linear_ce.chunking import MIN_ROWS, MIN_VOCAB_CHUNK, ChunkConfig, WorkspaceModel
 
 
@@ -30,17 +31,13 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-ROW_BLOCK = 128  # rows of a tile of logits
-
 # Classes of a tile of the Hopper kernels. A thread holds 96 sums of this tile, 96 of the tile before, and temporaries.
 # With 256 classes, the most that wgmma takes, the registers would not be enough.
 CLASS_BLOCK = 192
 
-HALF = 64  # rows of a warpgroup: the least that wgmma takes
+HALF = D_BLOCK // 2  # rows of a warpgroup: 64, the least that wgmma takes
 
 STEP = 64  # hidden units, or classes, of a step of a matmul in the Hopper kernels
-
-D_BLOCK = 2 * HALF  # columns of D of a tile of a gradient
 
 
 class TritonTile(NamedTuple):

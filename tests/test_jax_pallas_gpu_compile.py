@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +108,6 @@ def keep_printed(printed: str, kept: Path) -> None:
             subprocess.run(command, capture_output=True, check=True)
 
 
-def disassembled(cubin: Path) -> str:
-    triton = find_spec("triton")
-    assert triton is not None
-    assert triton.origin is not None
-    tool = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([str(tool), "-sass", str(cubin)], capture_output=True, text=True, check=True).stdout
-
-
 def check_kernels(kept: Path, *names: str) -> None:
     """Fails if a kernel of this library spills registers, or waits for all matmuls more often than its source asks for.
     If the assembler cannot follow the accumulators of wgmma, it waits for each matmul, which costs a fifth of the time.
@@ -137,7 +128,7 @@ def check_kernels(kept: Path, *names: str) -> None:
             wrong.append(f"{kernel} spills {max(spilled)} bytes of registers")
         if kernel and "wgmma.mma_async" in ptx:
             asked = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx))
-            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", disassembled(path.with_suffix(".cubin"))))
+            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", dump(path.with_suffix(".cubin").read_bytes(), "-sass")))
             if waits > asked or "serialized" in log:
                 wrong.append(f"{kernel} waits {waits} times for all matmuls, but its source {asked} times")
     assert not wrong, "\n".join(wrong)
@@ -202,7 +193,7 @@ def check_copies(kept: Path, *names: str) -> None:
     for source in kept.glob("*.ptx"):
         for name in re.findall(r"\.entry (\w*)", source.read_text()):
             if name in names:
-                wrong[name] = missing_overlap(disassembled(source.with_suffix(".cubin")))
+                wrong[name] = missing_overlap(dump(source.with_suffix(".cubin").read_bytes(), "-sass"))
     assert wrong == dict.fromkeys(names)
 
 
@@ -217,7 +208,7 @@ def check_proxy(kept: Path, shape: Shape) -> None:
     kernels = {f"proxy for {target}": dump(compile_for(lowered, target).asm["cubin"], "-sass") for target in (80, 90)}
     for source in kept.glob("*.ptx"):
         if ".entry exponentials_kernel" in source.read_text():
-            kernels[source.stem] = disassembled(source.with_suffix(".cubin"))
+            kernels[source.stem] = dump(source.with_suffix(".cubin").read_bytes(), "-sass")
     assert len(kernels) > 2, "XLA compiled no exponentials_kernel"
     kinds = "HMMA", "LDSM", "LDGSTS", "BAR", "DEPBAR", "FADD", "FFMA", "LDL", "STL"
     loops = {name: opcodes(innermost_loop(sass, "HMMA")) for name, sass in kernels.items()}
