@@ -188,6 +188,7 @@ CONTRACT = (
         "if config.bytes > 2 * most:",
         tests("chunk_cost", "any_budget"),
     ),
+    Mutation("linear_ce/chunk_cost.py", "rows > MOST_IN_L2", "rows >= MOST_IN_L2", tests("chunk_cost", "added_in_l2")),
     Mutation(
         "linear_ce/chunk_cost.py", "(1 + adds) * call.head", "call.head", tests("chunk_cost", "bytes_of_d_weight")
     ),
@@ -283,7 +284,13 @@ PALLAS_KERNELS = (
         "jax_pallas/hopper_gradients.py",
         "steps = cdiv(rows or len(e), STEP)",
         "steps = (rows or len(e)) // STEP",
-        tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
+        tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-1"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "if loaded or not own.kernel.adds",
+        "if not own.kernel.adds",
+        tests("jax_pallas_hopper_gradients", "test_d_weight and steps-0"),
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",

@@ -347,3 +347,8 @@ def test_explain_shows_the_rows(framework: str) -> None:
     rows = plan(framework, 8192, *GEMMA, 256 * MIB).chunks.rows
     assert explained.plan.chunks.rows == rows == 384
     assert "chunks: 22 of up to 384 rows" in str(explained).splitlines()
+
+
+def test_fewer_rows_are_added_in_l2() -> None:
+    found = {rows: chunk_cost.share_added_in_l2(rows) for rows in (64, 511, 512, 1024, 1025, 8192)}
+    assert found == {64: 0.5, 511: 0.5, 512: 1.0, 1024: 1.0, 1025: 0.0, 8192: 0.0}

@@ -22,8 +22,10 @@ from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
 
 from jax_pallas import launch
+from jax_pallas.hopper_gradients import add_d_weight
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.ops import RESIDUAL
+from jax_pallas.tile_config import padded
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 from parity.cases import Case, cases
 
@@ -147,6 +149,24 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
 
 
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}
+
+
+def check_d_weight(rows: int, vocab_axis: int) -> None:
+    """Chunks of few, some and many rows are added in three ways: `chunk_cost.share_added_in_l2`."""
+    keys = jax.random.split(jax.random.key(rows), 3)
+    e = jnp.pad(jax.random.uniform(keys[0], (rows, 1001), jnp.bfloat16), ((0, 0), (0, padded(1001) - 1001)))
+    x, old = (jax.random.normal(key, (n, 192), jnp.bfloat16) for key, n in zip(keys[1:], (rows, 1001), strict=True))
+    want = np.asarray(e[:, :1001], np.float64).T @ np.asarray(x, np.float64) + np.asarray(old, np.float64)
+    shared: dict[str, Any] = {"vocab": 1001, "classes": 1001, "vocab_axis": vocab_axis}
+    added = add_d_weight(e, x, 0, **shared, old=old if vocab_axis == 0 else old.T)
+    started = [add_d_weight(e, x, 0, **shared, old=array, starts=True) for array in (added, jnp.full_like(added, jnp.nan))]
+    assert_same(*started)
+    twice = add_d_weight(e, x, 0, **shared, old=started[0], starts=False)
+    assert_close(added if vocab_axis == 0 else added.T, want)
+    assert_close(twice if vocab_axis == 0 else twice.T, 2 * (want - np.asarray(old, np.float64)))
+
+
+CHECKS |= {f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis) for rows in (304, 704, 1104) for axis in (0, 1)}
 
 
 @checked
