@@ -101,7 +101,7 @@ def _lower_exponentials(shape: Shape) -> Lowered:
     [(code, grid)] = found
     defaults = triton_launch.run.__kwdefaults__ or {}
     tile = triton_tile(x.dtype.itemsize, crowded=False)
-    return Lowered(code, grid, rows, tile.block_v, defaults["warps"], defaults["stages"])
+    return Lowered(code, grid, rows, tile.block_v, tile.num_warps, defaults["stages"])
 
 
 def compile_for(lowered: Lowered, capability: int) -> Any:

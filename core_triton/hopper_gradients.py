@@ -299,13 +299,15 @@ def d_input_warpgroup(
             if unit.slot >= 0:
                 gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
-                # A quarter of the rows at a time, turned so that a thread holds eight columns of D of a row.
+                # An eighth of the rows at a time, turned so that a thread holds eight columns of D of a row.
                 left, right = halves(acc)
-                pieces = halves(left) + halves(right)
+                first, second = halves(left)
+                third, fourth = halves(right)
+                pieces = halves(first) + halves(second) + halves(third) + halves(fourth)
                 columns = d + gl.arange(0, 64, gl.SliceLayout(0, by_row))
-                for i in gl.static_range(4):
+                for i in gl.static_range(8):
                     total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
-                    row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
+                    row_ids = row + i * (BLOCK_N // 8) + gl.arange(0, BLOCK_N // 8, gl.SliceLayout(1, by_row))
                     finish_rows(total, row_ids, columns, io, active, hidden, classes)
 
 

@@ -311,8 +311,9 @@ def add_d_weight(
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
 
-    The sum of both is rounded once, but twice in the share of each tile that is added in L2
-    (`chunk_cost.share_added_in_l2`). The classes of the last tile past the end of a range are also added to, by matmuls with zeros.
+    The sum of both is rounded once. In the share of each tile that is added in L2, e^T @ x is rounded too
+    (`chunk_cost.share_added_in_l2`). The classes of the last tile past the end of a range are also added to, by matmuls
+    with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.

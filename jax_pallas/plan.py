@@ -156,10 +156,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
-    # As the launchers in kernels.py have it.
-    crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
-    crowded |= tile_config.unaligned(vocab, key.vocab_axis)
-    tile = tile_config.choose_tile(x.itemsize, hopper=hopper, crowded=crowded)
+    tile = tile_config.choose_tile(hopper=hopper)
     if scaled_exp:
 
         def scratch(rows: int, most: int) -> int:

@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax._src import callback as callbacks
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 
 @contextmanager
@@ -49,10 +49,11 @@ def additions_in_l2() -> Iterator[None]:
     def copy(*, reduction_op: Any, **arguments: Any) -> Any:
         if reduction_op != "add":
             return usual(reduction_op=reduction_op, **arguments)
-        memory, thread = gpu_callbacks._get_shared_memory(), arguments["thread"]
+        memory: Any = gpu_callbacks._get_shared_memory()
+        thread = arguments["thread"]
 
         def place(name: str) -> tuple[Any, Any]:
-            key = gpu_callbacks.HostAllocationKey.from_array(arguments[f"{name}_allocation_key_as_array"])
+            key = shared_memory.HostAllocationKey.from_array(arguments[f"{name}_allocation_key_as_array"])
             moves = gpu_callbacks._remove_noop_transforms(arguments[f"{name}_transforms"])
             return key, memory.access(key, jax.tree.map(int, moves))
 

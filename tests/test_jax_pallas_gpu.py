@@ -159,14 +159,18 @@ def check_d_weight(rows: int, vocab_axis: int) -> None:
     want = np.asarray(e[:, :1001], np.float64).T @ np.asarray(x, np.float64) + np.asarray(old, np.float64)
     shared: dict[str, Any] = {"vocab": 1001, "classes": 1001, "vocab_axis": vocab_axis}
     added = add_d_weight(e, x, 0, **shared, old=old if vocab_axis == 0 else old.T)
-    started = [add_d_weight(e, x, 0, **shared, old=array, starts=True) for array in (added, jnp.full_like(added, jnp.nan))]
+    started = [
+        add_d_weight(e, x, 0, **shared, old=array, starts=True) for array in (added, jnp.full_like(added, jnp.nan))
+    ]
     assert_same(*started)
     twice = add_d_weight(e, x, 0, **shared, old=started[0], starts=False)
     assert_close(added if vocab_axis == 0 else added.T, want)
     assert_close(twice if vocab_axis == 0 else twice.T, 2 * (want - np.asarray(old, np.float64)))
 
 
-CHECKS |= {f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis) for rows in (304, 704, 1104) for axis in (0, 1)}
+CHECKS |= {
+    f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis) for rows in (304, 704, 1104) for axis in (0, 1)
+}
 
 
 @checked
