@@ -232,6 +232,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight,
                 d_weight_kernel=d_weight_kernel,
+                adds_in_l2=d_weight_kernel,
                 block_v=tile.block_v,
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.D_WEIGHT_STEP,

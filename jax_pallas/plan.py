@@ -175,6 +175,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight,
                 d_weight_kernel=multiplies,
+                adds_in_l2=multiplies,
                 block_v=tile.block_v,
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,

@@ -10,7 +10,8 @@ axis, and P programs compute the tiles in waves.
 
     logits      ceil(n / 128) ceil(V / block_v) tiles, each a sum over D, and the epilogue of each tile
     d_weight    ceil(V / class_block) ceil(D / 128) tiles, each a sum over n rounded up to steps, and the epilogue of
-                each tile; d_weight is written once in each chunk, and read in all but the first
+                each tile; d_weight is written once in each chunk, and read in all but the first, by the program
+                that adds to it or in L2 (`share_added_in_l2`)
     d_input     the iterations of the program that has most of them: `DInput`
 
 A matmul takes at least as long as its bytes take to move. `benchmarks.fit_chunk_cost` fits the coefficients to
@@ -43,7 +44,8 @@ class CostCoefficients(NamedTuple):
     d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
     narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
     tail: float  # share by which iterations of tails take longer: their programs read other classes
-    exposed: float  # share of the time that d_weight's bytes take in device memory that the matmul does not hide
+    exposed: float  # share of the time that the bytes of d_weight that move between memory and programs take in memory
+    # and that the matmul does not hide
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
     call: float  # us of a call's small kernels
@@ -92,6 +94,7 @@ class Call(NamedTuple):
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         d_weight_kernel: our kernel computes d_weight, in whole tiles. A library's matmul has no idle programs.
+        adds_in_l2: that kernel adds to d_weight as `share_added_in_l2` says.
         block_v: classes of a tile of logits.
         class_block: classes of a tile of d_weight.
         row_step: rows of a step of the matmul of d_weight.
@@ -107,6 +110,7 @@ class Call(NamedTuple):
     d_input: bool
     d_weight: bool
     d_weight_kernel: bool
+    adds_in_l2: bool
     block_v: int
     class_block: int
     row_step: int
@@ -198,6 +202,8 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     share = max(0.0, 1 - GPUS[call.gpu].l2_bytes / (x_bytes + e_bytes))
     missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
     size = moved + missed + 2 * rows * call.classes
+    if adds and call.adds_in_l2:
+        moved -= share_added_in_l2(rows) * call.head_bytes
     inner = cdiv(rows, call.row_step) * call.row_step
     matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved) + c.missed * call.memory_ns(missed)
@@ -244,8 +250,17 @@ def least_ms(call: Call, chunks: int) -> float:
         total += call.tokens * d_blocks * tiles * c.multiply
     if call.d_weight:
         total += d_blocks * tiles * (c.multiply * call.tokens + chunks * c.d_weight_tile)
-        total += c.exposed * call.memory_ns((2 * chunks - 1) * call.head_bytes)
+        total += c.exposed * call.memory_ns(_least_moves(call, chunks) * call.head_bytes)
     return (total + call.memory_ns(moved)) / 1e6
+
+
+def _least_moves(call: Call, chunks: int) -> float:
+    """Returns how often so many chunks, or more, at least store d_weight and load it."""
+    if not call.adds_in_l2:
+        return 2 * chunks - 1
+    if chunks > call.tokens / FEWEST_IN_L2:  # all have fewer rows
+        return chunks + (1 - share_added_in_l2(FEWEST_IN_L2 - 1)) * (chunks - 1)
+    return min(2 * chunks - 1, max(chunks, cdiv(call.tokens, MOST_IN_L2)))
 
 
 DENSELY = 16  # numbers of chunks that are all tried while none fits

@@ -72,8 +72,9 @@ def chosen(framework: str, *sizes: int, **options: Any) -> tuple[Any, Choice, li
 def call(tokens: int = 8192, shape: tuple[int, int] = GEMMA, **changes: Any) -> Call:
     hidden, classes = shape
     usual = Call(
-        tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, block_v=256, class_block=256,
-        row_step=32, programs=132, cast_bytes=0, gpu="h200", coefficients=chunk_cost.COEFFICIENTS["h200", "torch"],
+        tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, adds_in_l2=True, block_v=256,
+        class_block=256, row_step=32, programs=132, cast_bytes=0, gpu="h200",
+        coefficients=chunk_cost.COEFFICIENTS["h200", "torch"],
     )  # fmt: skip
     return usual._replace(**changes)
 
@@ -88,7 +89,7 @@ def split(of: Call, rows: int) -> Chunk:
 
 @pytest.mark.parametrize("rows", [384 + 16, 464, 496, 512])
 def test_padded_rows_cost_what_full_ones_do(rows: int) -> None:
-    of = call()
+    of = call(adds_in_l2=False)
     assert chunk_cost.logits_ns(of, rows) == chunk_cost.logits_ns(of, 512)
     assert chunk_cost.logits_ns(of, 384) < 0.8 * chunk_cost.logits_ns(of, 512)
     padded = -(-rows // 32) * 32
@@ -301,7 +302,7 @@ def test_scoring_is_not_estimated(framework: str) -> None:
     assert considered(partial(plan, framework, 8192, *LLAMA, 512 * MIB, **options)) == []
 
 
-@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 7.5, 14)])
+@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 9.5, 14)])
 def test_a_plan_makes_few_estimates(framework: str, mean: float, most: int) -> None:
     """An estimate takes about 20 us. In PyTorch there are four kinds of tiles of d_input for each row count."""
     usual, counts = chunk_cost.call_ms, []

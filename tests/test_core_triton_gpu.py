@@ -108,9 +108,9 @@ def test_chunks_add_to_d_weight(rows: range, dtype: torch.dtype) -> None:
     x, w = arrays["input"], arrays["linear_weight"]
     budgets = range(2**20, 2**26, 2**18)
     budget = next(b for b in budgets if core_triton.explain(x, w, memory_budget=b).plan.chunks.rows in rows)
-    found = results("mean", arrays, memory_budget=budget)
+    found = results("sum", arrays, memory_budget=budget)  # in float16 the gradients of a mean are subnormal
     exact = {name: a.detach().float().requires_grad_() if a.requires_grad else a for name, a in arrays.items()}
-    assert_close(found, results("mean", exact, implementation="chunked"), ROUNDING[dtype])
+    assert_close(found, results("sum", exact, implementation="chunked"), ROUNDING[dtype])
 
 
 # Memory.

@@ -334,7 +334,6 @@ SPILLS = {
     (100, "train-smoothing"): "two kernels with every option at once spill 8 and 112 bytes",
     (89, "none-transposed"): "d_logits of a (D, V) head spills 8 bytes",
     (89, "smoothing-transposed"): "statistics of a (D, V) head with label smoothing, bias and softcap spill 16 bytes",
-    (90, "train-transposed"): "d_input of a (D, V) head spills 8 bytes",
     (80, "stats-transposed"): "exponentials of a (D, V) head with statistics and softcap, without bias, spill 32 bytes",
 }
 

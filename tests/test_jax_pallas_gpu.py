@@ -153,23 +153,27 @@ CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in 
 
 def check_d_weight(rows: int, vocab_axis: int) -> None:
     """Chunks of few, some and many rows are added in three ways: `chunk_cost.share_added_in_l2`."""
-    keys = jax.random.split(jax.random.key(rows), 3)
-    e = jnp.pad(jax.random.uniform(keys[0], (rows, 1001), jnp.bfloat16), ((0, 0), (0, padded(1001) - 1001)))
-    x, old = (jax.random.normal(key, (n, 192), jnp.bfloat16) for key, n in zip(keys[1:], (rows, 1001), strict=True))
-    want = np.asarray(e[:, :1001], np.float64).T @ np.asarray(x, np.float64) + np.asarray(old, np.float64)
-    shared: dict[str, Any] = {"vocab": 1001, "classes": 1001, "vocab_axis": vocab_axis}
-    added = add_d_weight(e, x, 0, **shared, old=old if vocab_axis == 0 else old.T)
-    started = [
-        add_d_weight(e, x, 0, **shared, old=array, starts=True) for array in (added, jnp.full_like(added, jnp.nan))
-    ]
-    assert_same(*started)
-    twice = add_d_weight(e, x, 0, **shared, old=started[0], starts=False)
-    assert_close(added if vocab_axis == 0 else added.T, want)
-    assert_close(twice if vocab_axis == 0 else twice.T, 2 * (want - np.asarray(old, np.float64)))
+    keys, vocab = jax.random.split(jax.random.key(rows), 3), 1008
+    e = jnp.pad(jax.random.uniform(keys[0], (rows, vocab), jnp.bfloat16), ((0, 0), (0, padded(vocab) - vocab)))
+    x, old = (jax.random.normal(key, (n, 192), jnp.bfloat16) for key, n in zip(keys[1:], (rows, vocab), strict=True))
+    sums = np.asarray(e[:, :vocab], np.float64).T @ np.asarray(x, np.float64)
+
+    def head(array: Array) -> Array:
+        return array if vocab_axis == 0 else array.T
+
+    def added(array: Array, **options: Any) -> Array:
+        shared = {"vocab": vocab, "classes": vocab, "vocab_axis": vocab_axis}
+        return head(add_d_weight(e, x, 0, **shared, old=head(array), **options))
+
+    assert_close(added(old), sums + np.asarray(old, np.float64))
+    started = added(old, starts=True)
+    assert_same(added(jnp.full_like(old, jnp.nan), starts=True), started)
+    assert_close(added(started, starts=False), 2 * sums)
 
 
 CHECKS |= {
-    f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis) for rows in (304, 704, 1104) for axis in (0, 1)
+    f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis)
+    for rows, axis in ((304, 0), (304, 1), (704, 0), (1104, 1))
 }
 
 
