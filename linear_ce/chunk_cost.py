@@ -183,7 +183,7 @@ def share_added_in_l2(rows: int) -> float:
     The rest of the old tile is loaded and added in registers. Its way through shared memory takes up to 11% of the time
     of the kernel, the more the fewer rows a chunk has. L2 adds 1.2 TB/s on an H200, which a whole tile of fewer than
     512 rows exceeds. An addition in L2 also rounds the sums of the chunk. With 8 equal chunks this increases the error
-    of the classes that are no row's target by a tenth, with more chunks by less. So chunks of more than 1,024 rows,
+    of the classes that are no row's target by 9%, with more chunks by less. So chunks of more than 1,024 rows,
     which would gain the least, do not add in L2.
     """
     if rows > MOST_IN_L2:
