@@ -221,7 +221,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         tiling = None
         if (hopper or ampere) and not casts_head:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
+        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
         call = None
         if key.d_input or key.d_weight:
@@ -233,8 +233,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight=key.d_weight,
                 d_weight_kernel=d_weight_kernel,
                 block_v=tile.block_v,
-                class_block=tile_config.CLASS_BLOCK,
-                row_step=tile_config.D_WEIGHT_STEP,
+                class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
+                row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
                 cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
                 gpu=key.device.gpu,
