@@ -226,10 +226,10 @@ AMPERE = "Triton's, for compute capability 8.x, tiles of 128 rows x 128 classes"
 @pytest.mark.parametrize(
     ("device", "implementation", "kernels", "matmuls"),
     [
-        ("a100", None, AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("rtx4090", "triton", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("l40s", "triton_sm80", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("h200", "triton_sm80", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
+        ("a100", None, AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("rtx4090", "triton", AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("l40s", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("h200", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
         (
             "h100",
             None,
