@@ -1,4 +1,4 @@
-"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile.
+"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile, and its store.
 
 They are in Triton's Gluon dialect. Triton's own pipelining copies the next steps of the matmul asynchronously
 (cp.async). But at each step it first waits for a step's operands, then reads all of them from shared memory (ldmatrix),
@@ -160,3 +160,13 @@ def tile_pointers(
     inside = gl.expand_dims(row_ids < rows - row, 1)
     inside &= gl.expand_dims(column + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
     return start + (gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)), inside
+
+
+@gluon.jit
+def store_tile(matrix, stride, values, row, column, rows, columns):
+    """Writes a tile of a matrix, 16 bytes at a time."""
+    layout: gl.constexpr = values.type.layout
+    pointers, inside = tile_pointers(
+        matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1], layout
+    )
+    gl.store(pointers, values, mask=inside)

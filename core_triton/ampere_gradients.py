@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
-from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, tile_pointers
+from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
 from core_triton.hopper_common import active_rows, quarters
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows
@@ -30,12 +30,12 @@ def d_weight_kernel(
     e_matrix, e_stride, x_matrix, x_stride, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
     ADDS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33). The blocks of D come first: e is
-    read from memory once, and x stays in L2.
+    """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33).
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
-    V), with steps of BLOCK_N rows. From its last class to the next multiple of UNIT e may be anything. D is a multiple
-    of UNIT.
+    V), with steps of BLOCK_N rows. The other rows may be NaN, and so may e from its last class on. D is a multiple of
+    UNIT. A program writes one tile of d_weight (V, D). The blocks of D come first: e is read from memory once, and x
+    stays in L2.
     """
     active = active_rows(count_ptr, start, least, rows)
     d_blocks = gl.cdiv(hidden, BLOCK_D)
@@ -48,7 +48,7 @@ def d_weight_kernel(
             BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
         )  # fmt: skip
         old = ()
-        if ADDS:  # all quarters are loaded at once, to the registers that the operands of the matmul had
+        if ADDS:  # All quarters are loaded at once, to the registers that the operands of the matmul had.
             for i in gl.static_range(4):
                 pointers, inside = tile_pointers(
                     d_weight_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
@@ -59,10 +59,8 @@ def d_weight_kernel(
             total = gl.convert_layout(pieces[i], by_quarter)
             if ADDS:
                 total += old[i].to(gl.float32)
-            pointers, inside = tile_pointers(
-                d_weight_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
-            )
-            gl.store(pointers, total.to(d_weight_ptr.dtype.element_ty), mask=inside)
+            sums = total.to(d_weight_ptr.dtype.element_ty)
+            store_tile(d_weight_ptr, hidden, sums, v, d + i * WIDTH, classes, hidden)
 
 
 def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
