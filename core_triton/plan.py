@@ -233,6 +233,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_weight=key.d_weight,
                 d_weight_kernel=d_weight_kernel,
                 block_v=tile.block_v,
+                # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
                 class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
                 row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,

@@ -251,6 +251,15 @@ def test_explain_of_a_gpu_that_is_not_present(
     assert core_triton.explain(x, w, device=device, implementation="chunked").name == "chunked"
 
 
+@pytest.mark.parametrize("device", ["a100", "rtx4090", "h100"])
+@pytest.mark.parametrize(("d", "head"), [(900, torch.bfloat16), (896, torch.float32)])
+def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str, d: int, head: torch.dtype) -> None:
+    """Rows that do not start at multiples of 16 bytes, and a head of another dtype."""
+    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 2048, d), (151936, d)))
+    lines = dict(line.split(": ", 1) for line in str(core_triton.explain(x, w.to(head), device=device)).splitlines())
+    assert lines["matmuls"] == "logits by our kernels; d_input, d_weight by cuBLAS"
+
+
 def test_explain_of_a_gpu_without_a_name() -> None:
     x, w = torch.empty(4, 8), torch.empty(10, 8)
     known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"
