@@ -221,7 +221,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         tiling = None
         if (hopper or ampere) and not casts_head:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
+        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
         call = None
         if key.d_input or key.d_weight:
@@ -232,10 +232,11 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight,
                 d_weight_kernel=d_weight_kernel,
-                adds_in_l2=d_weight_kernel,
+                adds_in_l2=d_weight_kernel and hopper,
                 block_v=tile.block_v,
-                class_block=tile_config.CLASS_BLOCK,
-                row_step=tile_config.D_WEIGHT_STEP,
+                # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
+                class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
+                row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
                 cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
                 gpu=key.device.gpu,

@@ -49,6 +49,8 @@ COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
 AMPERE = tests("core_triton_kernels", "two_programs and 80")
 INPUT_GRAD = tests("core_triton_input_grad", "d_input")
+D_WEIGHT = tests("core_triton_input_grad", "d_weight")
+LARGE = tests("core_triton_input_grad", "large_matrix")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -141,6 +143,12 @@ TRITON_KERNELS = (
         "columns_of(b_matrix, b_stride, row",
         INPUT_GRAD,
     ),
+    Mutation("core_triton/ampere_common.py", "a_end = steps.last if", "a_end = end if", D_WEIGHT),
+    Mutation(
+        "core_triton/ampere_common.py", "row.to(gl.int64) * row_stride + column\n", "row * row_stride + column\n", LARGE
+    ),
+    Mutation("core_triton/ampere_gradients.py", "total += old[i]", "total = old[i]", D_WEIGHT),
+    Mutation("core_triton/ampere_gradients.py", "Steps(0, active)", "Steps(0, rows)", D_WEIGHT),
     Mutation("core_triton/ampere_gradients.py", "classes // UNIT * UNIT", "classes", INPUT_GRAD),
     Mutation("core_triton/ampere_gradients.py", "columns * BLOCK_N, 0) +", "columns + BLOCK_N, 0) +", INPUT_GRAD),
     Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),

@@ -289,7 +289,9 @@ def test_frozen_arrays_and_gpus_without_the_kernels_of_hopper_have_an_estimate(f
     for gpu in ("a100", "l40s", "rtx4090"):
         made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, gpu=gpu)
         assert made.path == "scaled_exp"
-        assert not choice.call.d_weight_kernel
+        assert choice.call.d_weight_kernel == (framework == "torch")
+        if framework == "torch":
+            assert (choice.call.class_block, choice.call.row_step) == (128, 64 if gpu == "a100" else 32)
         # Our kernel of PyTorch has tiles of 128 rows. The matmul of XLA counts as one with tiles of 256.
         assert choice.chunk.d_input is not None
         assert choice.chunk.d_input.tile_rows == (128 if framework == "torch" else 256)
