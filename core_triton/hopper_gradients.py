@@ -210,9 +210,10 @@ def d_weight_kernel(
     finite and those of x must be 0.
 
     The finished tile stays in registers, packed, and is stored during the matmuls of the next tile. With ADDS the first
-    LOADED quarters of the old tile, none, two or all, are loaded during the matmuls into registers, packed, and added:
-    the sum is rounded once. TMA adds the other quarters in L2: the tile and the sum are rounded. The tensor cores wait
-    only for the additions in registers.
+    LOADED quarters of the old tile, none, two or all, are loaded during the matmuls into registers, packed, and added.
+    These sums are rounded once. TMA adds the other quarters in L2. There the chunk's sums are rounded, and so are the
+    totals. Each element is added to once in a launch, by one program, so results repeat bit for bit. The tensor cores
+    wait only for the additions in registers.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)

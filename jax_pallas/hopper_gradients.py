@@ -67,7 +67,7 @@ class DWeightKernel:
     """The static arguments of `d_weight_kernel`, from the arguments of `add_d_weight`.
 
     Args:
-        steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.old_offset`.
+        steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.starts`.
         hidden: D.
         vocab: V.
         classes: K, of e.
@@ -129,7 +129,7 @@ class DWeightProgram(NamedTuple):
     scalar_ref: Any  # the pauses, the first row of x, and those of the next three that are not static
     first_class: Any
     steps: Any
-    starts: Any  # whether d_weight is written, not added to
+    starts: Any  # where the scalars say it: 1 if d_weight is written, 0 if it is added to
     d_weight_ref: Any
     ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
     buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
@@ -268,8 +268,9 @@ def d_weight_kernel(
     """Writes e^T x, or adds it to d_weight.
 
     A tile's sums stay in registers. During the matmul of the next tile they are rounded and stored in pieces
-    (`hopper_common.over_steps`). The first `loaded` pieces are added to the old ones before they are rounded. The sums
-    of the other pieces are rounded, and TMA adds them in L2, which rounds again.
+    (`hopper_common.over_steps`). The first `loaded` pieces are added to the old ones before they are rounded. TMA adds
+    the other pieces in L2. There the chunk's sums are rounded, and so are the totals. Each element is added to once in
+    a launch, by one program, so results repeat bit for bit.
     """
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)

@@ -44,8 +44,7 @@ class CostCoefficients(NamedTuple):
     d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
     narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
     tail: float  # share by which iterations of tails take longer: their programs read other classes
-    exposed: float  # share of the time that the bytes of d_weight that move between memory and programs take in memory
-    # and that the matmul does not hide
+    exposed: float  # share of the time of loading and storing d_weight that the matmul does not hide
     missed: float  # the same share of bytes that are read again because they do not stay in L2
     chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
     call: float  # us of a call's small kernels
@@ -178,13 +177,16 @@ def logits_ns(call: Call, rows: int) -> float:
 
 
 def share_added_in_l2(rows: int) -> float:
-    """Returns the share of a tile of d_weight that a Hopper's kernel adds to the old tile in L2, by TMA's reductions.
+    """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
 
-    The rest of the old tile is loaded and added in registers. Its way through shared memory takes up to 11% of the time
-    of the kernel, the more the fewer rows a chunk has. L2 adds 1.2 TB/s on an H200, which a whole tile of fewer than
-    512 rows exceeds. An addition in L2 also rounds the sums of the chunk. With 8 equal chunks this increases the error
-    of the classes that are no row's target by 9%, with more chunks by less. So chunks of more than 1,024 rows,
-    which would gain the least, do not add in L2.
+    The rest of the old tile is loaded through shared memory and added in registers. Additions in L2 make the kernel 4
+    to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones. L2 adds 1.2 TB/s on an H200. With
+    fewer than 512 rows a whole tile would need more, so half of it is loaded.
+
+    An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
+    row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In
+    plan C d_weight includes them, so there it increases the error of all classes. Chunks of more than 1,024 rows gain
+    the least and lose the most, so they load the old tile.
     """
     if rows > MOST_IN_L2:
         return 0.0
@@ -258,7 +260,7 @@ def _least_moves(call: Call, chunks: int) -> float:
     """Returns how often so many chunks, or more, at least store d_weight and load it."""
     if not call.adds_in_l2:
         return 2 * chunks - 1
-    if chunks > call.tokens / FEWEST_IN_L2:  # all have fewer rows
+    if (chunks - 1) * FEWEST_IN_L2 >= call.tokens:  # all have fewer rows
         return chunks + (1 - share_added_in_l2(FEWEST_IN_L2 - 1)) * (chunks - 1)
     return min(2 * chunks - 1, max(chunks, cdiv(call.tokens, MOST_IN_L2)))
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from jax._src import callback as callbacks
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
 
 @contextmanager
@@ -38,12 +38,15 @@ def quick_callbacks() -> Iterator[None]:
         yield
 
 
-@contextmanager
+@pytest.fixture(autouse=True)
 def additions_in_l2() -> Iterator[None]:
     """Adds `reduction_op="add"` of `plgpu.copy_smem_to_gmem` to Mosaic's interpreter, which has no reductions.
 
-    The addition happens at once and not in the background, so a kernel that forgets to wait for it is not found.
+    Tests that import this fixture use it. The addition happens at once and not in the background, so a kernel that
+    forgets to wait for it is not found.
     """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory  # most tests do not interpret Mosaic
+
     usual: Any = gpu_callbacks.copy_smem_to_gmem
 
     def copy(*, reduction_op: Any, **arguments: Any) -> Any:

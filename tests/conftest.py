@@ -80,9 +80,9 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     if not name.startswith(QUICKLY_COMPILED):
         yield
         return
-    from compiling import additions_in_l2, quick_callbacks, quick_compilation  # PyTorch's tests do not need JAX
+    from compiling import quick_callbacks, quick_compilation  # PyTorch's tests do not need JAX
 
-    with additions_in_l2(), quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
+    with quick_callbacks(), nullcontext() if name.endswith(WELL_COMPILED) else quick_compilation():
         yield
 
 

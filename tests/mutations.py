@@ -159,6 +159,12 @@ TRITON_KERNELS = (
         "warpgroup_mma_wait(0, deps=[acc])",
         COMPILED,
     ),
+    Mutation(
+        "core_triton/hopper_gradients.py",
+        "WHICH, part, ADDS and part >= LOADED",
+        "WHICH, part, ADDS",
+        tests("core_triton_kernels", "added_in_l2"),
+    ),
     Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
     Mutation(

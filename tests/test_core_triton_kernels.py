@@ -22,12 +22,13 @@ from triton.runtime.jit import JITFunction
 
 import core_triton
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, ops, row_kernels, tile_config
+from core_triton import chunked, hopper_gradients, ops, row_kernels, tile_config
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.recompute import KERNEL_TILES
 from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import scaled_exp
+from linear_ce.chunk_cost import share_added_in_l2
 from linear_ce.spec import LossSpec
 
 DEFAULT = 512 * 2**20
@@ -349,6 +350,21 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
     for launch in launches(90, name):
         if "hopper" in launch.kernel.__module__ and multiplies(launch):
             assert_overlaps(launch)
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("rows", [384, 1024, 2048])
+def test_d_weight_is_loaded_or_added_in_l2(rows: int) -> None:
+    """Each warpgroup stores a tile's quarters at two places: under the next matmul, and after the last one."""
+    found = [launch for launch in launches(90, "train") if launch.kernel is hopper_gradients.d_weight_kernel]
+    adds = next(launch for launch in found if dict(launch.constexprs)["ADDS"])
+    loaded = round(4 * (1 - share_added_in_l2(rows)))
+    launch = adds._replace(constexprs=tuple((dict(adds.constexprs) | {"LOADED": loaded}).items()))
+    compiled = compile_launch(launch, 90)
+    assert compiled.stack == 0
+    assert_overlaps(launch)
+    assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
 
 
 # Those of compute capability 8.x are also in docs/options.md and benchmarks/experiments.md.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import additions_in_l2  # noqa: F401
 from jax import Array
 
 from jax_pallas import hopper_gradients
