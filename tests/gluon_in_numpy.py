@@ -6,6 +6,8 @@ Triton's languages. Layouts have no effect. What is checked besides the results:
 - An int32 does not overflow.
 - Elements are read and written inside of an array. An element is written at most once in a launch.
 - Shared memory is NaN until it is written. An asynchronous copy writes either at once or as late as its wait allows.
+
+The threads of a program run together, so a missing barrier is not found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
