@@ -96,7 +96,8 @@ class ExecutionPlan:
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
-        programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`.
+        programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
+            that of d_input `DInputTiling.programs`.
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed.

@@ -129,7 +129,7 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_steps_of_a_part_leave_the_rest_of_the_classes_to_others() -> None:
-    """Half of the classes are NaN, and only the programs of the other half are run."""
+    """Each of two programs reads only its half of the classes. Those of the second half are NaN."""
     rows, d, classes = 128, 128, 256
     x, w = torch.empty(rows, d, dtype=torch.bfloat16), torch.ones(classes, d, dtype=torch.bfloat16)
     plan = plan_for(x, w, classes, 80)

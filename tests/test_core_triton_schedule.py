@@ -1,6 +1,6 @@
 """Tests how the programs of core_triton's d_input kernels divide its tiles, in Python.
 
-test_jax_pallas_input_grad.py tests the same of jax_pallas.
+test_jax_pallas_hopper_gradients.py tests the same of jax_pallas.
 """
 
 from types import SimpleNamespace
