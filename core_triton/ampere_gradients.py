@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
 from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
-from core_triton.hopper_common import active_rows, quarters
+from core_triton.gluon_common import active_rows, quarters
 from core_triton.input_grad import (
     DInputIO,
     DInputLaunch,

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
-from core_triton.hopper_common import quarters
+from core_triton.gluon_common import quarters
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
 from core_triton.launch import At

@@ -23,16 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
+from core_triton.gluon_common import active_rows, halves, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
-    active_rows,
-    halves,
     make_buffers,
     make_ring,
     next_stage,
-    quarters,
 )
 from core_triton.input_grad import (
     DInputIO,

@@ -12,7 +12,7 @@ import torch
 from gluon_in_numpy import Pointer, Value
 from torch import Tensor
 
-from core_triton import ampere_common, ampere_gradients, hopper_common, input_grad, tile_config
+from core_triton import ampere_common, ampere_gradients, gluon_common, input_grad, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, make_plan
@@ -20,7 +20,7 @@ from core_triton.problem import Problem, layout_of
 from core_triton.tile_config import D_BLOCK, choose_d_input_tiling, choose_schedule, padded
 from linear_ce.spec import LossSpec
 
-MODULES = (ampere_common, ampere_gradients, hopper_common, input_grad)
+MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad)
 START = 3  # of the chunk: rows of the call before it
 
 
