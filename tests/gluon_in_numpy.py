@@ -254,7 +254,7 @@ class Language:
         self.polls = 0 if value else self.polls + 1
         assert self.polls < 1000, "a program waits for one that starts later"
         memory.data[offset] += value
-        memory.counts[offset] = True
+        memory.counts[offset] = memory.written[offset] = True
         return Value(before, memory.dtype)
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:
