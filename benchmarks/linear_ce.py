@@ -27,7 +27,7 @@ from benchmarks.methods import (
     check_errors,
     describe,
 )
-from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Mode, Shape, plan
+from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Item, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
 GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
@@ -196,6 +196,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run(parse(arguments))
 
 
+def row_of(item: Item, method: Method, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the start of a row: what is measured, and by which method."""
+    shape, mode, targets = item
+    return {
+        **shape.of_row(),
+        "dtype": options.dtype,
+        "targets": targets,
+        "mode": mode.name,
+        "method": method.name,
+        "kind": method.kind,
+        "framework": options.framework,
+    }
+
+
 def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: str = "") -> int:
     """Measures what the options of `parse` select; returns 1 if a method of ours failed.
 
@@ -244,17 +258,9 @@ def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: st
 
     def rows_of(shape: Shape, mode: Mode, targets: str) -> list[dict[str, Any]]:
         rows = [
-            {
-                **shape.of_row(),
-                "dtype": options.dtype,
-                "targets": targets,
-                "mode": mode.name,
-                "method": method.name,
-                "kind": method.kind,
-                "framework": options.framework,
-                "code_hash": hash_of(method),
-                **({} if floor is None else {"floor": floor}),
-            }
+            row_of((shape, mode, targets), method, options)
+            | {"code_hash": hash_of(method)}
+            | ({} if floor is None else {"floor": floor})
             for method in methods
             if method.applies(mode, named=options.methods is not None)
         ]

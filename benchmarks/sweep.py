@@ -123,17 +123,9 @@ def rows_of(
     item: Item, method: Method, choices: Sequence[Choice], chosen_rows: int, options: argparse.Namespace
 ) -> list[tuple[Choice, dict[str, Any]]]:
     """Returns the choices of a shape and mode, each with the row that it will have, without what is measured."""
-    shape, mode, targets = item
-    common = {
-        **shape.of_row(),
-        "dtype": options.dtype,
-        "targets": targets,
-        "mode": mode.name,
-        "method": method.name,
-        "kind": method.kind,
-        "framework": options.framework,
+    common = linear_ce.row_of(item, method, options) | {
         "code_hash": results.source_hash(options.framework, choices=CHOICES),
-        "budget": budget_of(mode),
+        "budget": budget_of(item[1]),
     }
     found = []
     for choice in choices:

@@ -367,28 +367,28 @@ def test_d_weight_is_loaded_or_added_in_l2(rows: int) -> None:
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
 
 
-# Those of compute capability 8.x are also in docs/options.md and benchmarks/experiments.md.
+# Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md and
+# benchmarks/experiments.md. All but one are of a (D, V) head.
 SPILLS = {
-    (100, "train-smoothing"): "two kernels with every option at once spill 8 and 112 bytes",
-    (89, "none-transposed"): "d_logits of a (D, V) head spills 8 bytes",
-    (89, "smoothing-transposed"): "statistics of a (D, V) head with label smoothing, bias and softcap spill 16 bytes",
-    (80, "stats-transposed"): "exponentials of a (D, V) head with statistics and softcap, without bias, spill 32 bytes",
+    (100, "train-smoothing"): {
+        "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
+        "HAS_SOFTCAP)": 120
+    },
+    (89, "none-transposed"): {"kernels.d_logits_kernel(; )": 8},
+    (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
+    (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,STATISTICS,HAS_SOFTCAP)": 32},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
-@pytest.mark.parametrize(
-    ("arch", "name"),
-    [
-        pytest.param(*case, marks=pytest.mark.xfail(strict=False, reason=SPILLS[case]) if case in SPILLS else ())
-        for case in COMPILED
-    ],
-)
-def test_no_register_is_spilled(arch: int, name: str) -> None:
-    stacks = {launch.name: compile_launch(launch, arch).stack for launch in launches(arch, name)}
-    spilled = [f"{kernel}: {stack} bytes" for kernel, stack in stacks.items() if stack]
-    assert not spilled, "\n".join(spilled)
+@pytest.mark.parametrize(("arch", "name"), COMPILED)
+def test_no_other_register_is_spilled(arch: int, name: str) -> None:
+    spilled: dict[str, int] = {}
+    for launch in launches(arch, name):
+        if stack := compile_launch(launch, arch).stack:
+            spilled[launch.name] = max(stack, spilled.get(launch.name, 0))
+    assert spilled == SPILLS.get((arch, name), {})
 
 
 def kernels_of(module: Any) -> set[str]:
