@@ -75,8 +75,8 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
     counted = 0 if plan.d_input_tiling is None else plan.d_input_tiling.counters
-    zeros = count.new_empty(counted + chunks * (row_blocks + 2))
-    counters, ticket, flag = zeros.split([counted, 2 * chunks, chunks * row_blocks])
+    tickets = counted + 2 * chunks
+    zeros = count.new_empty(tickets + chunks * row_blocks)
     half = plan.tile.block_n // 2
     if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
@@ -87,9 +87,9 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         torch.empty_like(target),
         torch.empty_like(row_weight),
         count,
-        flag.view(chunks, row_blocks),
-        ticket.view(chunks, 2),
-        counters,
+        zeros[tickets:].view(chunks, row_blocks),
+        zeros[counted:tickets].view(chunks, 2),
+        zeros[:counted],
         hit,
         *(torch.empty_like(row_weight) for _ in range(8)),
         top_out=torch.empty_like(row_weight) if statistics else None,
