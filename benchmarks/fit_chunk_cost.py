@@ -1,8 +1,8 @@
 """Fits the estimate that chooses chunks to measured rows: `python -m benchmarks.fit_chunk_cost FILE...`.
 
 The files are those of `benchmarks.sweep`, such as benchmarks/results/*/*-sweep.json, of any GPUs and both frameworks.
-For each GPU and framework the command prints the line for `chunk_cost.COEFFICIENTS`, how far the estimate is from the
-times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
+For each GPU and framework the command prints the line for `cost_coefficients.COEFFICIENTS`, how far the estimate is
+from the times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
 measured. No GPU is needed.
 
 The clock of a GPU changes between rows, so the time of a row is its ratio to the floor, times the median floor of its

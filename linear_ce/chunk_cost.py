@@ -14,8 +14,7 @@ axis, and P programs compute the tiles in waves.
                 that adds to it or in L2 (`share_added_in_l2`)
     d_input     the iterations of the program that has most of them: `DInput`
 
-A matmul takes at least as long as its bytes take to move. `benchmarks.fit_chunk_cost` fits the coefficients to
-measured times.
+A matmul takes at least as long as its bytes take to move. The coefficients are in `cost_coefficients.py`.
 """
 
 import math
@@ -23,6 +22,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
+from linear_ce.cost_coefficients import COEFFICIENTS as COEFFICIENTS
+from linear_ce.cost_coefficients import CostCoefficients
 from linear_ce.gpus import GPUS
 
 ROW_BLOCK = 128  # rows of a tile of logits
@@ -34,50 +35,6 @@ WIDEST = 256  # the other side of a tile at most; coefficients are those of a ti
 # Row blocks that are computed with a class block before the next class block have at most so many bytes, so that they
 # stay in L2: an H100 has 50 MB, an A100 40 MB. The head is read once for them.
 GROUP_BYTES = 2**24
-
-
-class CostCoefficients(NamedTuple):
-    """The coefficients of the kernels of one framework on one GPU."""
-
-    multiply: float  # ns to add one element of the inner dimension to the 128 x 256 sums of a tile
-    logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
-    d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
-    narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
-    tail: float  # share by which iterations of tails take longer: their programs read other classes
-    exposed: float  # share of the time of loading and storing d_weight that the matmul does not hide
-    missed: float  # the same share of bytes that are read again because they do not stay in L2
-    chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
-    call: float  # us of a call's small kernels
-
-
-# `python -m benchmarks.fit_chunk_cost --prior 0.25` fitted those of core_triton on H100 and H200 to
-# results/*/torch-sweep.json, 74 rows of 9 shapes and 61 rows of 6 shapes, each measured once. Its choices are at most
-# 2.8% and 2.1% slower than the best rows. The estimate is within 4.1% and 1.9% of these times, root mean square, and
-# within 2.0% and 1.4% of those of one shape and budget. On an H100 tiles of 128 rows of d_input are much slower than
-# tiles of 256 rows (`narrow`). These rows do not say which part of the time there is the epilogue of the logits, and
-# which is of each chunk.
-# jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
-# to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`). The estimate is
-# within 2.2% of them, root mean square.
-# Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
-# the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
-HOPPER_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
-A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-
-COEFFICIENTS = {
-    ("a100", "torch"): A100_ANY,
-    ("a100", "jax"): A100_ANY,
-    ("h100", "torch"): CostCoefficients(11.8, 730.0, 115.0, 77.5, 0.0, 0.38, 0.0, 222.0, 0.0),
-    ("h100", "jax"): HOPPER_JAX,
-    ("h200", "torch"): CostCoefficients(11.9, 3840.0, 328.0, 6.6, 0.0, 0.81, 0.0, 56.0, 32.0),
-    ("h200", "jax"): HOPPER_JAX,
-    ("l40s", "torch"): L40S_ANY,
-    ("l40s", "jax"): L40S_ANY,
-    ("rtx4090", "torch"): RTX4090_ANY,
-    ("rtx4090", "jax"): RTX4090_ANY,
-}
 
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
 

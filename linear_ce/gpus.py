@@ -37,7 +37,7 @@ def gpu_named(name: str) -> GPU:
 
 
 def known_gpu(reported: str, capability: int) -> str:
-    """Returns the name in `GPUS` whose bandwidth, L2 and coefficients (`chunk_cost.COEFFICIENTS`) stand for a device.
+    """Returns the name in `GPUS` whose bandwidth, L2 and `cost_coefficients.COEFFICIENTS` stand for a device.
 
     The device is one of `GPUS` if the name that its driver reports contains that name as a word: "NVIDIA H100 80GB
     HBM3" is an "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as an "a100" with compute
