@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chooser, logits = Chooser(), torch.empty(lowered.rows, shape.v, dtype=x.dtype, device="cuda")
 
         def floor(chooser: Chooser = chooser, logits: Tensor = logits, x: Tensor = x, w: Tensor = w) -> None:
-            chooser.matmul(logits, x[: len(logits)], w.T, adds=False)
+            chooser.matmul(logits, x[: len(logits)], w.T)
 
         floor()
         row = {
