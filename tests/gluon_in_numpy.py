@@ -6,8 +6,6 @@ Triton's languages. Layouts have no effect. What is checked besides the results:
 - An int32 does not overflow.
 - Elements are read and written inside of an array. An element is written at most once in a launch.
 - Shared memory is NaN until it is written. An asynchronous copy writes either at once or as late as its wait allows.
-
-The threads of a program run together, so a missing barrier is not found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -254,7 +252,7 @@ class Language:
         self.polls = 0 if value else self.polls + 1
         assert self.polls < 1000, "a program waits for one that starts later"
         memory.data[offset] += value
-        memory.counts[offset] = memory.written[offset] = True
+        memory.counts[offset] = True
         return Value(before, memory.dtype)
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:

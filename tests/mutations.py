@@ -150,25 +150,8 @@ TRITON_KERNELS = (
     Mutation("core_triton/ampere_gradients.py", "total += old[i]", "total = old[i]", D_WEIGHT),
     Mutation("core_triton/ampere_gradients.py", "Steps(0, active)", "Steps(0, rows)", D_WEIGHT),
     Mutation("core_triton/ampere_gradients.py", "classes // UNIT * UNIT", "classes", INPUT_GRAD),
-    Mutation("core_triton/ampere_gradients.py", "i * (WIDTH * BLOCK_N) + within, cache", "within, cache", INPUT_GRAD),
-    Mutation(
-        "core_triton/input_grad.py",
-        "slot = parts - schedule.split_tiles + split",
-        "slot = split",
-        tests("core_triton_schedule", "each_iteration"),
-    ),
-    Mutation(
-        "core_triton/input_grad.py",
-        "gl.num_programs(0) - 1 - gl.program_id(0)",
-        "gl.program_id(0)",
-        tests("core_triton_schedule", "each_iteration"),
-    ),
-    Mutation(
-        "core_triton/input_grad.py",
-        "gl.store(counter_ptr, 0, mask=count > 0)",
-        "pass",
-        tests("core_triton_input_grad", "test_d_input"),
-    ),
+    Mutation("core_triton/ampere_gradients.py", "columns * BLOCK_N, 0) +", "columns + BLOCK_N, 0) +", INPUT_GRAD),
+    Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
     # Hopper kernels run only on a GPU. Without a GPU, tests compile them and read their code.
     Mutation(
         "core_triton/hopper_common.py",
