@@ -18,16 +18,7 @@ from triton.experimental.gluon import language as gl
 from core_triton import tile_config
 from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
 from core_triton.gluon_common import active_rows, quarters
-from core_triton.input_grad import (
-    DInputIO,
-    DInputLaunch,
-    count_partial_tile,
-    finish_rows,
-    num_work_units,
-    slot_of,
-    wait_for_partial_tiles,
-    work_unit_of,
-)
+from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows
 from core_triton.launch import cdiv, launch
 from core_triton.problem import Problem, plan_of
@@ -113,7 +104,7 @@ def add_last_classes(acc, w_matrix, w_stride, e_matrix, e_stride, row_ids, colum
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", *SplitKSchedule._fields])
 def d_input_kernel(
-    w_matrix, w_stride, e_matrix, e_stride, part_ptr, counter_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
+    w_matrix, w_stride, e_matrix, e_stride, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr,
     weight_stride, weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     W_BY_CLASS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
@@ -126,9 +117,8 @@ def d_input_kernel(
     d_blocks = gl.cdiv(hidden, BLOCK_D)
     schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
     io = DInputIO(
-        part_ptr, counter_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
-        d_input_ptr,
-    )  # fmt: skip
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
+    )
     WIDTH: gl.constexpr = BLOCK_D // 4
     by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
@@ -153,24 +143,13 @@ def d_input_kernel(
                     acc, w_matrix, w_stride, e_matrix, e_stride, row + row_ids, d + columns, rows, hidden,
                     Steps(whole, last),
                 )  # fmt: skip
-            # A partial tile is transposed, as on Hopper.
-            within = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, MMA)) * BLOCK_N, 0)
-            within += gl.expand_dims(row_ids, 1)
-            pieces = quarters(acc, MMA)
-            if unit.slot >= 0:
-                part_ptr = io.part_ptr + unit.slot * (BLOCK_D * BLOCK_N)
-                for i in gl.static_range(4):
-                    gl.store(part_ptr + i * (WIDTH * BLOCK_N) + within, pieces[i])
-                count_partial_tile(io.counter_ptr + unit.split)
+            if unit.slot >= 0:  # transposed, as a partial tile is on Hopper
+                within = gl.expand_dims(columns * BLOCK_N, 0) + gl.expand_dims(row_ids, 1)
+                gl.store(io.part_ptr + unit.slot.to(gl.int64) * (BLOCK_D * BLOCK_N) + within, acc)
             else:
-                wait_for_partial_tiles(io.counter_ptr + unit.split, unit.others)
+                pieces = quarters(acc, MMA)
                 for i in gl.static_range(4):
-                    total = pieces[i]
-                    for other in tl.range(0, unit.others, disable_licm=True):
-                        slot = slot_of(other, unit.split, schedule)
-                        part_ptr = io.part_ptr + slot * (BLOCK_D * BLOCK_N)
-                        total += gl.load(part_ptr + i * (WIDTH * BLOCK_N) + within, cache_modifier=".cg")
-                    total = gl.convert_layout(total, by_quarter)
+                    total = gl.convert_layout(pieces[i], by_quarter)
                     piece_rows = row + gl.arange(0, BLOCK_N, gl.SliceLayout(1, by_quarter))
                     piece_columns = d + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, by_quarter))
                     finish_rows(total, piece_rows, piece_columns, io, active, hidden, classes)

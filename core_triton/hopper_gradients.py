@@ -8,7 +8,6 @@ and not of 256. As in `hopper_common.py` one warp loads and two warpgroups multi
 active rows of a chunk is in device memory. The kernels skip the rows after them.
 """
 
-import triton.language as tl
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -32,16 +31,7 @@ from core_triton.hopper_common import (
     make_ring,
     next_stage,
 )
-from core_triton.input_grad import (
-    DInputIO,
-    DInputLaunch,
-    count_partial_tile,
-    finish_rows,
-    num_work_units,
-    slot_of,
-    wait_for_partial_tiles,
-    work_unit_of,
-)
+from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
@@ -256,7 +246,7 @@ def load_d_input(w_desc, e_desc, ring, active, d_blocks, schedule, W_BY_CLASS: g
     BLOCK_V: gl.constexpr = ring.b.shape[2]
     stage = 0
     phase = 0
-    for index in tl.range(0, num_work_units(schedule), disable_licm=True):
+    for index in range(num_work_units(schedule)):
         unit = work_unit_of(index, schedule)
         row, d = (unit.tile // d_blocks) * BLOCK_N, (unit.tile % d_blocks) * 128
         if row < active:
@@ -282,16 +272,13 @@ def d_input_warpgroup(
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    quarter: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 4, 16])
     by_row: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    eighth: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 8, 16])
-    d_within = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, eighth))
-    n_within = gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, eighth))
+    d_within = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    n_within = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
     within = gl.expand_dims(d_within, 1) * BLOCK_N + gl.expand_dims(n_within, 0)
     stage = 0
     phase = 0
-    # Values that do not depend on the unit would be computed before the loop, and their registers make others spill.
-    for index in tl.range(0, num_work_units(schedule), disable_licm=True):
+    for index in range(num_work_units(schedule)):
         unit = work_unit_of(index, schedule)
         row, d = (unit.tile // d_blocks) * BLOCK_N, (unit.tile % d_blocks) * 128 + WHICH * 64
         if row < active:
@@ -308,39 +295,30 @@ def d_input_warpgroup(
                 stage, phase = next_stage(stage, phase, STAGES)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
-            first, second, third, fourth = quarters(acc, quarter)
-            pieces = halves(first) + halves(second) + halves(third) + halves(fourth)
-            counter_ptr = io.counter_ptr + 2 * unit.split + WHICH
             if unit.slot >= 0:
-                part_ptr = io.part_ptr + unit.slot * (128 * BLOCK_N)
-                for i in gl.static_range(8):
-                    piece = gl.convert_layout(pieces[i], eighth, assert_trivial=True)
-                    gl.store(part_ptr + i * (BLOCK_N // 8) + within, piece)
-                count_partial_tile(counter_ptr)
+                gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
-                wait_for_partial_tiles(counter_ptr, unit.others)
                 # An eighth of the rows at a time, turned so that a thread holds eight columns of D of a row.
+                left, right = halves(acc)
+                first, second = halves(left)
+                third, fourth = halves(right)
+                pieces = halves(first) + halves(second) + halves(third) + halves(fourth)
                 columns = d + gl.arange(0, 64, gl.SliceLayout(0, by_row))
                 for i in gl.static_range(8):
-                    total = gl.convert_layout(pieces[i], eighth, assert_trivial=True)
-                    for other in tl.range(0, unit.others, disable_licm=True):
-                        slot = slot_of(other, unit.split, schedule)
-                        part_ptr = io.part_ptr + slot * (128 * BLOCK_N)
-                        total += gl.load(part_ptr + i * (BLOCK_N // 8) + within, cache_modifier=".cg")
-                    total = gl.convert_layout(total.permute((1, 0)), by_row)
+                    total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
                     row_ids = row + i * (BLOCK_N // 8) + gl.arange(0, BLOCK_N // 8, gl.SliceLayout(1, by_row))
                     finish_rows(total, row_ids, columns, io, active, hidden, classes)
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *SplitKSchedule._fields])
 def d_input_kernel(
-    w_desc, e_desc, part_ptr, counter_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride,
-    weight_stride_d, d_input_ptr, count_ptr, start, rows, hidden, classes,
+    w_desc, e_desc, part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
+    d_input_ptr, count_ptr, start, rows, hidden, classes,
     full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs,
     STAGES: gl.constexpr, W_BY_CLASS: gl.constexpr,
 ):  # fmt: skip
-    """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), in tiles of BLOCK_N rows x 128
-    columns. The work units that do not finish a tile write a partial tile, float32, to their slot of part
+    """Writes rows of d_input = rho * (e @ w) + theta * w[target], rounded once: (32), where a work unit is a
+    whole tile of BLOCK_N rows x 128 columns. Other units write a partial tile, float32, to their slot of part
     (`input_grad.work_unit_of`).
 
     Reads e (rows, V) and w (V, D) or (D, V); rho, theta (rows,) float32, target (rows,) int64 and row (rows,) int64:
@@ -351,9 +329,8 @@ def d_input_kernel(
     d_blocks = gl.cdiv(hidden, 128)
     schedule = SplitKSchedule(full_waves, split_tiles, split_factor, split_iters, iters_per_tile, tail_programs)
     io = DInputIO(
-        part_ptr, counter_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d,
-        d_input_ptr,
-    )  # fmt: skip
+        part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr
+    )
     gl.warp_specialize(
         [
             (d_input_warpgroup, (ring, io, active, hidden, classes, d_blocks, schedule, W_BY_CLASS, 0)),

@@ -4,19 +4,21 @@
     d_input = rho (E W) + theta w_target       (n, D), summed over classes: (32)
 
 Persistent programs divide the tiles by a split-K schedule (`tile_config.SplitKSchedule`). A work unit of a program is a
-whole tile or a part of one. One program finishes a tile. The others that compute parts of it store partial tiles,
-float32, in slots in memory and count them (`count_partial_tile`). The program that finishes the tile waits for them
-(`wait_for_partial_tiles`) and adds them in order. The number of active rows of a chunk is in device memory. The kernels
-skip the rows after them.
+whole tile, which it finishes, or a part of one. The partial tile of a part, float32, goes to a slot in memory, and
+`d_input_sum_kernel` sums and finishes the split tiles. The number of active rows of a chunk is in device memory. The
+kernels skip the rows after them.
 """
 
 from typing import Any, NamedTuple
 
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
+from core_triton.hopper_common import NOT_SPECIALIZED
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, launch
 from core_triton.problem import Problem, plan_of
@@ -29,26 +31,14 @@ class WorkUnit(NamedTuple):
     tile: Any
     first: Any  # iteration
     last: Any  # the iteration after the last
-    slot: Any  # of the partial tile that the program stores; -1: the program finishes the tile
-    split: Any  # the number of the tile among the split tiles
-    others: Any  # partial tiles of other programs, where the program finishes the tile
-
-
-@gluon.jit
-def own_program():
-    """Returns the number of the program in the schedule.
-
-    Programs start in the order of their ids. One that waits has a higher id than those that it waits for, so they have
-    started before it, even if other kernels leave room for only a part of the programs at a time.
-    """
-    return gl.num_programs(0) - 1 - gl.program_id(0)
+    slot: Any  # of the partial tiles; -1: the unit is a whole tile
 
 
 @gluon.jit
 def last_tails_of(schedule):
     """Returns how many tails the last wave of the tail programs has, and how many programs compute parts of each: 0
     where all tails are computed whole."""
-    last_tails = schedule.split_tiles % gl.maximum(schedule.tail_programs, 1)
+    last_tails = schedule.split_tiles % schedule.tail_programs
     return last_tails, gl.where(last_tails > 0, schedule.tail_programs // gl.maximum(last_tails, 1), 0)
 
 
@@ -59,55 +49,41 @@ def work_unit_of(index, schedule):
     Programs first compute whole tiles in `full_waves` waves. The other `split_tiles` tiles are split along the classes.
     Their first `split_iters` iterations are split into `split_factor` equal parts. The other iterations of each are its
     tail. The `tail_programs` programs that have no part compute whole tails in waves, and an equal part of one of the
-    last tails. The program with the first part of a tile finishes it. Programs of the same part or wave read the same
-    classes at the same time and share what they read. Tiles are numbered with the blocks of D first: tiles that run
-    together then have few rows of e, which are read from memory once.
+    last tails. Programs of the same part or wave read the same classes at the same time and share what they read. Tiles
+    are numbered with the blocks of D first: tiles that run together then have few rows of e, which are read from memory
+    once.
     """
-    program, programs = own_program(), gl.num_programs(0)
+    program, programs = gl.program_id(0), gl.num_programs(0)
     tile = program + index * programs
-    first, last, slot, split, others = 0, schedule.iters_per_tile, -1, 0, 0
+    first, last, slot = 0, schedule.iters_per_tile, -1
     if index >= schedule.full_waves:
         parts = schedule.split_factor * schedule.split_tiles
-        last_tails, tail_factor = last_tails_of(schedule)
         if program < parts:
-            split = program % schedule.split_tiles
+            piece = program % schedule.split_tiles
             part = program // schedule.split_tiles
             first = schedule.split_iters * part // schedule.split_factor
             last = schedule.split_iters * (part + 1) // schedule.split_factor
-            if part > 0:
-                slot = program - schedule.split_tiles
-            else:
-                others = schedule.split_factor - 1
-                if schedule.tail_programs > 0:
-                    others += gl.where(split < schedule.split_tiles - last_tails, 1, tail_factor)
+            slot = gl.where(last - first == schedule.iters_per_tile, -1, program)
         else:
+            last_tails, tail_factor = last_tails_of(schedule)
             worker = program - parts
-            split = worker + (index - schedule.full_waves) * schedule.tail_programs
+            piece = worker + (index - schedule.full_waves) * schedule.tail_programs
             first = schedule.split_iters
-            slot = parts - schedule.split_tiles + split
-            if split >= schedule.split_tiles - last_tails:
+            slot = parts + piece
+            if piece >= schedule.split_tiles - last_tails:
                 tail_iters = schedule.iters_per_tile - schedule.split_iters
                 part = worker // last_tails
-                split = schedule.split_tiles - last_tails + worker % last_tails
+                piece = schedule.split_tiles - last_tails + worker % last_tails
                 last = first + tail_iters * (part + 1) // tail_factor
                 first += tail_iters * part // tail_factor
-        tile = schedule.full_waves * programs + split
-    return WorkUnit(tile, first, last, slot, split, others)
-
-
-@gluon.jit
-def slot_of(other, split, schedule):
-    """Returns the slot of the partial tile number `other` of a split tile: first those of its parts, then its tail."""
-    parts = schedule.split_factor - 1
-    last_tails, _ = last_tails_of(schedule)
-    before = gl.minimum(other, parts) * schedule.split_tiles + gl.maximum(other - parts, 0) * last_tails
-    return before + split
+        tile = schedule.full_waves * programs + piece
+    return WorkUnit(tile, first, last, slot)
 
 
 @gluon.jit
 def num_work_units(schedule):
     """Returns how many work units a program has."""
-    worker = own_program() - schedule.split_factor * schedule.split_tiles
+    worker = gl.program_id(0) - schedule.split_factor * schedule.split_tiles
     units = schedule.full_waves
     if worker < 0:
         units += 1
@@ -118,29 +94,10 @@ def num_work_units(schedule):
     return units
 
 
-@gluon.jit
-def count_partial_tile(counter_ptr):
-    """Counts a partial tile that all threads of the program, or of the warpgroup, have stored."""
-    gl.thread_barrier()
-    gl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def wait_for_partial_tiles(counter_ptr, count):
-    """Waits until `count` partial tiles are counted, and sets the counter to 0 for the next kernel. With a count of 0
-    the counter may be that of another tile, and is left alone."""
-    found = gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
-    while found < count:
-        found = gl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
-    gl.thread_barrier()
-    gl.store(counter_ptr, 0, mask=count > 0)
-
-
 class DInputIO(NamedTuple):
     """What a kernel of d_input reads and writes besides the matrices that it multiplies."""
 
     part_ptr: Any
-    counter_ptr: Any
     rho_ptr: Any
     theta_ptr: Any
     target_ptr: Any
@@ -171,6 +128,59 @@ def finish_rows(total, row_ids, columns, io, active, hidden, classes):
     gl.store(io.d_input_ptr + places, result.to(io.d_input_ptr.dtype.element_ty), mask=keeps)
 
 
+@triton.jit(
+    do_not_specialize=[
+        *NOT_SPECIALIZED,
+        "first_tile",
+        "split_tiles",
+        "split_factor",
+        "tail_programs",
+    ]
+)
+def d_input_sum_kernel(
+    part_ptr, rho_ptr, theta_ptr, target_ptr, row_ptr, weight_ptr, weight_stride, weight_stride_d, d_input_ptr,
+    count_ptr, start, rows, hidden, classes,
+    first_tile, split_tiles, split_factor, tail_programs,
+    TILE_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The fix-up of the split tiles: sums their partial tiles in order and finishes them as `d_input_kernel` does whole
+    tiles.
+
+    One program owns BLOCK_N rows x BLOCK_D columns of one tile.
+    """
+    index = tl.program_id(0)
+    tile, d_blocks = first_tile + index, tl.cdiv(hidden, 128)
+    active = tl.minimum(tl.load(count_ptr) - start, rows)
+    d_within = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    n_within = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_ids = (tile // d_blocks) * TILE_N + n_within
+    if (tile // d_blocks) * TILE_N < active:
+        within = d_within[:, None] * TILE_N + n_within[None, :]
+        total = tl.zeros((BLOCK_D, BLOCK_N), tl.float32)
+        for part in range(split_factor):
+            slot = part * split_tiles + index
+            total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
+        if tail_programs > 0:
+            last_tails = split_tiles % tail_programs
+            tail_factor = tl.where(index < split_tiles - last_tails, 1, tail_programs // tl.maximum(last_tails, 1))
+            for part in range(tail_factor):
+                slot = split_factor * split_tiles + part * last_tails + index
+                total += tl.load(part_ptr + slot * (128 * TILE_N) + within)
+        columns = (tile % d_blocks) * 128 + d_within
+        inside = row_ids < active
+        rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
+        theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)
+        target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
+        is_class = (target >= 0) & (target < classes)
+        keeps = inside[:, None] & (columns < hidden)[None, :]
+        w_places = (target * weight_stride)[:, None] + columns.to(tl.int64)[None, :] * weight_stride_d
+        own = tl.load(weight_ptr + w_places, mask=keeps & is_class[:, None], other=0.0).to(tl.float32)
+        result = tl.trans(total) * rho[:, None] + own * tl.where(is_class, theta, 0.0)[:, None]
+        out = tl.load(row_ptr + row_ids, mask=inside, other=0)
+        places = (out * hidden)[:, None] + columns[None, :]
+        tl.store(d_input_ptr + places, result.to(d_input_ptr.dtype.element_ty), mask=keeps)
+
+
 class DInputLaunch(NamedTuple):
     """What differs between the launches of the two kernels of d_input.
 
@@ -193,29 +203,33 @@ def store_d_input(
     active: Active,
     *,
     partial_sums: Tensor,
-    counters: Tensor,
     rho: At,
     theta: At,
     target: At,
     order: At,
     d_input: Tensor,
 ) -> None:
-    """Launches a kernel of d_input for the packed rows of a chunk.
-
-    Args:
-        made: the kernel.
-        e: the exponentials of the chunk (n, K).
-        active: its rows that are computed.
-        partial_sums: float32, for the partial tiles of the schedule.
-        counters: int32, `DInputTiling.counters` of them, all 0. They are 0 again after the kernel.
-        rho, theta, target, order: of `row_kernels.finish_rows`, from the first row of the chunk on.
-        d_input: (N, D), of which the rows `order` are written.
-    """
+    """Launches a kernel of d_input, and `d_input_sum_kernel` where tiles are split, for the packed rows of a chunk."""
     w, (n, classes), hidden, tiling = problem.linear_weight, e.shape, d_input.shape[1], plan_of(problem).d_input_tiling
     assert tiling is not None
     tile_rows, programs = config.d_input_rows, tiling.programs
     tiles, steps = cdiv(n, tile_rows) * cdiv(hidden, tile_config.D_BLOCK), cdiv(classes, tiling.step)
     schedule = tile_config.choose_schedule(tiles, steps, programs, splits_tiles=config.splits_tiles)
-    pointers = partial_sums, counters, rho, theta, target, order, w, *w.stride(), d_input, active.count
+    pointers = partial_sums, rho, theta, target, order, w, *w.stride(), d_input, active.count
     sizes = active.start, n, hidden, classes
     launch(made.kernel, (programs,), *made.matrices, *pointers, *sizes, *schedule, **made.constexprs)
+    if schedule.partial_tiles:
+        launch(
+            d_input_sum_kernel,
+            (schedule.split_tiles, tile_config.D_BLOCK // 32, tile_rows // 64),
+            *pointers,
+            *sizes,
+            schedule.full_waves * programs,
+            schedule.split_tiles,
+            schedule.split_factor,
+            schedule.tail_programs,
+            TILE_N=tile_rows,
+            BLOCK_D=32,
+            BLOCK_N=64,
+            num_warps=4,
+        )

@@ -53,7 +53,6 @@ class PackedRows(NamedTuple):
     count: Tensor  # () int32, how many contribute
     flag: Tensor  # (chunks, row blocks) int32: 1 if a reference exponent of the block is too low
     ticket: Tensor  # (chunks, 2) int32, of `kernels.repair_kernel`
-    counters: Tensor  # int32, of `input_grad.store_d_input`
     # A byte for each (chunk, half row block, class block), packed into int32. Bit i says that quarter i of the class
     # block holds the target of one of these rows.
     hit: Tensor | None
@@ -74,9 +73,7 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
     assert plan.tile is not None
     count = torch.empty((), dtype=torch.int32, device=row_weight.device)
     chunks, row_blocks, hit = cdiv(len(target), rows), cdiv(rows, plan.tile.block_n), None
-    counted = 0 if plan.d_input_tiling is None else plan.d_input_tiling.counters
-    tickets = counted + 2 * chunks
-    zeros = count.new_empty(tickets + chunks * row_blocks)
+    zeros = count.new_empty(chunks * (row_blocks + 2))
     half = plan.tile.block_n // 2
     if plan.hopper and not plan.casts_head and (rows >= half or chunks <= 1):
         # The second warpgroup of the last row block reads a half's bytes, even where there is none.
@@ -87,9 +84,8 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         torch.empty_like(target),
         torch.empty_like(row_weight),
         count,
-        zeros[tickets:].view(chunks, row_blocks),
-        zeros[counted:tickets].view(chunks, 2),
-        zeros[:counted],
+        zeros[2 * chunks :].view(chunks, row_blocks),
+        zeros[: 2 * chunks].view(chunks, 2),
         hit,
         *(torch.empty_like(row_weight) for _ in range(8)),
         top_out=torch.empty_like(row_weight) if statistics else None,
@@ -338,7 +334,6 @@ def _store_d_input(
             e,
             Active(rows.count, chunk.start, 0),
             partial_sums=scratch,
-            counters=rows.counters,
             rho=At(rows.rho, chunk.start),
             theta=At(rows.theta, chunk.start),
             target=At(rows.target, chunk.start),

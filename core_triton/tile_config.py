@@ -116,8 +116,10 @@ class SplitKSchedule(NamedTuple):
 
     @property
     def partial_tiles(self) -> int:
-        """Partial tiles that are stored: all but those of the programs that finish a tile."""
-        parts = max(self.split_factor - 1, 0) * self.split_tiles
+        """Partial tiles that are stored for the fix-up: 0 where no tile is split."""
+        parts = self.split_factor * self.split_tiles
+        if parts == self.split_tiles and not self.tail_programs:
+            return 0
         return parts + self.tail_waves * self.tail_programs + self.tail_factor * self.last_tails
 
     @property
@@ -207,11 +209,6 @@ class DInputTiling(NamedTuple):
     rows: tuple[int, ...]
 
     @property
-    def counters(self) -> int:
-        """Counters of partial tiles: two for each split tile, which are fewer than the programs."""
-        return -(-2 * self.programs // 4) * 4
-
-    @property
     def choices(self) -> list[tuple[int, bool]]:
         """Rows of a tile, and whether tiles may be split. A narrower tile takes half the memory where tiles are split.
         Whole tiles take no memory but leave programs idle."""
@@ -282,7 +279,6 @@ def choose_scaled_exp(
         head_rows = min(classes, limit // block_v * block_v or MIN_VOCAB_CHUNK)
 
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
-    fixed += 4 * tiling.counters if tiling is not None and d_input else 0
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)

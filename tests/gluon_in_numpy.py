@@ -108,7 +108,6 @@ class Memory:
         wide = self.whole.float() if tensor.is_floating_point() else self.whole.long()
         self.dtype, self.data = DTYPES[tensor.dtype], wide.numpy().copy()
         self.written = np.zeros(len(self.data), bool)
-        self.counts = np.zeros(len(self.data), bool)  # atomics change it, and then a store may
 
 
 class Pointer:
@@ -122,8 +121,7 @@ class Pointer:
     def places(self, mask: Any) -> tuple[np.ndarray, np.ndarray]:
         """Returns the offsets, 0 where the mask is false, and the mask."""
         offsets = self.offset.data
-        mask = True if mask is None else mask.data.astype(bool) if isinstance(mask, Value) else mask
-        inside = np.broadcast_to(mask, offsets.shape)
+        inside = np.broadcast_to(True if mask is None else mask.data.astype(bool), offsets.shape)
         offsets = np.where(inside, offsets, 0)
         assert np.all((offsets >= 0) & (offsets < len(self.memory.data))), "an element outside of an array"
         return offsets, inside
@@ -199,7 +197,6 @@ class Language:
 
     def __init__(self, program: int, programs: Sequence[int]) -> None:
         self.program, self.programs = program, programs
-        self.polls = 0
 
     def program_id(self, axis: int) -> Value:
         """Returns the program's number. The first axis is counted fastest."""
@@ -242,20 +239,7 @@ class Language:
             return Value(np.where(condition.data, yes, no), "i32")
         return combined(lambda yes, no: np.where(condition.data, yes, no), yes, no)
 
-    def thread_barrier(self) -> None:
-        """The threads of a program run together."""
-
-    def atomic_add(self, pointer: Pointer, value: int, sem: str, scope: str) -> Value:
-        """Adds to an element. A program that waits for a later one would wait forever, because they run in order."""
-        offset, memory = int(pointer.offset.data), pointer.memory
-        before = memory.data[offset]
-        self.polls = 0 if value else self.polls + 1
-        assert self.polls < 1000, "a program waits for one that starts later"
-        memory.data[offset] += value
-        memory.counts[offset] = True
-        return Value(before, memory.dtype)
-
-    def load(self, pointer: Pointer, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Value:
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
         offsets, inside = pointer.places(mask)
         values = pointer.memory.data[offsets]
         return Value(values if mask is None else np.where(inside, values, other), pointer.memory.dtype)
@@ -263,11 +247,10 @@ class Language:
     def store(self, pointer: Pointer, value: Value, mask: Any = None) -> None:
         offsets, inside = pointer.places(mask)
         places, memory = offsets[inside], pointer.memory
-        assert not (memory.written & ~memory.counts)[places].any(), "an element is written twice"
+        assert not memory.written[places].any(), "an element is written twice"
         memory.written[places] = True
         assert len(np.unique(places)) == len(places), "an element is written twice"
-        data = value.data if isinstance(value, Value) else value
-        memory.data[places] = rounded(np.broadcast_to(data, offsets.shape)[inside], memory.dtype)
+        memory.data[places] = rounded(np.broadcast_to(value.data, offsets.shape)[inside], memory.dtype)
 
     def allocate_shared_memory(self, dtype: str, shape: Sequence[int], layout: Any) -> Shared:
         return Shared(np.full(shape, np.nan, np.float32), dtype)

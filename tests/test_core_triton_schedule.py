@@ -3,8 +3,6 @@
 test_jax_pallas_hopper_gradients.py tests the same of jax_pallas.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,31 +15,28 @@ from core_triton.launch import cdiv
 from core_triton.tile_config import SplitKSchedule, choose_schedule
 
 
-@contextmanager
-def in_python(program_id: int, programs: int) -> Iterator[None]:
-    """Lets the kernel's functions that divide the work run in Python, for one program."""
+def work_units(program: int, programs: int, schedule: SplitKSchedule) -> list[input_grad.WorkUnit]:
+    """Runs the kernel's functions that divide the work, in Python, for one program."""
     language = SimpleNamespace(
-        program_id=lambda axis: program_id,
+        program_id=lambda axis: program,
         num_programs=lambda axis: programs,
-        minimum=min,
         maximum=max,
         where=lambda condition, yes, no: yes if condition else no,
     )
-    functions = {name: getattr(input_grad, name).fn for name in ("own_program", "last_tails_of")}
-    with mock.patch.multiple(input_grad, gl=language, **functions):
-        yield
-
-
-def work_units(program_id: int, programs: int, schedule: SplitKSchedule) -> list[input_grad.WorkUnit]:
-    with in_python(program_id, programs):
+    in_python = SimpleNamespace(last_tails_of=input_grad.last_tails_of.fn, gl=language)
+    with mock.patch.multiple(input_grad, **vars(in_python)):
         count = input_grad.num_work_units.fn(schedule)
         return [input_grad.work_unit_of.fn(index, schedule) for index in range(count)]
 
 
-def added_slots(unit: input_grad.WorkUnit, schedule: SplitKSchedule) -> list[int]:
-    """Returns the slots of the partial tiles that the program that finishes a tile adds to its own, in order."""
-    with in_python(0, 1):
-        return [input_grad.slot_of.fn(other, unit.split, schedule) for other in range(unit.others)]
+def summed(schedule: SplitKSchedule, index: int) -> list[int]:
+    """Returns the slots that `d_input_sum_kernel` adds up for the index-th split tile."""
+    slots = [part * schedule.split_tiles + index for part in range(schedule.split_factor)]
+    if schedule.tail_programs:
+        first = schedule.split_factor * schedule.split_tiles + index
+        split = index >= schedule.split_tiles - schedule.last_tails
+        slots += [first + k * schedule.last_tails for k in range(schedule.tail_factor if split else 1)]
+    return slots
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,27 +53,23 @@ def added_slots(unit: input_grad.WorkUnit, schedule: SplitKSchedule) -> list[int
 @example(tiles=91, iters=2374, programs=264, splits_tiles=True)
 def test_each_iteration_is_computed_once(tiles: int, iters: int, programs: int, splits_tiles: bool) -> None:
     schedule = choose_schedule(tiles, iters, programs, splits_tiles=splits_tiles)
-    of_tile: dict[int, list[tuple[input_grad.WorkUnit, int]]] = {tile: [] for tile in range(tiles)}
-    longest, slots = 0, []
-    for program_id in range(programs):
-        units = work_units(program_id, programs, schedule)
+    of_tile: dict[int, list[tuple[int, int, int]]] = {tile: [] for tile in range(tiles)}
+    longest = 0
+    for program in range(programs):
+        units = work_units(program, programs, schedule)
         longest = max(longest, sum(unit.last - unit.first for unit in units))
         for unit in units:
             assert 0 <= unit.first < unit.last <= iters
-            of_tile[unit.tile].append((unit, program_id))
-            slots += [unit.slot] if unit.slot >= 0 else []
+            assert unit.slot < schedule.partial_tiles
+            of_tile[unit.tile].append((unit.first, unit.last, unit.slot))
     assert longest == schedule.longest
-    assert sorted(slots) == list(range(schedule.partial_tiles))
-    for tile, found in of_tile.items():
-        parts = sorted((unit.first, unit.last, unit.slot) for unit, _ in found)
-        edges = [0, *(edge for first, last, _ in parts for edge in (first, last)), iters]
-        assert edges[::2] == edges[1::2], f"{schedule}: tile {tile} takes {parts}"
-        [(finishing, waits)] = [(unit, program_id) for unit, program_id in found if unit.slot < 0]
-        assert finishing.first == 0
-        assert added_slots(finishing, schedule) == [slot for _, _, slot in parts[1:]], f"{schedule}: tile {tile}"
-        if len(found) > 1:
-            assert len({unit.split for unit, _ in found}) == 1
-            assert waits == max(program_id for _, program_id in found), "a program waits for one that starts later"
+    whole = schedule.full_waves * programs
+    for tile, units in of_tile.items():
+        edges = [0, *(edge for first, last, _ in sorted(units) for edge in (first, last)), iters]
+        assert edges[::2] == edges[1::2], f"{schedule}: tile {tile} takes {sorted(units)}"
+        slots = sorted(slot for _, _, slot in units if slot >= 0)
+        split = tile >= whole and schedule.partial_tiles
+        assert slots == (sorted(summed(schedule, tile - whole)) if split else []), f"{schedule}: tile {tile}"
 
 
 @pytest.mark.parametrize(("tiles", "iters"), [(92, 3143), (72, 4000), (36, 4096), (52, 2020)])
@@ -87,7 +78,7 @@ def test_programs_of_a_wave_of_tails_read_the_same_classes(tiles: int, iters: in
     schedule = choose_schedule(tiles, iters, programs, splits_tiles=True)
     assert schedule.tail_programs
     first_tail = schedule.split_factor * schedule.split_tiles
-    workers = [work_units(programs - 1 - program, programs, schedule) for program in range(first_tail, programs)]
+    workers = [work_units(program, programs, schedule) for program in range(first_tail, programs)]
     for wave in range(schedule.tail_waves):
         assert {(units[wave].first, units[wave].last) for units in workers} == {(schedule.split_iters, iters)}
     assert schedule.longest <= 1.03 * cdiv(tiles * iters, programs)
