@@ -233,7 +233,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         classes,
         STAGES=tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
-        LOADED=0 if first else round(4 * (1 - share_added_in_l2(n))),
+        LOADED=0 if first else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
         num_warps=4,
     )
 

@@ -96,6 +96,7 @@ class ExecutionPlan:
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
             that of d_input `DInputTiling.programs`.
         tokens: N.
@@ -115,6 +116,7 @@ class ExecutionPlan:
     d_input_tiling: DInputTiling | None
     d_weight_kernel: bool
     holds_rows: bool
+    gpu: str
     programs: int
     tokens: int
     memory_budget: int
@@ -190,8 +192,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, False, None, None, None, chunks, w.dtype != x.dtype,
-            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
-            memory_budget=key.memory_budget, matmuls=matmuls,
+            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
+            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     capability = key.device.capability
     if key.implementation == "triton_sm80" and capability >= 90:
@@ -262,7 +264,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
-            programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
+            gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
+            matmuls=matmuls,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -281,6 +284,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
-        d_input_tiling=None, d_weight_kernel=False, holds_rows=False,
+        d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

@@ -49,7 +49,6 @@ from jax_pallas.hopper_common import (
     zero_piece,
 )
 from jax_pallas.tile_config import D_BLOCK, HALF, STEP, SplitKSchedule, cdiv, choose_schedule, padded
-from linear_ce.chunk_cost import share_added_in_l2
 
 
 def in_order(first: Any, second: Any, vocab_axis: int) -> tuple[Any, Any]:
@@ -306,15 +305,15 @@ def add_d_weight(
     vocab_axis: int,
     rows: int | None = None,
     old: Array | None = None,
+    in_l2: float = 0.0,
     starts: bool | None = None,
     first_class: Array | None = None,
     interpret: bool = False,
 ) -> Array:
     """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
 
-    The sum of both is rounded once. In the share of each tile that is added in L2, e^T @ x is rounded too
-    (`chunk_cost.share_added_in_l2`). The classes of the last tile past the end of a range are also added to, by matmuls
-    with zeros.
+    The sum of both is rounded once. In the share of each tile that is added in L2, e^T @ x is rounded too. The classes
+    of the last tile past the end of a range are also added to, by matmuls with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
@@ -326,6 +325,7 @@ def add_d_weight(
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
         rows: n; None: all rows of e, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
+        in_l2: with `old` only: share of each tile that is added in L2, `chunk_cost.share_added_in_l2`.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
             kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where
@@ -337,7 +337,7 @@ def add_d_weight(
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
     static_steps, adds = None if starts is not None else steps, old is not None
-    loaded = round(PIECES * (1 - share_added_in_l2(rows or len(e)))) if adds else 0
+    loaded = round(PIECES * (1 - in_l2)) if adds else 0
     kernel = DWeightKernel(
         static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, interpret
     )

@@ -67,6 +67,7 @@ class ExecutionPlan:
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
         d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
     """
@@ -83,6 +84,7 @@ class ExecutionPlan:
     vocab_chunks_in_place: bool
     d_input_kernel: bool
     d_weight_kernel: bool
+    gpu: str
     d_weight_starts: bool = False
 
     @property
@@ -142,7 +144,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False,
+            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False, gpu=key.device.gpu,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
@@ -208,7 +210,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
             vocab_chunks_in_place=vocab_chunks_in_place,
-            d_input_kernel=multiplies, d_weight_kernel=multiplies, d_weight_starts=d_weight_starts,
+            d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
     d_weight_kernel = multiplies and vocab_chunks_in_place
     chunks = tile_config.choose_recomputed(
@@ -227,4 +229,5 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     return ExecutionPlan(
         key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
         vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+        gpu=key.device.gpu,
     )  # fmt: skip

@@ -32,6 +32,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
+from linear_ce.chunk_cost import share_added_in_l2
 
 
 class Carry(NamedTuple):
@@ -237,6 +238,7 @@ def _add_d_weight(
             vocab_axis=axis,
             rows=chunk.size,
             old=None if first and not plan.d_weight_starts else d_weight,
+            in_l2=share_added_in_l2(chunk.size, plan.gpu),
             starts=first if plan.d_weight_starts else None,
         )
     scaled = Slice(start, chunk.size, None).of(x)

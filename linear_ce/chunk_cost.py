@@ -38,8 +38,9 @@ GROUP_BYTES = 2**24
 
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
 
-# Fewest and most rows of a chunk whose sums are all added to d_weight in L2: `share_added_in_l2`.
-FEWEST_IN_L2, MOST_IN_L2 = 512, 1024
+# For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for, and the most rows of any.
+SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0))}
+MOST_IN_L2 = 1024
 
 
 class Call(NamedTuple):
@@ -135,21 +136,26 @@ def logits_ns(call: Call, rows: int) -> float:
     return max(matmul, call.memory_ns(size))
 
 
-def share_added_in_l2(rows: int) -> float:
+def share_added_in_l2(rows: int, gpu: str) -> float:
     """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
 
-    The rest of the old tile is loaded through shared memory and added in registers. Additions in L2 make the kernel 4
-    to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones. L2 adds 1.2 TB/s on an H200. With
-    fewer than 512 rows a whole tile would need more, so half of it is loaded.
+    The rest of the old tile is loaded through shared memory and added in registers. On an H200, whose L2 adds 1.2 TB/s,
+    additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
+    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: calls
+    are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
 
     An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
     row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In
     plan C d_weight includes them, so there it increases the error of all classes. Chunks of more than 1,024 rows gain
     the least and lose the most, so they load the old tile.
+
+    Args:
+        rows: of the chunk.
+        gpu: name in `GPUS`.
     """
     if rows > MOST_IN_L2:
         return 0.0
-    return 1.0 if rows >= FEWEST_IN_L2 else 0.5
+    return max((share for fewest, share in SHARES_IN_L2.get(gpu, ()) if rows >= fewest), default=0.0)
 
 
 def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
@@ -164,7 +170,7 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
     size = moved + missed + 2 * rows * call.classes
     if adds and call.adds_in_l2:
-        moved -= share_added_in_l2(rows) * call.head_bytes
+        moved -= share_added_in_l2(rows, call.gpu) * call.head_bytes
     inner = cdiv(rows, call.row_step) * call.row_step
     matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved) + c.missed * call.memory_ns(missed)
@@ -217,11 +223,10 @@ def least_ms(call: Call, chunks: int) -> float:
 
 def _least_moves(call: Call, chunks: int) -> float:
     """Returns how often so many chunks, or more, at least store d_weight and load it."""
-    if not call.adds_in_l2:
-        return 2 * chunks - 1
-    if (chunks - 1) * FEWEST_IN_L2 >= call.tokens:  # all have fewer rows
-        return chunks + (1 - share_added_in_l2(FEWEST_IN_L2 - 1)) * (chunks - 1)
-    return min(2 * chunks - 1, max(chunks, cdiv(call.tokens, MOST_IN_L2)))
+    steps = SHARES_IN_L2.get(call.gpu, ()) if call.adds_in_l2 else ()
+    share = max((share for fewest, share in steps if (chunks - 1) * fewest < call.tokens), default=0.0)
+    small = max(chunks, cdiv(call.tokens, MOST_IN_L2))  # chunks that are small enough
+    return min(2 * chunks - 1, small + (1 - share) * (small - 1))
 
 
 DENSELY = 16  # numbers of chunks that are all tried while none fits

@@ -151,8 +151,7 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}
 
 
-def check_d_weight(rows: int, vocab_axis: int) -> None:
-    """Chunks of few, some and many rows are added in three ways: `chunk_cost.share_added_in_l2`."""
+def check_d_weight(rows: int, vocab_axis: int, in_l2: float) -> None:
     keys, vocab = jax.random.split(jax.random.key(rows), 3), 1008
     e = jnp.pad(jax.random.uniform(keys[0], (rows, vocab), jnp.bfloat16), ((0, 0), (0, padded(vocab) - vocab)))
     x, old = (jax.random.normal(key, (n, 192), jnp.bfloat16) for key, n in zip(keys[1:], (rows, vocab), strict=True))
@@ -162,7 +161,7 @@ def check_d_weight(rows: int, vocab_axis: int) -> None:
         return array if vocab_axis == 0 else array.T
 
     def added(array: Array, **options: Any) -> Array:
-        shared = {"vocab": vocab, "classes": vocab, "vocab_axis": vocab_axis}
+        shared = {"vocab": vocab, "classes": vocab, "vocab_axis": vocab_axis, "in_l2": in_l2}
         return head(add_d_weight(e, x, 0, **shared, old=head(array), **options))
 
     assert_close(added(old), sums + np.asarray(old, np.float64))
@@ -172,8 +171,8 @@ def check_d_weight(rows: int, vocab_axis: int) -> None:
 
 
 CHECKS |= {
-    f"d_weight {rows} {axis}": partial(check_d_weight, rows, axis)
-    for rows, axis in ((304, 0), (304, 1), (704, 0), (1104, 1))
+    f"d_weight {rows} {axis} {in_l2}": partial(check_d_weight, rows, axis, in_l2)
+    for rows, axis, in_l2 in ((304, 0, 0.5), (304, 1, 0.5), (704, 0, 1), (1104, 1, 0))
 }
 
 

@@ -107,7 +107,6 @@ HEADS = {
 )
 def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     use_programs(monkeypatch, 2)
-    monkeypatch.setattr(hopper_gradients, "share_added_in_l2", lambda rows: in_l2)
     sizes = HEADS[name]
     e, x = sizes.e(), sizes.bfloat16(sizes.tokens, sizes.hidden)
     read = np.arange(sizes.tokens) - sizes.start  # the kernel reads whole steps of x
@@ -121,6 +120,7 @@ def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatc
         classes=sizes.classes,
         vocab_axis=sizes.vocab_axis,
         old=None if old is None else sizes.head(old),
+        in_l2=in_l2 or 0,
         interpret=True,
     )
     assert found.dtype == jnp.bfloat16
