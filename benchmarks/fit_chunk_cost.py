@@ -30,6 +30,7 @@ from benchmarks.chunk_rows import Choice, considered, fewest_rows
 from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import CostCoefficients
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import known_gpu
 
 WITHIN = 0.005  # relative: what two rows of one shape and budget may differ by without a reason
@@ -261,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     slowest = 0.0
     for key, rows in sorted(found.items()):
-        start = chunk_cost.COEFFICIENTS[key]
+        start = COEFFICIENTS[key]
         slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start, options.prior)))
     if slowest > MOST_SLOWER:
         print(f"\na choice is more than {MOST_SLOWER:g}% slower than the best row measured")

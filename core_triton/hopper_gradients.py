@@ -36,7 +36,7 @@ from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
-from linear_ce.chunk_cost import share_added_in_l2
+from linear_ce.gpus import share_added_in_l2
 
 # A tile's steps are in parts. Between parts a quarter of the previous tile is stored, and a quarter of the old d_weight
 # may be loaded.

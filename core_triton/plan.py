@@ -13,6 +13,7 @@ from core_triton.chunk_config import choose_chunked
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
@@ -243,7 +244,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 programs=key.device.multiprocessors,
                 cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
                 gpu=key.device.gpu,
-                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "torch"],
+                coefficients=COEFFICIENTS[key.device.gpu, "torch"],
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,

@@ -14,6 +14,7 @@ from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
@@ -184,7 +185,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
                 cast_bytes=0,
                 gpu=key.device.gpu,
-                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "jax"],
+                coefficients=COEFFICIENTS[key.device.gpu, "jax"],
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,

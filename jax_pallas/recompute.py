@@ -17,7 +17,7 @@ from jax_pallas.problem import Problem, add_d_weight, plan_of
 from jax_pallas.row_math import Partial
 from jax_pallas.scaled_exp import static_args
 from jax_pallas.slicing import Slice
-from linear_ce.chunk_cost import share_added_in_l2
+from linear_ce.gpus import share_added_in_l2
 
 
 def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, None]:

@@ -11,7 +11,7 @@ axis, and P programs compute the tiles in waves.
     logits      ceil(n / 128) ceil(V / block_v) tiles, each a sum over D, and the epilogue of each tile
     d_weight    ceil(V / class_block) ceil(D / 128) tiles, each a sum over n rounded up to steps, and the epilogue of
                 each tile; d_weight is written once in each chunk, and read in all but the first, by the program
-                that adds to it or in L2 (`share_added_in_l2`)
+                that adds to it or in L2 (`gpus.share_added_in_l2`)
     d_input     the iterations of the program that has most of them: `DInput`
 
 A matmul takes at least as long as its bytes take to move. The coefficients are in `cost_coefficients.py`.
@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
-from linear_ce.cost_coefficients import COEFFICIENTS as COEFFICIENTS
 from linear_ce.cost_coefficients import CostCoefficients
-from linear_ce.gpus import GPUS
+from linear_ce.gpus import GPUS, MOST_IN_L2, SHARES_IN_L2, share_added_in_l2
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
@@ -37,10 +36,6 @@ WIDEST = 256  # the other side of a tile at most; coefficients are those of a ti
 GROUP_BYTES = 2**24
 
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
-
-# For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for, and the most rows of any.
-SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0))}
-MOST_IN_L2 = 1024
 
 
 class Call(NamedTuple):
@@ -134,28 +129,6 @@ def logits_ns(call: Call, rows: int) -> float:
     size = cdiv(2 * rows * call.hidden, GROUP_BYTES) * call.head_bytes + 2 * rows * (call.classes + call.hidden)
     matmul = waves * (c.multiply * call.hidden + c.logits_tile) * call.block_v / WIDEST
     return max(matmul, call.memory_ns(size))
-
-
-def share_added_in_l2(rows: int, gpu: str) -> float:
-    """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
-
-    The rest of the old tile is loaded through shared memory and added in registers. On an H200, whose L2 adds 1.2 TB/s,
-    additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
-    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: calls
-    are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
-
-    An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
-    row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In
-    plan C d_weight includes them, so there it increases the error of all classes. Chunks of more than 1,024 rows gain
-    the least and lose the most, so they load the old tile.
-
-    Args:
-        rows: of the chunk.
-        gpu: name in `GPUS`.
-    """
-    if rows > MOST_IN_L2:
-        return 0.0
-    return max((share for fewest, share in SHARES_IN_L2.get(gpu, ()) if rows >= fewest), default=0.0)
 
 
 def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:

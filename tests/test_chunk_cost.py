@@ -26,6 +26,7 @@ from jax_pallas.plan import PlanKey as JaxKey
 from jax_pallas.plan import make_plan as make_jax_plan
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import Call, Chunk, CostCoefficients, DInput, call_ms, least_ms
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import GPUS, gpu_named, known_gpu
 
 MIB = 2**20
@@ -74,7 +75,7 @@ def call(tokens: int = 8192, shape: tuple[int, int] = GEMMA, **changes: Any) -> 
     usual = Call(
         tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, adds_in_l2=True, block_v=256,
         class_block=256, row_step=32, programs=132, cast_bytes=0, gpu="h200",
-        coefficients=chunk_cost.COEFFICIENTS["h200", "torch"],
+        coefficients=COEFFICIENTS["h200", "torch"],
     )  # fmt: skip
     return usual._replace(**changes)
 
@@ -122,7 +123,7 @@ def test_the_bytes_of_d_weight_and_of_the_head_count() -> None:
 
 
 def test_what_does_not_stay_in_l2_is_read_again() -> None:
-    missing = chunk_cost.COEFFICIENTS["h200", "torch"]._replace(missed=1.0)
+    missing = COEFFICIENTS["h200", "torch"]._replace(missed=1.0)
     for rows, missed in ((2048, False), (16384, True)):
         without, with_misses = (
             chunk_cost.d_weight_ns(call(shape=LLAMA, coefficients=found), rows, adds=False)
@@ -145,7 +146,7 @@ def test_chunks_add_up() -> None:
 
 
 def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
-    of = call(coefficients=chunk_cost.COEFFICIENTS["h200", "torch"]._replace(tail=0.1))
+    of = call(coefficients=COEFFICIENTS["h200", "torch"]._replace(tail=0.1))
     usual = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 0))
     assert chunk_cost.d_input_ns(of, 512, DInput(128, 512000, 0.0, 0)) > usual
     assert chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.4, 0)) == pytest.approx(1.04 * usual)
@@ -153,11 +154,11 @@ def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
     assert partial_tiles == pytest.approx(usual + 2 * 2**24 / 4.8e12 * 1e9)
 
 
-@pytest.mark.parametrize("key", chunk_cost.COEFFICIENTS)
+@pytest.mark.parametrize("key", COEFFICIENTS)
 def test_every_gpu_has_coefficients(key: tuple[str, str]) -> None:
-    assert {gpu for gpu, _ in chunk_cost.COEFFICIENTS} == set(GPUS)
-    assert {framework for _, framework in chunk_cost.COEFFICIENTS} == set(FRAMEWORKS)
-    assert all(value >= 0 for value in chunk_cost.COEFFICIENTS[key])
+    assert {gpu for gpu, _ in COEFFICIENTS} == set(GPUS)
+    assert {framework for _, framework in COEFFICIENTS} == set(FRAMEWORKS)
+    assert all(value >= 0 for value in COEFFICIENTS[key])
 
 
 @pytest.mark.parametrize(
@@ -270,8 +271,8 @@ def test_llama_keeps_the_largest_chunks_where_they_are_whole_tiles(framework: st
 
 def test_the_frameworks_agree_where_their_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same coefficients, tiles and schedules the estimate is the same, so the choice is."""
-    same = chunk_cost.COEFFICIENTS["h200", "jax"]
-    monkeypatch.setitem(chunk_cost.COEFFICIENTS, ("h200", "torch"), same)
+    same = COEFFICIENTS["h200", "jax"]
+    monkeypatch.setitem(COEFFICIENTS, ("h200", "torch"), same)
     for shape, mebibytes in ((LLAMA, 256), (LLAMA, 512), (LLAMA, 2048), (QWEN, 256), (GEMMA, 256), (GEMMA, 512)):
         found = [chosen(framework, 8192, *shape, mebibytes * MIB) for framework in FRAMEWORKS]
         assert found[0][0].chunks.rows == found[1][0].chunks.rows, (shape, mebibytes)

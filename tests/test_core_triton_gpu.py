@@ -98,7 +98,7 @@ def test_more_logits_than_32_bits_count(implementation: str, reduction: Any, bud
     assert_close([found[0][-100:], found[1][-100:]], [d_input[-100:], d_weight[-100:]], 2 * ROUNDING[torch.bfloat16])
 
 
-# Chunks of few, some and many rows add to d_weight in three ways: `chunk_cost.share_added_in_l2`.
+# Chunks of few, some and many rows add to d_weight in three ways: `gpus.share_added_in_l2`.
 
 
 @pytest.mark.parametrize("rows", [range(64, 512), range(512, 1025), range(1025, 4096)], ids=["few", "some", "many"])
