@@ -72,8 +72,8 @@ def parse(
     parser.add_argument(
         "--energy-seconds",
         type=float,
-        default=usual.energy_seconds,
-        help="seconds of the block of calls whose energy is measured; 0: none (%(default)s)",
+        help="seconds of the block of calls whose energy is measured; 0: none "
+        f"({usual.energy_seconds:g}; 0 in the grid)",
     )
     parser.add_argument(
         "--kernels", action="store_true", help="print and record kernels too; not in host and graph modes"
@@ -85,7 +85,9 @@ def parse(
     options.grid = options.shapes == [GRID]
     warmup = 0.0 if options.device == "cpu" else GRID_WARMUP if options.grid else usual.warmup
     warmup = warmup if options.warmup is None else options.warmup
-    options.timing = Timing(options.seconds, warmup, options.energy_seconds, options.pairs)
+    energy = 0.0 if options.grid else usual.energy_seconds
+    energy = energy if options.energy_seconds is None else options.energy_seconds
+    options.timing = Timing(options.seconds, warmup, energy, options.pairs)
     return options
 
 

@@ -34,7 +34,7 @@ def test_the_grid_has_every_head_once_and_the_most_important_rows_first() -> Non
         plan([GRID, "llama3-8b"])
 
 
-def test_methods_and_warm_up_of_the_grid() -> None:
+def test_methods_and_times_of_the_grid() -> None:
     chosen = [[name for name, method in each.METHODS.items() if method.grid] for each in (torch_methods, jax_methods)]
     assert chosen == [["triton", "torch.compile"], ["mosaic", "bf16-logits", "gradient-scan"]]
     common = ["--framework", "torch", "--shapes"]
@@ -42,6 +42,9 @@ def test_methods_and_warm_up_of_the_grid() -> None:
     assert linear_ce.parse([*common, GRID, "--warmup", "7"]).timing.warmup == 7
     assert linear_ce.parse([*common, "llama3-8b"]).timing.warmup == 5
     assert linear_ce.parse([*common, GRID, "--device", "cpu"]).timing.warmup == 0
+    assert linear_ce.parse([*common, GRID]).timing.energy_seconds == 0
+    assert linear_ce.parse([*common, GRID, "--energy-seconds", "1"]).timing.energy_seconds == 1
+    assert linear_ce.parse([*common, "llama3-8b"]).timing.energy_seconds == 2
 
 
 def test_the_table_of_the_grid_marks_the_worst_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
