@@ -9,7 +9,7 @@ The clock of a GPU changes between rows, so the time of a row is its ratio to th
 shape and budget. Within a shape and budget the estimate must order the rows, while the matmuls of a whole shape may be
 faster or slower than those of another, because the power limit lowers the clock. So differences within a shape and
 budget count in units of `WITHIN`, and the mean of a shape and budget in units of `BETWEEN`. Coefficients that the rows
-do not determine stay near the present ones (`--prior`).
+do not determine stay near the present ones (`PRIOR`).
 """
 
 import argparse
@@ -29,8 +29,7 @@ from benchmarks import results
 from benchmarks.chunk_rows import Choice, considered, fewest_rows
 from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import CostCoefficients
-from linear_ce.cost_coefficients import COEFFICIENTS
+from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 from linear_ce.gpus import known_gpu
 
 WITHIN = 0.005  # relative: what two rows of one shape and budget may differ by without a reason
@@ -180,20 +179,19 @@ def weighted(rows: Sequence[Sample], found: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def fit(rows: Sequence[Sample], start: CostCoefficients, prior: float = PRIOR) -> CostCoefficients:
+def fit(rows: Sequence[Sample], start: CostCoefficients) -> CostCoefficients:
     """Returns the coefficients of least squares, none negative.
 
     Args:
         rows: measured rows of one GPU and framework.
         start: the present coefficients.
-        prior: how far from them a coefficient may be, relative, at the price of one unit of the rows.
     """
     scale = np.array([value or usual for value, usual in zip(start, SCALES, strict=True)])
     origin = np.array(start) / scale
 
     def objective(u: np.ndarray) -> np.ndarray:
         measured = weighted(rows, residuals(rows, CostCoefficients(*(u * scale).tolist())))
-        return np.concatenate([measured, (u - origin) / prior])
+        return np.concatenate([measured, (u - origin) / PRIOR])
 
     found = least_squares(objective, np.maximum(origin, INSIDE), bounds=(0, np.inf))
     return CostCoefficients(*(found.x * scale).tolist())
@@ -245,12 +243,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="also take rows of linear_ce, which have no row count, from commits that chose the fewest chunks",
     )
-    parser.add_argument(
-        "--prior",
-        type=float,
-        default=PRIOR,
-        help="how far coefficients may be from the present ones (default %(default)s)",
-    )
     parser.add_argument("--check", action="store_true", help="do not fit: report on the present coefficients")
     options = parser.parse_args(arguments)
     try:
@@ -263,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slowest = 0.0
     for key, rows in sorted(found.items()):
         start = COEFFICIENTS[key]
-        slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start, options.prior)))
+        slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start)))
     if slowest > MOST_SLOWER:
         print(f"\na choice is more than {MOST_SLOWER:g}% slower than the best row measured")
         return 1
