@@ -152,7 +152,10 @@ def tile_pointers(
     matrix, stride, row, column, rows, columns, BLOCK_ROWS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Returns `kernels.block_pointers` in a layout."""
+    """Returns pointers to a tile of a matrix (rows, columns), in a layout, and which of them are inside.
+
+    Columns count as inside up to the next multiple of UNIT: `kernels.block_pointers`.
+    """
     row_ids = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, layout))
     column_ids = gl.arange(0, BLOCK_COLUMNS, gl.SliceLayout(0, layout))
     row_stride = stride // UNIT * UNIT

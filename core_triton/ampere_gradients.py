@@ -5,7 +5,7 @@
 
 Both use the matmul of `ampere_common.py`. cuBLAS's kernels for sm_80 wait for the old tile of d_weight: on an H100 they
 add chunks of 512 to 1,024 rows at 365 TFLOP/s, where one matmul of all rows reaches 458. Here the second program of a
-multiprocessor multiplies meanwhile. Nor do those kernels split d_input's sum over the classes, so they leave
+multiprocessor multiplies meanwhile. cuBLAS's kernels do not split d_input's sum over the classes either, so they leave
 multiprocessors idle: E W of 512 rows has few tiles. Here persistent programs divide the tiles as on Hopper
 (`input_grad.py`).
 """

@@ -174,9 +174,11 @@ def d_weight_warpgroup(
             first, second, third, fourth = quarters(acc, quarter)
             if LOADED > 0:
                 first += old[0].to(gl.float32)
+            if LOADED > 1:
                 second += old[1].to(gl.float32)
             if LOADED > 2:
                 third += old[2].to(gl.float32)
+            if LOADED > 3:
                 fourth += old[3].to(gl.float32)
             dtype: gl.constexpr = d_weight_desc.dtype
             done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
@@ -198,7 +200,7 @@ def d_weight_kernel(
     finite and those of x must be 0.
 
     The finished tile stays in registers, packed, and is stored during the matmuls of the next tile. With ADDS the first
-    LOADED quarters of the old tile, none, two or all, are loaded during the matmuls into registers, packed, and added.
+    LOADED quarters of the old tile are loaded during the matmuls into registers, packed, and added.
     These sums are rounded once. TMA adds the other quarters in L2. There the chunk's sums are rounded, and so are the
     totals. Each element is added to once in a launch, by one program, so results repeat bit for bit. The tensor cores
     wait only for the additions in registers.

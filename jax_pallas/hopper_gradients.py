@@ -303,9 +303,9 @@ def add_d_weight(
     vocab: int,
     classes: int,
     vocab_axis: int,
+    in_l2: float,
     rows: int | None = None,
     old: Array | None = None,
-    in_l2: float = 0.0,
     starts: bool | None = None,
     first_class: Array | None = None,
     interpret: bool = False,
@@ -323,9 +323,9 @@ def add_d_weight(
         vocab: V.
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
+        in_l2: share of each tile that is added to `old` in L2: `gpus.share_added_in_l2`.
         rows: n; None: all rows of e, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
-        in_l2: with `old` only: share of each tile that is added in L2, `gpus.share_added_in_l2`.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
             kernel both starts a sum and adds to it, for any n; its tiles are those of K classes. None: it only adds.
         first_class: () int32, with `old` and without `starts` only: the class of e's first column; None is 0. Where

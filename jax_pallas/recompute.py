@@ -84,8 +84,8 @@ def _add_d_weight(
         vocab=d_weight.shape[axis],
         classes=vocab_chunk.size,
         vocab_axis=axis,
-        old=d_weight,
         in_l2=share_added_in_l2(len(d_logits), plan.gpu),
+        old=d_weight,
         first_class=jnp.int32(vocab_chunk.start),
     )
 

@@ -236,9 +236,9 @@ def _add_d_weight(
             vocab=problem.linear_weight.shape[axis],
             classes=problem.classes,
             vocab_axis=axis,
+            in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
             old=None if first and not plan.d_weight_starts else d_weight,
-            in_l2=share_added_in_l2(chunk.size, plan.gpu),
             starts=first if plan.d_weight_starts else None,
         )
     scaled = Slice(start, chunk.size, None).of(x)

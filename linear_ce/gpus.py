@@ -68,8 +68,8 @@ def share_added_in_l2(rows: int, gpu: str) -> float:
 
     The rest of the old tile is loaded through shared memory and added in registers. On an H200, whose L2 adds 1.2 TB/s,
     additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
-    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: calls
-    are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
+    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: most
+    calls are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
 
     An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
     row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In

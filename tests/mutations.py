@@ -165,6 +165,12 @@ TRITON_KERNELS = (
         "WHICH, part, ADDS",
         tests("core_triton_kernels", "added_in_l2"),
     ),
+    Mutation(
+        "core_triton/hopper_gradients.py",
+        "share_added_in_l2(n, plan_of(problem).gpu)",
+        "0",
+        tests("core_triton_kernels", "loaded_of_d_weight"),
+    ),
     Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
     Mutation(
@@ -299,6 +305,18 @@ PALLAS_KERNELS = (
         "steps = cdiv(rows or len(e), STEP)",
         "steps = (rows or len(e)) // STEP",
         tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-1"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "share_added_in_l2(chunk.size, plan.gpu)",
+        "0.0",
+        tests("jax_pallas_hopper_gradients", "both_plans"),
+    ),
+    Mutation(
+        "jax_pallas/recompute.py",
+        "share_added_in_l2(len(d_logits), plan.gpu)",
+        "0.0",
+        tests("jax_pallas_hopper_gradients", "both_plans"),
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",

@@ -108,6 +108,17 @@ def test_waves_count() -> None:
     assert by_kernel > 1.9 * by_library
 
 
+def test_tiles_of_half_the_classes_take_half_the_time() -> None:
+    """The kernel of compute capability 8.x has tiles of 128 classes, and two programs share a multiprocessor."""
+    slow = COEFFICIENTS["a100", "torch"]._replace(multiply=1000.0, exposed=0.0)
+    wide = call(shape=(128, 108 * 256), programs=108, gpu="a100", coefficients=slow, adds_in_l2=False)
+    for classes, ratio in (108 * 256, 1.0), (108 * 128, 0.5), (108 * 256 + 128, 0.75):
+        of = wide._replace(classes=classes)
+        halves = of._replace(class_block=128)
+        found = [chunk_cost.d_weight_ns(each, 1024, adds=True) for each in (of, halves)]
+        assert found[1] == pytest.approx(ratio * found[0])
+
+
 def test_the_bytes_of_d_weight_and_of_the_head_count() -> None:
     of = call(shape=LLAMA)
     first, added = (chunk_cost.d_weight_ns(of, 2048, adds=adds) for adds in (False, True))

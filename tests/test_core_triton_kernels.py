@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 import core_triton
+from benchmarks.chunk_rows import preferring
 from benchmarks.shapes import SHAPES, Shape
 from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config
 from core_triton.plan import MatrixLayout, Stage
@@ -365,6 +366,21 @@ def test_d_weight_is_loaded_or_added_in_l2(in_l2: float) -> None:
     assert_overlaps(launch)
     assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
+
+
+@pytest.mark.parametrize(("gpu", "loaded"), [("H100", [4, 0, 4]), ("H200", [4, 0, 2])])
+def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str, loaded: list[int]) -> None:
+    found = []
+    for rows in (1664, 768, 384):
+        with fake_gpu(90, f"NVIDIA {gpu}") as launched, preferring(rows):
+            Call("train", "qwen2.5-0.5b").run()
+        [quarters] = {
+            switches["LOADED"]
+            for launch in launched
+            if launch.kernel is hopper_gradients.d_weight_kernel and (switches := dict(launch.constexprs))["ADDS"]
+        }
+        found.append(quarters)
+    assert found == loaded
 
 
 # Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md and

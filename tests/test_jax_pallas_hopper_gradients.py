@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import additions_in_l2  # noqa: F401
 from jax import Array
+from reductions import additions_in_l2  # noqa: F401
 
-from jax_pallas import hopper_gradients
+from jax_pallas import hopper_gradients, recompute, scaled_exp
 from jax_pallas.hopper_common import BLOCK_V, MULTIPROCESSORS
 from jax_pallas.hopper_gradients import add_d_weight, store_d_input
 from jax_pallas.launch import hopper_gradient_limits
+from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import (
     D_BLOCK,
     STEP,
@@ -119,8 +120,8 @@ def test_d_weight(name: str, in_l2: float | None, monkeypatch: pytest.MonkeyPatc
         vocab=sizes.vocab,
         classes=sizes.classes,
         vocab_axis=sizes.vocab_axis,
-        old=None if old is None else sizes.head(old),
         in_l2=in_l2 or 0,
+        old=None if old is None else sizes.head(old),
         interpret=True,
     )
     assert found.dtype == jnp.bfloat16
@@ -140,7 +141,13 @@ def test_d_weight_that_one_kernel_starts_and_adds_to(vocab_axis: int, monkeypatc
     found, expected = sizes.head(found), np.zeros((sizes.classes, sizes.hidden))
     for start, rows in (192, 100), (0, 192):
         e = sizes.e().at[rows:].set(0)
-        shared = {"vocab": sizes.vocab, "classes": sizes.classes, "vocab_axis": vocab_axis, "interpret": True}
+        shared = {
+            "vocab": sizes.vocab,
+            "classes": sizes.classes,
+            "vocab_axis": vocab_axis,
+            "in_l2": 0.5,
+            "interpret": True,
+        }
         found = add_d_weight(e, x, jnp.int32(start), **shared, rows=rows, old=found, starts=rows < 192)
         expected += float64(e)[:rows, : sizes.classes].T @ float64(x)[start : start + rows]
     found = sizes.head(found)
@@ -166,6 +173,7 @@ def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pyt
         vocab=sizes.vocab,
         classes=sizes.classes,
         vocab_axis=vocab_axis,
+        in_l2=0.5,
         rows=sizes.rows,
         old=sizes.head(old),
         first_class=jnp.int32(first),
@@ -176,6 +184,19 @@ def test_d_weight_of_a_vocab_chunk(first: int, vocab_axis: int, monkeypatch: pyt
     close(found[own], sums + float64(old)[own], 2 * ROUNDED)
     others = np.setdiff1d(np.arange(sizes.vocab), own)
     assert (found[others] == old[others]).all()
+
+
+def test_both_plans_add_the_share_of_the_gpu_in_l2(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(hopper_gradients, "add_d_weight", lambda *_, in_l2, **__: shares.append(in_l2))
+    for gpu, rows in ("h200", 384), ("h200", 768), ("h100", 384), ("h100", 768), ("h200", 2048):
+        plan = SimpleNamespace(d_weight_kernel=True, d_weight_starts=False, gpu=gpu)
+        w = jnp.zeros((128, 64), jnp.bfloat16)
+        problem: Any = SimpleNamespace(plan=plan, vocab_axis=0, linear_weight=w, classes=128)
+        e, x = jnp.zeros((rows, 128), jnp.bfloat16), jnp.zeros((rows, 64), jnp.bfloat16)
+        scaled_exp._add_d_weight(problem, Slice(0, rows, None), e, x, 0, w, first=False)
+        recompute._add_d_weight(problem, e, x, Slice(0, 128, None), None, w)
+    assert shares == [0.5, 0.5, 1, 1, 0, 0, 1, 1, 0, 0]
 
 
 # d_input.
@@ -353,5 +374,5 @@ def test_limits() -> None:
     assert "33554432" in (hopper_gradient_limits(jnp.bfloat16, 64, 2**25) or "")
     with pytest.raises(ValueError, match="e must have 128 columns for 65 classes, got 64"):
         add_d_weight(
-            jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((8, 64), jnp.bfloat16), 0, vocab=65, classes=65, vocab_axis=0
+            *(jnp.zeros((8, 64), jnp.bfloat16) for _ in range(2)), 0, vocab=65, classes=65, vocab_axis=0, in_l2=0
         )

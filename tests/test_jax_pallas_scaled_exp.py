@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compiling import additions_in_l2  # noqa: F401
 from jax_problem import planned
+from reductions import additions_in_l2  # noqa: F401
 
 from jax_pallas import (
     chunked,
