@@ -1,4 +1,4 @@
-"""Counts the memory that PyTorch operators allocate and the matmuls that they run, without a GPU."""
+"""Counts the memory that PyTorch operators allocate and the matmuls that they run, and lists them, without a GPU."""
 
 import weakref
 from typing import Any
@@ -13,7 +13,8 @@ MATMULS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot")
 
 
 class Meter(TorchDispatchMode):
-    """While it is active, counts the live and peak bytes of storages that operators allocate, and matmuls.
+    """While it is active, counts the live and peak bytes of storages that operators allocate, and matmuls, and collects
+    the operators.
 
     It also counts what the project's operators allocate internally.
     """
@@ -24,6 +25,7 @@ class Meter(TorchDispatchMode):
         self.peak = 0
         self.largest = 0  # bytes of the largest storage
         self.matmuls: list[str] = []
+        self.operators: set[Any] = set()  # of `aten`: a fake array is also asked for its device, by `prim.device`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -32,6 +34,8 @@ class Meter(TorchDispatchMode):
             with self:
                 return operators.IMPLEMENTATIONS[func._schema.name](*args, **kwargs)
         out = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self.operators.add(func.overloadpacket)
         if func.overloadpacket.__name__ in MATMULS:
             self.matmuls.append(func.overloadpacket.__name__)
         for tensor in tree_leaves(out):

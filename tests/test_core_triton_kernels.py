@@ -18,7 +18,6 @@ from allocations import Meter, bytes_of
 from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from sass import innermost_loop, missing_overlap, opcodes
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 import core_triton
@@ -503,25 +502,12 @@ def workspace(arch: int, call: Call, budget: int) -> int:
         return meter.peak - bytes_of(*found) - bytes_of(*inputs)
 
 
-class Operators(TorchDispatchMode):
-    """While it is active, collects the operators of `aten` that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[Any] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten":  # a fake array is also asked for its device, by `prim.device`
-            self.found.add(func.overloadpacket)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ["train", "train-options", "train-long", "eval"])
 def test_calls_that_can_be_replayed_only_allocate_and_launch(name: str) -> None:
     """Otherwise `replay.Recorder` records nothing, and each call takes the host time of the first."""
-    with fake_gpu(90), Operators() as operators:
+    with fake_gpu(90), Meter() as meter:
         CALLS[name].run()
-    assert operators.found <= replay.ALLOCATIONS | replay.VIEWS
+    assert meter.operators <= replay.ALLOCATIONS | replay.VIEWS
 
 
 def test_launches_are_recorded_as_triton_specializes_them() -> None:
