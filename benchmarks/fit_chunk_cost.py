@@ -1,8 +1,8 @@
 """Fits the estimate that chooses chunks to measured rows: `python -m benchmarks.fit_chunk_cost FILE...`.
 
 The files are those of `benchmarks.sweep`, such as benchmarks/results/*/*-sweep.json, of any GPUs and both frameworks.
-For each GPU and framework the command prints the line for `chunk_cost.COEFFICIENTS`, how far the estimate is from the
-times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
+For each GPU and framework the command prints the line for `cost_coefficients.COEFFICIENTS`, how far the estimate is
+from the times, and, for each shape and budget, how much slower the choice of the estimate is than the best row that was
 measured. No GPU is needed.
 
 The clock of a GPU changes between rows, so the time of a row is its ratio to the floor, times the median floor of its
@@ -29,7 +29,7 @@ from benchmarks import results
 from benchmarks.chunk_rows import Choice, considered, fewest_rows
 from benchmarks.sweep import METHODS, SWEPT, arrays, budget_of, explain, of_d_input
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import CostCoefficients
+from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 from linear_ce.gpus import known_gpu
 
 WITHIN = 0.005  # relative: what two rows of one shape and budget may differ by without a reason
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     slowest = 0.0
     for key, rows in sorted(found.items()):
-        start = chunk_cost.COEFFICIENTS[key]
+        start = COEFFICIENTS[key]
         slowest = max(slowest, report(key, rows, start if options.check else fit(rows, start)))
     if slowest > MOST_SLOWER:
         print(f"\na choice is more than {MOST_SLOWER:g}% slower than the best row measured")

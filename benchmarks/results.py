@@ -56,6 +56,8 @@ CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOICES) -> str:
     """Returns a hash of the code that decides what a framework's package launches, without comments and docstrings.
 
+    With chunk_cost.py, the coefficients of this framework count too.
+
     Args:
         framework: torch or jax.
         root: of the checkout.
@@ -63,7 +65,14 @@ def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOI
     """
     package = root / KERNELS[framework]
     files = [*package.rglob("*.py"), *package.rglob("*.c"), *(root / "linear_ce" / name for name in choices)]
-    return file_hash(*files, root=root)
+    code = file_hash(*files, root=root)
+    if "chunk_cost.py" not in choices:
+        return code
+    # Not at the top: `benchmarks.compare` loads this module together with the linear_ce of an older checkout.
+    from linear_ce.cost_coefficients import COEFFICIENTS
+
+    own = {gpu: tuple(found) for (gpu, name), found in COEFFICIENTS.items() if name == framework}
+    return short_hash(code, str(sorted(own.items())))
 
 
 def file_hash(*files: Path, root: Path = ROOT) -> str:

@@ -1,9 +1,9 @@
 """A proxy for GPUs of compute capability 8.x: `python -m benchmarks.sm80`, with the options of `benchmarks.linear_ce`.
 
 Measures core_triton's kernels for compute capability 8.x (`implementation="triton_sm80"`) on a newer GPU. In this
-process the matmuls of the floor, and those that the loss leaves to cuBLAS, run with cuBLAS's own kernels for sm_80. So
-both sides use the instructions that an A100 has (mma.sync and cp.async), and the ratio shows how our kernels compare
-with those of cuBLAS. The times say nothing about an A100.
+process the matmuls of the floor run with cuBLAS's own kernels for sm_80. So both sides use the instructions that an
+A100 has (mma.sync and cp.async), and the ratio shows how our kernels compare with those of cuBLAS. The times say
+nothing about an A100.
 """
 
 import ctypes
@@ -144,18 +144,16 @@ def check(name: str, status: int) -> None:
 
 
 class Layout(NamedTuple):
-    """Everything about total (+)= a @ b but sizes: the dtypes of b, a and total, and how they are stored."""
+    """Everything about total = a @ b but sizes: the dtypes of b, a and total, and how they are stored."""
 
     types: tuple[int, int, int]
     transposed: tuple[bool, bool]  # b and a
-    adds: bool
 
 
 class Matmul:
-    """total (+)= a @ b for one layout and size. The sums are float32, and rounded once."""
+    """total = a @ b for one layout and size. The sums are float32, and rounded once."""
 
     def __init__(self, layout: Layout, operands: Sequence[Operand]) -> None:
-        self.beta = ctypes.c_float(float(layout.adds))
         self.types = (*layout.types, layout.types[-1])
         self.size = operands[-1].rows, operands[-1].columns  # of the result, which is not transposed
         lib = library()
@@ -222,12 +220,12 @@ class Matmul:
 
     def run(self, algorithm: Algorithm, total: Tensor, a: Tensor, b: Tensor) -> int:
         """Runs the matmul and returns the status. The rows of `total` are columns in cuBLAS, so b comes first."""
-        lib, one = library(), ctypes.c_float(1.0)
+        lib, one, zero = library(), ctypes.c_float(1.0), ctypes.c_float(0.0)
         result = ctypes.c_void_p(total.data_ptr())
         return lib.call(
             "Matmul", lib.handle, self.desc, ctypes.byref(one),
             ctypes.c_void_p(b.data_ptr()), self.layouts[0], ctypes.c_void_p(a.data_ptr()), self.layouts[1],
-            ctypes.byref(self.beta), result, self.layouts[2], result, self.layouts[2], ctypes.byref(algorithm),
+            ctypes.byref(zero), result, self.layouts[2], result, self.layouts[2], ctypes.byref(algorithm),
             ctypes.c_void_p(lib.workspace.data_ptr()), ctypes.c_size_t(WORKSPACE),
             ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
@@ -256,15 +254,15 @@ class Chooser:
         self.finalists: dict[Layout, list[Algorithm]] = {}
         self.chosen: dict[Any, tuple[Matmul, Algorithm]] = {}  # by layout and sizes
 
-    def matmul(self, total: Tensor, a: Tensor, b: Tensor, *, adds: bool) -> None:
-        """Writes a @ b to `total`, or adds it.
+    def matmul(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """Writes a @ b to `total`.
 
         Raises:
             RuntimeError: cuBLAS has no kernel for sm_80 that can, or one fails or is wrong.
         """
         operands = tuple(map(operand_of, (b, a, total)))
         types = DTYPES[b.dtype], DTYPES[a.dtype], DTYPES[total.dtype]
-        layout = Layout(types, (operands[0].transposed, operands[1].transposed), adds)
+        layout = Layout(types, (operands[0].transposed, operands[1].transposed))
         if (layout, operands) not in self.chosen:
             matmul = Matmul(layout, operands)
             self.chosen[layout, operands] = matmul, self._choose(layout, matmul, total, a, b)
@@ -342,11 +340,11 @@ def _ms(run: Callable[[Algorithm], int], algorithm: Algorithm, calls: int) -> fl
     return start.elapsed_time(end) / calls
 
 
-ORIGINAL_MM, ORIGINAL_ADDMM = torch.mm, torch.addmm
+ORIGINAL_MM = torch.mm
 
 
 def install() -> None:
-    """Makes bfloat16 matmuls of torch.mm and torch.addmm with `out` run with cuBLAS's kernels for sm_80.
+    """Makes bfloat16 matmuls of torch.mm with `out` run with cuBLAS's kernels for sm_80.
 
     Matmuls of fewer than LEAST elements in total, such as those of short last chunks, stay with PyTorch.
     """
@@ -361,17 +359,10 @@ def install() -> None:
         if not takes(a, b, out):
             return ORIGINAL_MM(a, b, out=out, **options)
         assert out is not None
-        chooser.matmul(out, a, b, adds=False)
+        chooser.matmul(out, a, b)
         return out
 
-    def addmm(total: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, **options: Any) -> Tensor:
-        if not takes(a, b, out) or total is not out:
-            return ORIGINAL_ADDMM(total, a, b, out=out, **options)
-        assert out is not None
-        chooser.matmul(out, a, b, adds=True)
-        return out
-
-    torch.mm, torch.addmm = mm, addmm  # pyright: ignore[reportAttributeAccessIssue]
+    torch.mm = mm
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

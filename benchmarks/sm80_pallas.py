@@ -101,7 +101,7 @@ def _lower_exponentials(shape: Shape) -> Lowered:
     [(code, grid)] = found
     defaults = triton_launch.run.__kwdefaults__ or {}
     tile = triton_tile(x.dtype.itemsize, crowded=False)
-    return Lowered(code, grid, rows, tile.block_v, defaults["warps"], defaults["stages"])
+    return Lowered(code, grid, rows, tile.block_v, tile.num_warps, defaults["stages"])
 
 
 def compile_for(lowered: Lowered, capability: int) -> Any:
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chooser, logits = Chooser(), torch.empty(lowered.rows, shape.v, dtype=x.dtype, device="cuda")
 
         def floor(chooser: Chooser = chooser, logits: Tensor = logits, x: Tensor = x, w: Tensor = w) -> None:
-            chooser.matmul(logits, x[: len(logits)], w.T, adds=False)
+            chooser.matmul(logits, x[: len(logits)], w.T)
 
         floor()
         row = {

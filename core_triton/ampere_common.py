@@ -1,4 +1,4 @@
-"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile.
+"""The common parts of the kernels for compute capability 8.x and 16 bits: the matmul of a tile, and its store.
 
 They are in Triton's Gluon dialect. Triton's own pipelining copies the next steps of the matmul asynchronously
 (cp.async). But at each step it first waits for a step's operands, then reads all of them from shared memory (ldmatrix),
@@ -73,9 +73,12 @@ def copy_operand(buffer, operand, k, end):
 
 
 @gluon.jit
-def read_slice(a_buffer, b_buffer, i: gl.constexpr, B_BY_COLUMN: gl.constexpr):
+def read_slice(a_buffer, b_buffer, i: gl.constexpr, A_BY_COLUMN: gl.constexpr, B_BY_COLUMN: gl.constexpr):
     """Reads the slice `i` of a step to registers: a (BLOCK_N, SLICE) and b (SLICE, BLOCK_V)."""
-    a = a_buffer.slice(SLICE * i, SLICE, 1).load(gl.DotOperandLayout(0, MMA, 2))
+    if A_BY_COLUMN:
+        a = a_buffer.slice(SLICE * i, SLICE, 0).permute([1, 0]).load(gl.DotOperandLayout(0, MMA, 2))
+    else:
+        a = a_buffer.slice(SLICE * i, SLICE, 1).load(gl.DotOperandLayout(0, MMA, 2))
     if B_BY_COLUMN:
         b = b_buffer.slice(SLICE * i, SLICE, 1).permute([1, 0]).load(gl.DotOperandLayout(1, MMA, 2))
     else:
@@ -87,20 +90,24 @@ def read_slice(a_buffer, b_buffer, i: gl.constexpr, B_BY_COLUMN: gl.constexpr):
 def multiply_tile(
     a_matrix, a_stride, row, rows, b_matrix, b_stride, column, columns, steps,
     BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    B_BY_COLUMN: gl.constexpr,
+    B_BY_COLUMN: gl.constexpr, A_BY_COLUMN: gl.constexpr = False,
 ):  # fmt: skip
     """Returns the tile of a @ b at (row, column), (BLOCK_N, BLOCK_V) float32 in the layout MMA.
 
-    a is stored as (rows, inner), and b as (columns, inner) if B_BY_COLUMN, otherwise as (inner, columns). Matrices that
-    are contiguous along the inner dimension are read up to the next multiple of UNIT after `steps.last`: these elements
-    of one of them must be zeros, and those of the other finite.
+    a is stored as (inner, rows) if A_BY_COLUMN, otherwise as (rows, inner), and b as (columns, inner) if B_BY_COLUMN,
+    otherwise as (inner, columns). Matrices that are contiguous along the inner dimension are read up to the next
+    multiple of UNIT after `steps.last`: these elements of one of them must be zeros, and those of the other finite.
     """
     # ldmatrix reads eight rows of 16 bytes at a time. The swizzle puts them in different banks.
     narrow: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_K, BLOCK_K // 8, [1, 0])
     wide: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     dtype: gl.constexpr = a_matrix.dtype.element_ty
-    a_step = rows_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
-    a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], narrow)
+    if A_BY_COLUMN:
+        a_step = columns_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
+        a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_N], wide)
+    else:
+        a_step = rows_of(a_matrix, a_stride, row, rows, BLOCK_N, BLOCK_K)
+        a_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_K], narrow)
     if B_BY_COLUMN:
         b_step = rows_of(b_matrix, b_stride, column, columns, BLOCK_V, BLOCK_K)
         b_buffers = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_V, BLOCK_K], narrow)
@@ -110,30 +117,59 @@ def multiply_tile(
 
     SLICES: gl.constexpr = BLOCK_K // SLICE
     end = gl.cdiv(steps.last, UNIT) * UNIT  # rows start at multiples of 16 bytes, so these elements can be read
+    a_end = steps.last if A_BY_COLUMN else end
     b_end = end if B_BY_COLUMN else steps.last
     for stage in gl.static_range(STAGES):
-        copy_operand(a_buffers.index(stage), a_step, steps.first + stage * BLOCK_K, end)
+        copy_operand(a_buffers.index(stage), a_step, steps.first + stage * BLOCK_K, a_end)
         copy_operand(b_buffers.index(stage), b_step, steps.first + stage * BLOCK_K, b_end)
         async_copy.commit_group()
     acc = gl.zeros([BLOCK_N, BLOCK_V], gl.float32, MMA)
     async_copy.wait_group(STAGES - 1)
-    a, b = read_slice(a_buffers.index(0), b_buffers.index(0), 0, B_BY_COLUMN)
+    a, b = read_slice(a_buffers.index(0), b_buffers.index(0), 0, A_BY_COLUMN, B_BY_COLUMN)
     stage = 0
     for k in range(steps.first, steps.last, BLOCK_K):
         a_now, b_now = a_buffers.index(stage), b_buffers.index(stage)
         for i in gl.static_range(1, SLICES):
-            next_a, next_b = read_slice(a_now, b_now, i, B_BY_COLUMN)
+            next_a, next_b = read_slice(a_now, b_now, i, A_BY_COLUMN, B_BY_COLUMN)
             acc = mma_v2(a, b, acc)
             a, b = next_a, next_b
         stage = gl.where(stage == STAGES - 1, 0, stage + 1)
         # The next step has arrived, and all warps have read this step. The step that replaces it is copied before the
         # next slice is read: otherwise the compiler adds a barrier.
         async_copy.wait_group(STAGES - 2)
-        copy_operand(a_now, a_step, k + STAGES * BLOCK_K, end)
+        copy_operand(a_now, a_step, k + STAGES * BLOCK_K, a_end)
         copy_operand(b_now, b_step, k + STAGES * BLOCK_K, b_end)
         async_copy.commit_group()
-        next_a, next_b = read_slice(a_buffers.index(stage), b_buffers.index(stage), 0, B_BY_COLUMN)
+        next_a, next_b = read_slice(a_buffers.index(stage), b_buffers.index(stage), 0, A_BY_COLUMN, B_BY_COLUMN)
         acc = mma_v2(a, b, acc)
         a, b = next_a, next_b
     async_copy.wait_group(0)  # the last copies write zeros to buffers whose memory is about to be reused
     return acc
+
+
+@gluon.jit
+def tile_pointers(
+    matrix, stride, row, column, rows, columns, BLOCK_ROWS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Returns pointers to a tile of a matrix (rows, columns), in a layout, and which of them are inside.
+
+    Columns count as inside up to the next multiple of UNIT: `kernels.block_pointers`.
+    """
+    row_ids = gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, layout))
+    column_ids = gl.arange(0, BLOCK_COLUMNS, gl.SliceLayout(0, layout))
+    row_stride = stride // UNIT * UNIT
+    start = matrix + row.to(gl.int64) * row_stride + column
+    inside = gl.expand_dims(row_ids < rows - row, 1)
+    inside &= gl.expand_dims(column + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
+    return start + (gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)), inside
+
+
+@gluon.jit
+def store_tile(matrix, stride, values, row, column, rows, columns):
+    """Writes a tile of a matrix, 16 bytes at a time."""
+    layout: gl.constexpr = values.type.layout
+    pointers, inside = tile_pointers(
+        matrix, stride, row, column, rows, columns, values.shape[0], values.shape[1], layout
+    )
+    gl.store(pointers, values, mask=inside)

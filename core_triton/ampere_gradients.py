@@ -1,10 +1,13 @@
-"""The gradient matmul of plan A with scaled exponentials for compute capability 8.x, in Triton's Gluon dialect.
+"""The two gradient matmuls of plan A with scaled exponentials for compute capability 8.x, in Triton's Gluon dialect.
 
-    d_input = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
+    d_weight = E^T (rho x)                      (V, D), summed over rows    `d_weight_kernel`
+    d_input  = rho (E W) + theta w_target       (n, D), summed over classes `d_input_kernel`
 
-cuBLAS computes d_weight. Its kernels for sm_80 do not split d_input's sum over the classes, so they leave
+Both use the matmul of `ampere_common.py`. cuBLAS's kernels for sm_80 wait for the old tile of d_weight: on an H100 they
+add chunks of 512 to 1,024 rows at 365 TFLOP/s, where one matmul of all rows reaches 458. Here the second program of a
+multiprocessor multiplies meanwhile. cuBLAS's kernels do not split d_input's sum over the classes either, so they leave
 multiprocessors idle: E W of 512 rows has few tiles. Here persistent programs divide the tiles as on Hopper
-(`input_grad.py`), with the matmul of `ampere_common.py`.
+(`input_grad.py`).
 """
 
 import triton.language as tl
@@ -13,12 +16,78 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton import tile_config
-from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile
-from core_triton.hopper_common import active_rows, quarters
+from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile, store_tile, tile_pointers
+from core_triton.gluon_common import active_rows, quarters
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
-from core_triton.kernels import NOT_SPECIALIZED, head_with_contiguous_rows
+from core_triton.kernels import NOT_SPECIALIZED, Active, head_with_contiguous_rows
+from core_triton.launch import cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
+
+
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "start", "least"])
+def d_weight_kernel(
+    e_matrix, e_stride, x_matrix, x_stride, d_weight_ptr, count_ptr, start, least, rows, hidden, classes,
+    ADDS: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Writes a tile of d_weight = e^T x, or with ADDS adds it, rounded once: (33).
+
+    Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
+    V), with steps of BLOCK_N rows. The other rows may be NaN, and so may e from its last class on. D is a multiple of
+    UNIT. A program writes one tile of d_weight (V, D). The blocks of D come first: e is read from memory once, and x
+    stays in L2.
+    """
+    active = active_rows(count_ptr, start, least, rows)
+    d_blocks = gl.cdiv(hidden, BLOCK_D)
+    v, d = (gl.program_id(0) // d_blocks) * BLOCK_V, (gl.program_id(0) % d_blocks) * BLOCK_D
+    WIDTH: gl.constexpr = BLOCK_D // 4
+    by_quarter: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    if active > 0:
+        acc = multiply_tile(
+            e_matrix, e_stride, v, classes, x_matrix, x_stride, d, hidden, Steps(0, active),
+            BLOCK_V, BLOCK_D, BLOCK_N, STAGES, False, True,
+        )  # fmt: skip
+        old = ()
+        if ADDS:  # All quarters are loaded at once, to the registers that the operands of the matmul had.
+            for i in gl.static_range(4):
+                pointers, inside = tile_pointers(
+                    d_weight_ptr, hidden, v, d + i * WIDTH, classes, hidden, BLOCK_V, WIDTH, by_quarter
+                )
+                old = old + (gl.load(pointers, mask=inside, other=0.0),)
+        pieces = quarters(acc, MMA)
+        for i in gl.static_range(4):
+            total = gl.convert_layout(pieces[i], by_quarter)
+            if ADDS:
+                total += old[i].to(gl.float32)
+            sums = total.to(d_weight_ptr.dtype.element_ty)
+            store_tile(d_weight_ptr, hidden, sums, v, d + i * WIDTH, classes, hidden)
+
+
+def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: Tensor, *, first: bool) -> None:
+    """Launches `d_weight_kernel`: adds e^T x to d_weight (K, D), or overwrites it if `first`."""
+    (n, classes), hidden, plan = e.shape, problem.input.shape[1], plan_of(problem)
+    tile = plan.ampere_tile
+    assert tile is not None
+    launch(
+        d_weight_kernel,
+        (cdiv(hidden, tile_config.D_BLOCK) * cdiv(classes, tile.block_v),),
+        e,
+        e.stride(0),
+        x,
+        x.stride(0),
+        d_weight,
+        *active,
+        n,
+        hidden,
+        classes,
+        ADDS=not first,
+        BLOCK_V=tile.block_v,
+        BLOCK_D=tile_config.D_BLOCK,
+        BLOCK_N=tile.block_d,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        **({"arch": plan.arch} if plan.arch else {}),
+    )
 
 
 @gluon.jit

@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from core_triton.ampere_common import MMA, UNIT, Steps, multiply_tile
-from core_triton.hopper_common import quarters
+from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
+from core_triton.gluon_common import quarters
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
 from core_triton.launch import At
@@ -86,19 +86,6 @@ def store_target_logits(target_logit_ptr, logits, row_ids, columns, target):
     sum along the row would take more registers."""
     places = gl.expand_dims(row_ids, 1) + gl.expand_dims(gl.zeros_like(columns), 0)
     gl.store(target_logit_ptr + places, logits, mask=gl.expand_dims(columns, 0) == gl.expand_dims(target, 1))
-
-
-@gluon.jit
-def store_tile(matrix, stride, values, row, column, rows, columns):
-    """Writes a tile of a matrix, 16 bytes at a time."""
-    layout: gl.constexpr = values.type.layout
-    row_ids = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    column_ids = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
-    row_stride = stride // UNIT * UNIT
-    start = matrix + row.to(gl.int64) * row_stride + column
-    inside = gl.expand_dims(row_ids < rows - row, 1)
-    inside &= gl.expand_dims(column + column_ids < gl.cdiv(columns, UNIT) * UNIT, 0)
-    gl.store(start + (gl.expand_dims(row_ids * row_stride, 1) + gl.expand_dims(column_ids, 0)), values, mask=inside)
 
 
 def exponentials(

@@ -9,8 +9,10 @@ active rows of a chunk is in device memory. The kernels skip the rows after them
 """
 
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,25 +22,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from core_triton import tile_config
+from core_triton.gluon_common import active_rows, halves, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
-    active_rows,
-    halves,
     make_buffers,
     make_ring,
     next_stage,
-    quarters,
 )
 from core_triton.input_grad import DInputIO, DInputLaunch, finish_rows, num_work_units, work_unit_of
 from core_triton.kernels import Active, head_with_contiguous_rows
 from core_triton.launch import Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
 from core_triton.tile_config import ScaledExpConfig, SplitKSchedule
+from linear_ce.gpus import share_added_in_l2
 
-# A tile's steps are in parts. Between parts a quarter of the previous tile is stored and a quarter of the old d_weight
-# is loaded.
+# A tile's steps are in parts. Between parts a quarter of the previous tile is stored, and a quarter of the old d_weight
+# may be loaded.
 PARTS = gl.constexpr(5)
 
 # Registers of a thread, as MULTIPLY_REGISTERS and LOAD_REGISTERS: a packed tile is held together with the sums.
@@ -47,11 +48,18 @@ D_WEIGHT_REGISTERS = gl.constexpr(240)
 D_WEIGHT_LOAD_REGISTERS = gl.constexpr(24)
 
 
+@builtin
+def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Adds a block in shared memory to memory: TMA's reduction, in L2. Gluon has only `async_copy_shared_to_global`."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 @gluon.jit
-def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, ADDS: gl.constexpr):
+def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED: gl.constexpr):
     """The loading warp. The blocks of D come first: e is read from memory once, and x stays in L2.
 
-    With ADDS a stage after each part but the last holds a quarter of the old tile, where e would be.
+    A stage after each of the first LOADED parts holds a quarter of the old tile, where e would be.
     """
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
@@ -77,7 +85,7 @@ def load_d_weight(x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, 
                     tma.async_copy_global_to_shared(x_desc, [k, d + HALF], bar, ring.a.index(2 * stage + 1))
                     tma.async_copy_global_to_shared(e_desc, [k, v], bar, ring.b.index(stage))
                     stage, phase = next_stage(stage, phase, STAGES)
-                if ADDS and part < PARTS - 1:
+                if part < LOADED:
                     mbarrier.wait(ring.empty.index(stage), phase ^ 1)
                     bar = ring.full.index(stage)
                     mbarrier.expect(bar, 2 * HALF * WIDTH * 2)
@@ -95,8 +103,11 @@ def old_quarters(e_ring, stage, d_weight_desc):
 
 
 @gluon.jit
-def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.constexpr, i: gl.constexpr):
-    """Stores the quarter `i` of the warpgroup's half of a tile. A tile past the last is not stored."""
+def store_d_weight(
+    d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.constexpr, i: gl.constexpr, ADDS: gl.constexpr
+):
+    """Stores the quarter `i` of the warpgroup's half of a tile, or with ADDS adds it. A tile past the last is not
+    stored."""
     WIDTH: gl.constexpr = d_weight_desc.block_type.shape[0]
     HALF: gl.constexpr = d_weight_desc.block_type.shape[1]
     d, v = (tile % d_blocks) * (2 * HALF) + WHICH * HALF, (tile // d_blocks) * (4 * WIDTH)
@@ -106,11 +117,16 @@ def store_d_weight(d_weight_desc, buffers, quarter, tile, d_blocks, WHICH: gl.co
     buffer.permute((1, 0)).store(quarter)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
+    if ADDS:
+        async_add_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
+    else:
+        tma.async_copy_shared_to_global(d_weight_desc, [v + i * WIDTH, d], buffer)
 
 
 @gluon.jit
-def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, ADDS: gl.constexpr, WHICH: gl.constexpr):
+def d_weight_warpgroup(
+    d_weight_desc, ring, buffers, active, hidden, classes, ADDS: gl.constexpr, LOADED: gl.constexpr, WHICH: gl.constexpr
+):
     STAGES: gl.constexpr = ring.b.shape[0]
     BLOCK_N: gl.constexpr = ring.b.shape[1]
     BLOCK_V: gl.constexpr = ring.b.shape[2]
@@ -137,14 +153,16 @@ def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, AD
                     acc = warpgroup_mma(x, ring.b.index(stage), acc, is_async=True)
                     acc = warpgroup_mma_wait(1, deps=[acc])
                     before = stage - 1
-                    if ADDS and part > 0:
+                    if part > 0 and part <= LOADED:
                         before = gl.where(k == part * part_steps, stage - 2, before)  # past the old quarter
                     before = gl.where(before < 0, before + STAGES, before)
                     mbarrier.arrive(ring.empty.index(before), count=1, pred=k > 0)
                     stage, phase = next_stage(stage, phase, STAGES)
                 if part < PARTS - 1:
-                    store_d_weight(d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part)
-                    if ADDS:
+                    store_d_weight(
+                        d_weight_desc, buffers, done[part], done_tile, d_blocks, WHICH, part, ADDS and part >= LOADED
+                    )
+                    if part < LOADED:
                         mbarrier.wait(ring.full.index(stage), phase)
                         old_quarter = old_quarters(ring.b, stage, d_weight_desc).index(WHICH)
                         old = old + (old_quarter.permute((1, 0)).load(quarter),)
@@ -154,41 +172,47 @@ def d_weight_warpgroup(d_weight_desc, ring, buffers, active, hidden, classes, AD
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(ring.empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
             first, second, third, fourth = quarters(acc, quarter)
-            if ADDS:
+            if LOADED > 0:
                 first += old[0].to(gl.float32)
+            if LOADED > 1:
                 second += old[1].to(gl.float32)
+            if LOADED > 2:
                 third += old[2].to(gl.float32)
+            if LOADED > 3:
                 fourth += old[3].to(gl.float32)
             dtype: gl.constexpr = d_weight_desc.dtype
             done = (first.to(dtype), second.to(dtype), third.to(dtype), fourth.to(dtype))
             done_tile = tile
         for i in gl.static_range(4):
-            store_d_weight(d_weight_desc, buffers, done[i], done_tile, d_blocks, WHICH, i)
+            store_d_weight(d_weight_desc, buffers, done[i], done_tile, d_blocks, WHICH, i, ADDS and i >= LOADED)
         tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_weight_kernel(
     x_desc, e_desc, d_weight_desc, count_ptr, start, least, rows, hidden, classes, STAGES: gl.constexpr,
-    ADDS: gl.constexpr,
+    ADDS: gl.constexpr, LOADED: gl.constexpr,
 ):  # fmt: skip
-    """Writes d_weight = e^T x, or with ADDS adds it, rounded once: (33).
+    """Writes d_weight = e^T x, or with ADDS adds it: (33).
 
     Reads the first count - start rows, but at least `least`, of x (rows, D), already multiplied by rho, and of e (rows,
     V). Writes d_weight (V, D), each tile from one program. Up to the next multiple of a step the rows of e must be
     finite and those of x must be 0.
 
-    The tensor cores wait only for the addition. The old tile is loaded into registers, packed, during the matmuls. The
-    finished tile stays in registers, packed, and is stored during the matmuls of the next tile.
+    The finished tile stays in registers, packed, and is stored during the matmuls of the next tile. With ADDS the first
+    LOADED quarters of the old tile are loaded during the matmuls into registers, packed, and added.
+    These sums are rounded once. TMA adds the other quarters in L2. There the chunk's sums are rounded, and so are the
+    totals. Each element is added to once in a launch, by one program, so results repeat bit for bit. The tensor cores
+    wait only for the additions in registers.
     """
     active = active_rows(count_ptr, start, least, rows)
     ring = make_ring(x_desc, e_desc, STAGES)
     buffers = make_buffers(d_weight_desc)
     gl.warp_specialize(
         [
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, 0)),
-            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, 1)),
-            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, ADDS)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, LOADED, 0)),
+            (d_weight_warpgroup, (d_weight_desc, ring, buffers, active, hidden, classes, ADDS, LOADED, 1)),
+            (load_d_weight, (x_desc, e_desc, d_weight_desc, ring, active, hidden, classes, LOADED)),
         ],
         [4, 1],
         [D_WEIGHT_REGISTERS, D_WEIGHT_LOAD_REGISTERS],
@@ -211,6 +235,7 @@ def add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weigh
         classes,
         STAGES=tile_config.D_WEIGHT_STAGES,
         ADDS=not first,
+        LOADED=0 if first else round(4 * (1 - share_added_in_l2(n, plan_of(problem).gpu))),
         num_warps=4,
     )
 
@@ -275,13 +300,15 @@ def d_input_warpgroup(
             if unit.slot >= 0:
                 gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
-                # A quarter of the rows at a time, turned so that a thread holds eight columns of D of a row.
+                # An eighth of the rows at a time, turned so that a thread holds eight columns of D of a row.
                 left, right = halves(acc)
-                pieces = halves(left) + halves(right)
+                first, second = halves(left)
+                third, fourth = halves(right)
+                pieces = halves(first) + halves(second) + halves(third) + halves(fourth)
                 columns = d + gl.arange(0, 64, gl.SliceLayout(0, by_row))
-                for i in gl.static_range(4):
+                for i in gl.static_range(8):
                     total = gl.convert_layout(pieces[i].permute((1, 0)), by_row)
-                    row_ids = row + i * (BLOCK_N // 4) + gl.arange(0, BLOCK_N // 4, gl.SliceLayout(1, by_row))
+                    row_ids = row + i * (BLOCK_N // 8) + gl.arange(0, BLOCK_N // 8, gl.SliceLayout(1, by_row))
                     finish_rows(total, row_ids, columns, io, active, hidden, classes)
 
 

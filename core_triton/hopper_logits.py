@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
+from core_triton.gluon_common import active_rows, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
     NOT_SPECIALIZED,
     Sizes,
     Tiling,
-    active_rows,
     finish,
     load_tiles,
     make_buffers,
@@ -31,7 +31,6 @@ from core_triton.hopper_common import (
     multiply,
     multiply_step,
     next_stage,
-    quarters,
     store_quarter,
 )
 from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of

@@ -13,6 +13,7 @@ from core_triton.chunk_config import choose_chunked
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
@@ -96,6 +97,7 @@ class ExecutionPlan:
         d_input_tiling: of our kernel of d_input; None if cuBLAS's GEMM and a pass over its result compute it.
         d_weight_kernel: whether our kernel computes d_weight, or cuBLAS's GEMM.
         holds_rows: whether the memory of d_input holds the packed rows of the input until their gradients replace them.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         programs: multiprocessors of the GPU. A persistent kernel has one program for each, or `TileBlocks.programs`, or
             that of d_input `DInputTiling.programs`.
         tokens: N.
@@ -115,6 +117,7 @@ class ExecutionPlan:
     d_input_tiling: DInputTiling | None
     d_weight_kernel: bool
     holds_rows: bool
+    gpu: str
     programs: int
     tokens: int
     memory_budget: int
@@ -190,8 +193,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, False, None, None, None, chunks, w.dtype != x.dtype,
-            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, programs=0, tokens=tokens,
-            memory_budget=key.memory_budget, matmuls=matmuls,
+            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
+            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
     capability = key.device.capability
     if key.implementation == "triton_sm80" and capability >= 90:
@@ -222,7 +225,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         tiling = None
         if (hopper or ampere) and not casts_head:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = hopper and w.dtype == x.dtype and padded_hidden == hidden
+        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
         holds_rows = key.d_input and padded_hidden == hidden
         call = None
         if key.d_input or key.d_weight:
@@ -233,13 +236,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight,
                 d_weight_kernel=d_weight_kernel,
+                adds_in_l2=d_weight_kernel and hopper,
                 block_v=tile.block_v,
-                class_block=tile_config.CLASS_BLOCK,
-                row_step=tile_config.D_WEIGHT_STEP,
+                # Two programs of a multiprocessor share its matrix units, so for 8.x their tiles count one by one.
+                class_block=tile_config.CLASS_BLOCK if ampere_tile is None else ampere_tile.block_v,
+                row_step=tile_config.D_WEIGHT_STEP if ampere_tile is None else ampere_tile.block_d,
                 programs=key.device.multiprocessors,
                 cast_bytes=casts_head * COPIES * key.classes * hidden * (w.itemsize + x.itemsize),
                 gpu=key.device.gpu,
-                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "torch"],
+                coefficients=COEFFICIENTS[key.device.gpu, "torch"],
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,
@@ -260,7 +265,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
-            programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
+            gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
+            matmuls=matmuls,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -279,6 +285,6 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     return ExecutionPlan(
         key.implementation, "recompute", hopper, pointers, arch, tile, None, chunks, casts_head,
-        d_input_tiling=None, d_weight_kernel=False, holds_rows=False,
+        d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip

@@ -307,7 +307,8 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
 def _add_d_weight(problem: Problem, e: Tensor, x: Tensor, active: Active, d_weight: ClassSum, *, first: bool) -> None:
     """Adds e^T @ x to d_weight: (33) without the targets' terms. x (n, >= D) is already multiplied by rho."""
     if plan_of(problem).d_weight_kernel:
-        hopper_gradients.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
+        module = hopper_gradients if plan_of(problem).hopper else ampere_gradients
+        module.add_d_weight(problem, e, x, active, d_weight.sum, first=first)
         return
     rows_of_x = operand(x[:, : problem.input.shape[1]], x.dtype)
     d_weight.put_matmul(slice(0, e.shape[1]), operand(e, e.dtype).T, rows_of_x, None, first=first)

@@ -31,6 +31,7 @@ from jax_pallas.hopper_common import (
     Ring,
     arrive_at_all,
     as_roles,
+    either,
     in_pieces,
     make_ring,
     over_steps,
@@ -65,12 +66,13 @@ class DWeightKernel:
     """The static arguments of `d_weight_kernel`, from the arguments of `add_d_weight`.
 
     Args:
-        steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.old_offset`.
+        steps: of STEP rows of x and e. None: the scalars have them, and a sum may start: `DWeightProgram.starts`.
         hidden: D.
         vocab: V.
         classes: K, of e.
         vocab_axis: of d_weight.
         adds: to an old d_weight; otherwise classes past K get zeros.
+        loaded: pieces of each old tile that are loaded and added in registers. TMA adds the other pieces in L2.
         has_first_class: the class of e's first column is in the scalars.
         interpret: whether it runs in Pallas' interpreter, on a CPU.
     """
@@ -81,6 +83,7 @@ class DWeightKernel:
     classes: int
     vocab_axis: int
     adds: bool
+    loaded: int
     has_first_class: bool
     interpret: bool
 
@@ -125,7 +128,7 @@ class DWeightProgram(NamedTuple):
     scalar_ref: Any  # the pauses, the first row of x, and those of the next three that are not static
     first_class: Any
     steps: Any
-    old_offset: Any  # classes from a piece to its old one, which is outside where a sum starts: TMA reads zeros there
+    starts: Any  # where the scalars say it: 1 if d_weight is written, 0 if it is added to
     d_weight_ref: Any
     ring: Ring  # x (STAGES, 2, STEP, HALF), e (STAGES, STEP, BLOCK_V)
     buffers: tuple[Any, Any]  # two for each warpgroup, (2, 2, ...), as TMA and as registers take them
@@ -136,6 +139,9 @@ class DWeightProgram(NamedTuple):
         L2."""
         tile = self.program + index * self.kernel.programs
         return lax.rem(tile, self.kernel.d_blocks) * D_BLOCK, lax.div(tile, self.kernel.d_blocks) * BLOCK_V
+
+    def old_slot(self, index: Any, piece: int) -> Any:
+        return (index * self.kernel.loaded + piece) & (OLD_STAGES - 1)
 
     def piece_at(self, d: Any, v: Any) -> Any:
         """Returns the piece of d_weight from a column of D and a class on."""
@@ -175,26 +181,24 @@ def load_d_weight(own: DWeightProgram, e_ref: Any, x_ref: Any) -> None:
 
 def load_old(own: DWeightProgram, index: Any, piece: int) -> None:
     """Loads a piece of the old tile that is needed while tile `index` is multiplied, if there is any."""
-    if own.old is None:
-        return
     index, piece = index + piece // PIECES, piece % PIECES
+    if own.old is None or piece >= own.kernel.loaded:
+        return
     d, v = own.tile_at(jnp.maximum(index - 1, 0))
-    slot = old_slot_of(index, piece)
+    slot = own.old_slot(index, piece)
     plgpu.barrier_wait(own.old.empty.at[slot])
+    outside = own.starts * own.kernel.outside  # TMA reads zeros there
     for i in range(2):
-        source = own.piece_at(d + i * HALF, v + piece * PIECE + own.old_offset)
+        source = own.piece_at(d + i * HALF, v + piece * PIECE + outside)
         plgpu.copy_gmem_to_smem(source, own.old.moved.at[slot, i], own.old.full.at[slot])
 
 
-def old_slot_of(index: Any, piece: int) -> Any:
-    return (index * PIECES + piece) & (OLD_STAGES - 1)
-
-
 def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any, piece: int) -> None:
-    """Adds the old values to a piece of a tile, and stores it while tile `index` is multiplied."""
+    """Adds a piece of a tile to d_weight, or overwrites it, while tile `index` is multiplied."""
     moved, buffers = own.buffers
-    if own.old is not None:
-        slot = old_slot_of(index, piece)
+    loaded = own.old is not None and piece < own.kernel.loaded
+    if own.old is not None and loaded:
+        slot = own.old_slot(index, piece)
         plgpu.barrier_wait(own.old.full.at[slot])
         old = own.old.pieces.at[slot, own.warpgroup]
         old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
@@ -205,7 +209,14 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
     buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
     buffer[...] = sums.astype(own.d_weight_ref.dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
+    write = partial(plgpu.copy_smem_to_gmem, moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
+    add = partial(write, reduction_op="add")
+    if loaded or not own.kernel.adds:
+        write()
+    elif own.kernel.steps is None:
+        either(own.starts != 0, write, add)
+    else:
+        add()
 
 
 def d_weight_warpgroup(own: DWeightProgram) -> None:
@@ -255,8 +266,10 @@ def d_weight_kernel(
 ) -> None:
     """Writes e^T x, or adds it to d_weight.
 
-    A tile's sums stay in registers. During the matmul of the next tile they are added to the old tile, rounded and
-    stored in pieces (`hopper_common.over_steps`).
+    A tile's sums stay in registers. During the matmul of the next tile they are rounded and stored in pieces
+    (`hopper_common.over_steps`). The first `loaded` pieces are added to the old ones before they are rounded. TMA adds
+    the other pieces in L2. There the chunk's sums are rounded, and so are the totals. Each element is added to once in
+    a launch, by one program, so results repeat bit for bit.
     """
     x_all, e_ring, buffers, full, empty, *of_old = scratch
     ring = make_ring(views(x_all, interpret=kernel.interpret), (e_ring, e_ring), full, empty)
@@ -290,15 +303,17 @@ def add_d_weight(
     vocab: int,
     classes: int,
     vocab_axis: int,
+    in_l2: float,
     rows: int | None = None,
     old: Array | None = None,
     starts: bool | None = None,
     first_class: Array | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes, rounded once: (33).
+    """Returns e^T @ x[start : start + n], or that added to `old` or a range of its classes: (33).
 
-    The classes of the last tile past the end of a range are also added to, by matmuls with zeros.
+    The sum of both is rounded once. In the share of each tile that is added in L2, e^T @ x is rounded too. The classes
+    of the last tile past the end of a range are also added to, by matmuls with zeros.
 
     Args:
         e: (n or more, padded(classes)) bfloat16, zeros past the classes, and past n up to the next multiple of 64.
@@ -308,6 +323,7 @@ def add_d_weight(
         vocab: V.
         classes: K, of e.
         vocab_axis: of the result: (V, D) for 0, (D, V) for 1.
+        in_l2: share of each tile that is added to `old` in L2: `gpus.share_added_in_l2`.
         rows: n; None: all rows of e, a multiple of 8.
         old: what is added to, of the result's shape; the result takes its place. Without it classes past K get zeros.
         starts: with `old` only. True: the result takes the place of `old`, whose values are ignored. True or False: one
@@ -320,13 +336,14 @@ def add_d_weight(
     if e.shape[1] != padded(classes):
         raise ValueError(f"e must have {padded(classes)} columns for {classes} classes, got {e.shape[1]}")
     steps = cdiv(rows or len(e), STEP)
-    static_steps = None if starts is not None else steps
+    static_steps, adds = None if starts is not None else steps, old is not None
+    loaded = round(PIECES * (1 - in_l2)) if adds else 0
     kernel = DWeightKernel(
-        static_steps, x.shape[1], vocab, classes, vocab_axis, old is not None, first_class is not None, interpret
+        static_steps, x.shape[1], vocab, classes, vocab_axis, adds, loaded, first_class is not None, interpret
     )
     offsets = [start] if first_class is None else [start, first_class]
     if starts is not None:
-        offsets += [steps, kernel.outside if starts else 0]
+        offsets += [steps, int(starts)]
     return _run_d_weight(jnp.concatenate([pauses(steps), jnp.array(offsets, jnp.int32)]), e, x, old, kernel=kernel)
 
 
@@ -339,7 +356,7 @@ def _run_d_weight(scalars: Array, e: Array, x: Array, old: Array | None, *, kern
         two_views((2, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret),
         *ring_barriers(3),
     ]
-    if kernel.adds:
+    if kernel.loaded:
         scratch.append(two_views((OLD_STAGES, 2, *kernel.piece_shape), e.dtype, interpret=kernel.interpret))
         scratch += [plgpu.Barrier(num_arrivals=2, num_barriers=OLD_STAGES) for _ in range(2)]
     body, grid = partial(d_weight_kernel, kernel), (kernel.programs,)

@@ -61,7 +61,7 @@ class Matmul(NamedTuple):
     ) -> Any:
         """Runs a kernel on int32 scalars, which it gets as one array, and operands."""
         operands = (jnp.stack([jnp.asarray(scalar, jnp.int32) for scalar in scalars]), *operands)
-        return run(kernel, self, operands, results, (programs,), **in_place)
+        return run(kernel, self, operands, results, (programs,), warps=self.tile.num_warps, **in_place)
 
 
 class LogitsTile(NamedTuple):

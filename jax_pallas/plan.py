@@ -14,6 +14,7 @@ from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
 from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
@@ -67,6 +68,7 @@ class ExecutionPlan:
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
         d_weight_kernel: whether our kernel computes d_weight, or XLA's GEMM.
+        gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
     """
@@ -83,6 +85,7 @@ class ExecutionPlan:
     vocab_chunks_in_place: bool
     d_input_kernel: bool
     d_weight_kernel: bool
+    gpu: str
     d_weight_starts: bool = False
 
     @property
@@ -142,7 +145,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         return ExecutionPlan(
             "chunked", "chunked", False, None, chunks, tokens, key.memory_budget, matmuls, casts_head,
-            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False,
+            vocab_chunks_in_place=False, d_input_kernel=False, d_weight_kernel=False, gpu=key.device.gpu,
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
@@ -156,10 +159,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
-    # As the launchers in kernels.py have it.
-    crowded = (key.softcap and (needs_grad or not scaled_exp)) or (key.label_smoothing and not scaled_exp)
-    crowded |= tile_config.unaligned(vocab, key.vocab_axis)
-    tile = tile_config.choose_tile(x.itemsize, hopper=hopper, crowded=crowded)
+    tile = tile_config.choose_tile(hopper=hopper)
     if scaled_exp:
 
         def scratch(rows: int, most: int) -> int:
@@ -178,13 +178,14 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 d_input=key.d_input,
                 d_weight=key.d_weight,
                 d_weight_kernel=multiplies,
+                adds_in_l2=multiplies,
                 block_v=tile.block_v,
                 class_block=tile_config.CLASS_BLOCK,
                 row_step=tile_config.STEP,
                 programs=key.device.multiprocessors or gpu_named(key.device.gpu).multiprocessors,
                 cast_bytes=0,
                 gpu=key.device.gpu,
-                coefficients=chunk_cost.COEFFICIENTS[key.device.gpu, "jax"],
+                coefficients=COEFFICIENTS[key.device.gpu, "jax"],
             )
         chunks = tile_config.choose_scaled_exp(
             tokens=tokens,
@@ -210,7 +211,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         return ExecutionPlan(
             key.implementation, "scaled_exp", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
             vocab_chunks_in_place=vocab_chunks_in_place,
-            d_input_kernel=multiplies, d_weight_kernel=multiplies, d_weight_starts=d_weight_starts,
+            d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
     d_weight_kernel = multiplies and vocab_chunks_in_place
     chunks = tile_config.choose_recomputed(
@@ -229,4 +230,5 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     return ExecutionPlan(
         key.implementation, "recompute", hopper, tile, chunks, tokens, key.memory_budget, matmuls, casts_head,
         vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
+        gpu=key.device.gpu,
     )  # fmt: skip

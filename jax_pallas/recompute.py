@@ -17,6 +17,7 @@ from jax_pallas.problem import Problem, add_d_weight, plan_of
 from jax_pallas.row_math import Partial
 from jax_pallas.scaled_exp import static_args
 from jax_pallas.slicing import Slice
+from linear_ce.gpus import share_added_in_l2
 
 
 def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, None]:
@@ -70,7 +71,8 @@ def _d_logits(
 def _add_d_weight(
     problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, d_weight: Array
 ) -> Array:
-    if not plan_of(problem).d_weight_kernel:
+    plan = plan_of(problem)
+    if not plan.d_weight_kernel:
         return add_d_weight(problem, d_logits[: len(x), : vocab_chunk.size], x, vocab_chunk, scale, d_weight)
     from jax_pallas import hopper_gradients
 
@@ -82,6 +84,7 @@ def _add_d_weight(
         vocab=d_weight.shape[axis],
         classes=vocab_chunk.size,
         vocab_axis=axis,
+        in_l2=share_added_in_l2(len(d_logits), plan.gpu),
         old=d_weight,
         first_class=jnp.int32(vocab_chunk.start),
     )

@@ -32,6 +32,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
+from linear_ce.gpus import share_added_in_l2
 
 
 class Carry(NamedTuple):
@@ -235,6 +236,7 @@ def _add_d_weight(
             vocab=problem.linear_weight.shape[axis],
             classes=problem.classes,
             vocab_axis=axis,
+            in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
             old=None if first and not plan.d_weight_starts else d_weight,
             starts=first if plan.d_weight_starts else None,

@@ -40,11 +40,15 @@ HALF = D_BLOCK // 2  # rows of a warpgroup: 64, the least that wgmma takes
 STEP = 64  # hidden units, or classes, of a step of a matmul in the Hopper kernels
 
 
+TRITON_CLASS_BLOCK = 128  # classes of a tile of logits of Pallas' Triton kernels
+
+
 class TritonTile(NamedTuple):
     """ROW_BLOCK rows x block_v classes of logits, summed over block_d columns of x at a time."""
 
     block_v: int
     block_d: int
+    num_warps: int = 8
 
 
 def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
@@ -52,12 +56,14 @@ def triton_tile(itemsize: int, *, crowded: bool) -> TritonTile:
 
     A thread has 255 registers and holds 128 float32 sums. It holds 64 if `crowded`: the registers then also hold a
     slope, a weight or a gradient for each logit, or operands of an `unaligned` head. It holds 64 for float32 too: no
-    matrix unit multiplies float32, so operands take registers. All tiles fit the shared memory of an A100. No kernel
-    spills there or on a Hopper.
+    matrix unit multiplies float32, so operands take registers. All tiles fit the shared memory of an A100, which runs
+    two programs of four warps on a multiprocessor: one multiplies while the other computes exponentials. As a proxy, an
+    H100 runs its machine code a tenth faster than that of one program of eight warps and 256 classes. GPUs of compute
+    capability 8.6 and 8.9 have memory for one. No kernel spills on an A100 or a Hopper.
     """
     if itemsize == 4:
-        return TritonTile(128, 32)
-    return TritonTile(128 if crowded else 256, 64)
+        return TritonTile(TRITON_CLASS_BLOCK, 32)
+    return TritonTile(TRITON_CLASS_BLOCK, 64, 8 if crowded else 4)
 
 
 def unaligned(vocab: int, vocab_axis: int) -> bool:
@@ -67,12 +73,12 @@ def unaligned(vocab: int, vocab_axis: int) -> bool:
 
 
 # The tile of the repair kernel, which rarely has work. It compiles in a seventh of the time that `triton_tile`'s takes.
-REPAIR_TILE, REPAIR_STAGES = TritonTile(128, 32), 2
+REPAIR_TILE, REPAIR_STAGES = TritonTile(TRITON_CLASS_BLOCK, 32), 2
 
 
-def choose_tile(itemsize: int, *, hopper: bool, crowded: bool) -> TileConfig:
-    """Returns the tile of logits for operands of so many bytes; `crowded` of `triton_tile`."""
-    return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else triton_tile(itemsize, crowded=crowded).block_v)
+def choose_tile(*, hopper: bool) -> TileConfig:
+    """Returns the tile of logits of the Hopper kernels or of `triton_tile`."""
+    return TileConfig(ROW_BLOCK, CLASS_BLOCK if hopper else TRITON_CLASS_BLOCK)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ axis, and P programs compute the tiles in waves.
 
     logits      ceil(n / 128) ceil(V / block_v) tiles, each a sum over D, and the epilogue of each tile
     d_weight    ceil(V / class_block) ceil(D / 128) tiles, each a sum over n rounded up to steps, and the epilogue of
-                each tile; d_weight is written once in each chunk, and read in all but the first
+                each tile; d_weight is written once in each chunk, and read in all but the first, by the program
+                that adds to it or in L2 (`gpus.share_added_in_l2`)
     d_input     the iterations of the program that has most of them: `DInput`
 
-A matmul takes at least as long as its bytes take to move. `benchmarks.fit_chunk_cost` fits the coefficients to
-measured times.
+A matmul takes at least as long as its bytes take to move. The coefficients are in `cost_coefficients.py`.
 """
 
 import math
@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
-from linear_ce.gpus import GPUS
+from linear_ce.cost_coefficients import CostCoefficients
+from linear_ce.gpus import GPUS, MOST_IN_L2, SHARES_IN_L2, share_added_in_l2
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
@@ -33,48 +34,6 @@ WIDEST = 256  # the other side of a tile at most; coefficients are those of a ti
 # Row blocks that are computed with a class block before the next class block have at most so many bytes, so that they
 # stay in L2: an H100 has 50 MB, an A100 40 MB. The head is read once for them.
 GROUP_BYTES = 2**24
-
-
-class CostCoefficients(NamedTuple):
-    """The coefficients of the kernels of one framework on one GPU."""
-
-    multiply: float  # ns to add one element of the inner dimension to the 128 x 256 sums of a tile
-    logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
-    d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
-    narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
-    tail: float  # share by which iterations of tails take longer: their programs read other classes
-    exposed: float  # share of the time that d_weight's bytes take in device memory that the matmul does not hide
-    missed: float  # the same share of bytes that are read again because they do not stay in L2
-    chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
-    call: float  # us of a call's small kernels
-
-
-# `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 68
-# rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
-# estimate is within 5.2% and 2.4% of these times, root mean square, and within 2.0% and 1.1% of those of one shape and
-# budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
-# jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
-# to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`). The estimate is
-# within 2.2% of them, root mean square.
-# Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
-# the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
-HOPPER_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
-A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
-
-COEFFICIENTS = {
-    ("a100", "torch"): A100_ANY,
-    ("a100", "jax"): A100_ANY,
-    ("h100", "torch"): CostCoefficients(11.5, 4700.0, 280.0, 107.0, 0.0, 0.32, 0.0, 99.0, 0.0),
-    ("h100", "jax"): HOPPER_JAX,
-    ("h200", "torch"): CostCoefficients(11.9, 3800.0, 250.0, 16.4, 0.0, 0.77, 0.0, 31.0, 33.0),
-    ("h200", "jax"): HOPPER_JAX,
-    ("l40s", "torch"): L40S_ANY,
-    ("l40s", "jax"): L40S_ANY,
-    ("rtx4090", "torch"): RTX4090_ANY,
-    ("rtx4090", "jax"): RTX4090_ANY,
-}
 
 TIE = 0.005  # estimates so close count as equal. Fewer chunks round d_weight less often, and JAX compiles less
 
@@ -89,6 +48,7 @@ class Call(NamedTuple):
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         d_weight_kernel: our kernel computes d_weight, in whole tiles. A library's matmul has no idle programs.
+        adds_in_l2: that kernel adds to d_weight as `share_added_in_l2` says.
         block_v: classes of a tile of logits.
         class_block: classes of a tile of d_weight.
         row_step: rows of a step of the matmul of d_weight.
@@ -104,6 +64,7 @@ class Call(NamedTuple):
     d_input: bool
     d_weight: bool
     d_weight_kernel: bool
+    adds_in_l2: bool
     block_v: int
     class_block: int
     row_step: int
@@ -181,6 +142,8 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     share = max(0.0, 1 - GPUS[call.gpu].l2_bytes / (x_bytes + e_bytes))
     missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
     size = moved + missed + 2 * rows * call.classes
+    if adds and call.adds_in_l2:
+        moved -= share_added_in_l2(rows, call.gpu) * call.head_bytes
     inner = cdiv(rows, call.row_step) * call.row_step
     matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
     matmul += c.exposed * call.memory_ns(moved) + c.missed * call.memory_ns(missed)
@@ -227,8 +190,16 @@ def least_ms(call: Call, chunks: int) -> float:
         total += call.tokens * d_blocks * tiles * c.multiply
     if call.d_weight:
         total += d_blocks * tiles * (c.multiply * call.tokens + chunks * c.d_weight_tile)
-        total += c.exposed * call.memory_ns((2 * chunks - 1) * call.head_bytes)
+        total += c.exposed * call.memory_ns(_least_moves(call, chunks) * call.head_bytes)
     return (total + call.memory_ns(moved)) / 1e6
+
+
+def _least_moves(call: Call, chunks: int) -> float:
+    """Returns how often so many chunks, or more, at least store d_weight and load it."""
+    steps = SHARES_IN_L2.get(call.gpu, ()) if call.adds_in_l2 else ()
+    share = max((share for fewest, share in steps if (chunks - 1) * fewest < call.tokens), default=0.0)
+    small = max(chunks, cdiv(call.tokens, MOST_IN_L2))  # chunks that are small enough
+    return min(2 * chunks - 1, small + (1 - share) * (small - 1))
 
 
 DENSELY = 16  # numbers of chunks that are all tried while none fits

@@ -37,12 +37,12 @@ def gpu_named(name: str) -> GPU:
 
 
 def known_gpu(reported: str, capability: int) -> str:
-    """Returns the name in `GPUS` whose bandwidth, L2 and coefficients (`chunk_cost.COEFFICIENTS`) stand for a device.
+    """Returns the name in `GPUS` whose bandwidth, L2 and `cost_coefficients.COEFFICIENTS` stand for a device.
 
     The device is one of `GPUS` if the name that its driver reports contains that name as a word: "NVIDIA H100 80GB
     HBM3" is an "h100", and "NVIDIA GeForce RTX 4090" an "rtx4090". Any other device counts as an "a100" with compute
     capability 8.0 or an unknown one (0), as an "l40s" with 8.6 to 8.9, and as an "h100" with 9.0 or later. This only
-    affects how fast a call runs.
+    affects how fast a call runs and how often its sums are rounded.
 
     Args:
         reported: `torch.cuda.get_device_name` or JAX's `device_kind`; "" if unknown.
@@ -56,3 +56,30 @@ def known_gpu(reported: str, capability: int) -> str:
     names = {*words, *(first + second for first, second in itertools.pairwise(words))}  # "rtx 4090" is "rtx4090"
     found = next((name for name, gpu in GPUS.items() if name in names and capability in (0, gpu.capability)), None)
     return found or ("h100" if capability >= 90 else "l40s" if capability > 80 else "a100")
+
+
+# For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for, and the most rows of any.
+SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0))}
+MOST_IN_L2 = 1024
+
+
+def share_added_in_l2(rows: int, gpu: str) -> float:
+    """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
+
+    The rest of the old tile is loaded through shared memory and added in registers. On an H200, whose L2 adds 1.2 TB/s,
+    additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
+    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: most
+    calls are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
+
+    An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
+    row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In
+    plan C d_weight includes them, so there it increases the error of all classes. Chunks of more than 1,024 rows gain
+    the least and lose the most, so they load the old tile.
+
+    Args:
+        rows: of the chunk.
+        gpu: name in `GPUS`.
+    """
+    if rows > MOST_IN_L2:
+        return 0.0
+    return max((share for fewest, share in SHARES_IN_L2.get(gpu, ()) if rows >= fewest), default=0.0)

@@ -42,6 +42,7 @@ class Value:
     """A tensor or a number of a kernel."""
 
     __array_ufunc__ = None  # NumPy leaves operators to this class
+    type = SimpleNamespace(layout=None)
 
     def __init__(self, data: Any, dtype: str) -> None:
         self.data, self.dtype = rounded(data, dtype), dtype

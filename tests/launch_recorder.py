@@ -68,7 +68,7 @@ class Compiled(NamedTuple):
 
 
 @contextmanager
-def fake_gpu(arch: int) -> Iterator[list[Launch]]:
+def fake_gpu(arch: int, name: str | None = None) -> Iterator[list[Launch]]:
     """Makes CUDA tensors fake, for a GPU of compute capability `arch`. Yields the list to which launches are added."""
     launches: list[Launch] = []
 
@@ -80,7 +80,7 @@ def fake_gpu(arch: int) -> Iterator[list[Launch]]:
         major=arch // 10,
         minor=arch % 10,
         multi_processor_count=MULTIPROCESSORS[arch],
-        name=f"compute capability {arch}",
+        name=name or f"compute capability {arch}",
     )
     with (
         FakeTensorMode(),

@@ -49,6 +49,8 @@ COMPILED = tests("core_triton_kernels", "compiles_fits and 90-bf16")
 COMPILED_SM80 = tests("core_triton_kernels", "compiles_fits and 80-bf16")
 AMPERE = tests("core_triton_kernels", "two_programs and 80")
 INPUT_GRAD = tests("core_triton_input_grad", "d_input")
+D_WEIGHT = tests("core_triton_input_grad", "d_weight")
+LARGE = tests("core_triton_input_grad", "large_matrix")
 PALLAS = tests("jax_pallas_kernels", "test_exponentials")
 
 TRITON_KERNELS = (
@@ -141,6 +143,12 @@ TRITON_KERNELS = (
         "columns_of(b_matrix, b_stride, row",
         INPUT_GRAD,
     ),
+    Mutation("core_triton/ampere_common.py", "a_end = steps.last if", "a_end = end if", D_WEIGHT),
+    Mutation(
+        "core_triton/ampere_common.py", "row.to(gl.int64) * row_stride + column\n", "row * row_stride + column\n", LARGE
+    ),
+    Mutation("core_triton/ampere_gradients.py", "total += old[i]", "total = old[i]", D_WEIGHT),
+    Mutation("core_triton/ampere_gradients.py", "Steps(0, active)", "Steps(0, rows)", D_WEIGHT),
     Mutation("core_triton/ampere_gradients.py", "classes // UNIT * UNIT", "classes", INPUT_GRAD),
     Mutation("core_triton/ampere_gradients.py", "columns * BLOCK_N, 0) +", "columns + BLOCK_N, 0) +", INPUT_GRAD),
     Mutation("core_triton/input_grad.py", "slot = parts + piece", "slot = piece", INPUT_GRAD),
@@ -150,6 +158,18 @@ TRITON_KERNELS = (
         "warpgroup_mma_wait(1, deps=[acc])",
         "warpgroup_mma_wait(0, deps=[acc])",
         COMPILED,
+    ),
+    Mutation(
+        "core_triton/hopper_gradients.py",
+        "WHICH, part, ADDS and part >= LOADED",
+        "WHICH, part, ADDS",
+        tests("core_triton_kernels", "added_in_l2"),
+    ),
+    Mutation(
+        "core_triton/hopper_gradients.py",
+        "share_added_in_l2(n, plan_of(problem).gpu)",
+        "0",
+        tests("core_triton_kernels", "loaded_of_d_weight"),
     ),
     Mutation("core_triton/hopper_gradients.py", "ring.b.index(stage).permute((1, 0))", "ring.b.index(stage)", COMPILED),
     Mutation("core_triton/tile_config.py", "D_INPUT_STAGES = 64, 4", "D_INPUT_STAGES = 64, 8", COMPILED),
@@ -188,6 +208,7 @@ CONTRACT = (
         "if config.bytes > 2 * most:",
         tests("chunk_cost", "any_budget"),
     ),
+    Mutation("linear_ce/gpus.py", "rows > MOST_IN_L2", "rows >= MOST_IN_L2", tests("chunk_cost", "added_in_l2")),
     Mutation(
         "linear_ce/chunk_cost.py", "(1 + adds) * call.head", "call.head", tests("chunk_cost", "bytes_of_d_weight")
     ),
@@ -283,7 +304,25 @@ PALLAS_KERNELS = (
         "jax_pallas/hopper_gradients.py",
         "steps = cdiv(rows or len(e), STEP)",
         "steps = (rows or len(e)) // STEP",
-        tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-True"),
+        tests("jax_pallas_hopper_gradients", "test_d_weight and transposed-1"),
+    ),
+    Mutation(
+        "jax_pallas/scaled_exp.py",
+        "share_added_in_l2(chunk.size, plan.gpu)",
+        "0.0",
+        tests("jax_pallas_hopper_gradients", "both_plans"),
+    ),
+    Mutation(
+        "jax_pallas/recompute.py",
+        "share_added_in_l2(len(d_logits), plan.gpu)",
+        "0.0",
+        tests("jax_pallas_hopper_gradients", "both_plans"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "if loaded or not own.kernel.adds",
+        "if not own.kernel.adds",
+        tests("jax_pallas_hopper_gradients", "test_d_weight and steps-0"),
     ),
     Mutation(
         "jax_pallas/hopper_gradients.py",

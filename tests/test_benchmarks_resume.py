@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from benchmarks import linear_ce, results, sweep, torch_methods
 from benchmarks.methods import Method
+from linear_ce.cost_coefficients import COEFFICIENTS
 
 
 def run(file: Path, *arguments: str) -> dict[str, str]:
@@ -74,6 +76,11 @@ def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> Non
         matters &= name != "linear_ce/chunk_cost.py"
         assert (results.source_hash("torch", tmp_path, sweep.CHOICES) != of_sweep) == matters
         (tmp_path / name).write_text(code)
+    for gpu, framework in (("h200", "torch"), ("h200", "jax")):
+        changed = COEFFICIENTS[gpu, framework]._replace(call=1.0)
+        with mock.patch.dict(COEFFICIENTS, {(gpu, framework): changed}):
+            assert (results.source_hash("torch", tmp_path) != before) == (framework == "torch")
+            assert results.source_hash("torch", tmp_path, sweep.CHOICES) == of_sweep
     (tmp_path / "core_triton/kernels.py").rename(tmp_path / "core_triton/other.py")
     assert results.source_hash("torch", tmp_path) != before
 

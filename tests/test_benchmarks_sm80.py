@@ -55,20 +55,16 @@ def test_matmuls_of_few_tiles_are_split(tiles: int, expected: list[int]) -> None
 
 
 def test_matmuls_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mm", "addmm"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back after the test
+    monkeypatch.setattr(torch, "mm", torch.mm)  # put back after the test
     install()
     a, b = torch.randn(3, 4), torch.randn(4, 5)
-    total = torch.ones(3, 5)
-    torch.addmm(total, a, b, out=total)
-    torch.testing.assert_close(total, 1 + a @ b)
-    torch.testing.assert_close(torch.mm(a, b, out=total), a @ b)
+    torch.testing.assert_close(torch.mm(a, b, out=torch.ones(3, 5)), a @ b)
 
 
 def test_the_kernel_of_pallas_for_an_a100_compiles_to_its_instructions_on_hopper() -> None:
     lowered = lower_exponentials(Shape("small", 256, 128, 1024))
     assert lowered.rows == 256
-    assert lowered.grid == (2 * 4,)  # tiles of 128 rows x 256 classes
+    assert lowered.grid == (2 * 8,)  # tiles of 128 rows x 128 classes
     ptx = compile_for(lowered, 90).asm["ptx"]
     assert "mma.sync" in ptx
     assert "cp.async" in ptx

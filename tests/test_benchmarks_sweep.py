@@ -19,11 +19,12 @@ from benchmarks.shapes import MODES, SHAPES
 from benchmarks.timing import Sensor
 from linear_ce import chunk_cost
 from linear_ce.chunk_cost import CostCoefficients
+from linear_ce.cost_coefficients import COEFFICIENTS
 
 MIB = 2**20
 FRAMEWORKS = ("torch", "jax")
 # What the stub's GPU takes: other coefficients than those of the estimate.
-TRUE = chunk_cost.COEFFICIENTS["h200", "jax"]._replace(multiply=13.0, exposed=0.5, chunk=150.0)
+TRUE = COEFFICIENTS["h200", "jax"]._replace(multiply=13.0, exposed=0.5, chunk=150.0)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -293,7 +294,7 @@ def made_up(framework: str, truth: CostCoefficients) -> list[fit_chunk_cost.Samp
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_fit_finds_the_coefficients_that_the_rows_determine(framework: str) -> None:
-    start = chunk_cost.COEFFICIENTS["h200", framework]
+    start = COEFFICIENTS["h200", framework]
     truth = start._replace(multiply=14.0, exposed=0.4, chunk=100.0)
     rows = made_up(framework, truth)
     fitted = fit_chunk_cost.fit(rows, start)
@@ -309,7 +310,7 @@ def test_the_fit_finds_the_coefficients_that_the_rows_determine(framework: str) 
 
 def test_a_shape_whose_matmuls_are_slower_does_not_change_the_order(capsys: pytest.CaptureFixture[str]) -> None:
     """A factor of all rows of a shape, such as a lower clock, counts little."""
-    start = chunk_cost.COEFFICIENTS["h200", "jax"]
+    start = COEFFICIENTS["h200", "jax"]
     rows = [
         row._replace(ms=row.ms * (1.03 if row.group[0] == "qwen2.5-0.5b" else 1.0)) for row in made_up("jax", start)
     ]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import core_triton
@@ -25,7 +25,8 @@ from jax_pallas.plan import MatrixLayout as JaxLayout
 from jax_pallas.plan import PlanKey as JaxKey
 from jax_pallas.plan import make_plan as make_jax_plan
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import Call, Chunk, DInput, call_ms, least_ms
+from linear_ce.chunk_cost import Call, Chunk, CostCoefficients, DInput, call_ms, least_ms
+from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import GPUS, gpu_named, known_gpu
 
 MIB = 2**20
@@ -72,8 +73,9 @@ def chosen(framework: str, *sizes: int, **options: Any) -> tuple[Any, Choice, li
 def call(tokens: int = 8192, shape: tuple[int, int] = GEMMA, **changes: Any) -> Call:
     hidden, classes = shape
     usual = Call(
-        tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, block_v=256, class_block=256,
-        row_step=32, programs=132, cast_bytes=0, gpu="h200", coefficients=chunk_cost.COEFFICIENTS["h200", "torch"],
+        tokens, hidden, classes, d_input=True, d_weight=True, d_weight_kernel=True, adds_in_l2=True, block_v=256,
+        class_block=256, row_step=32, programs=132, cast_bytes=0, gpu="h200",
+        coefficients=COEFFICIENTS["h200", "torch"],
     )  # fmt: skip
     return usual._replace(**changes)
 
@@ -88,7 +90,7 @@ def split(of: Call, rows: int) -> Chunk:
 
 @pytest.mark.parametrize("rows", [384 + 16, 464, 496, 512])
 def test_padded_rows_cost_what_full_ones_do(rows: int) -> None:
-    of = call()
+    of = call(adds_in_l2=False)
     assert chunk_cost.logits_ns(of, rows) == chunk_cost.logits_ns(of, 512)
     assert chunk_cost.logits_ns(of, 384) < 0.8 * chunk_cost.logits_ns(of, 512)
     padded = -(-rows // 32) * 32
@@ -106,6 +108,17 @@ def test_waves_count() -> None:
     assert by_kernel > 1.9 * by_library
 
 
+def test_tiles_of_half_the_classes_take_half_the_time() -> None:
+    """The kernel of compute capability 8.x has tiles of 128 classes, and two programs share a multiprocessor."""
+    slow = COEFFICIENTS["a100", "torch"]._replace(multiply=1000.0, exposed=0.0)
+    wide = call(shape=(128, 108 * 256), programs=108, gpu="a100", coefficients=slow, adds_in_l2=False)
+    for classes, ratio in (108 * 256, 1.0), (108 * 128, 0.5), (108 * 256 + 128, 0.75):
+        of = wide._replace(classes=classes)
+        halves = of._replace(class_block=128)
+        found = [chunk_cost.d_weight_ns(each, 1024, adds=True) for each in (of, halves)]
+        assert found[1] == pytest.approx(ratio * found[0])
+
+
 def test_the_bytes_of_d_weight_and_of_the_head_count() -> None:
     of = call(shape=LLAMA)
     first, added = (chunk_cost.d_weight_ns(of, 2048, adds=adds) for adds in (False, True))
@@ -121,7 +134,7 @@ def test_the_bytes_of_d_weight_and_of_the_head_count() -> None:
 
 
 def test_what_does_not_stay_in_l2_is_read_again() -> None:
-    missing = chunk_cost.COEFFICIENTS["h200", "torch"]._replace(missed=1.0)
+    missing = COEFFICIENTS["h200", "torch"]._replace(missed=1.0)
     for rows, missed in ((2048, False), (16384, True)):
         without, with_misses = (
             chunk_cost.d_weight_ns(call(shape=LLAMA, coefficients=found), rows, adds=False)
@@ -144,7 +157,7 @@ def test_chunks_add_up() -> None:
 
 
 def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
-    of = call(coefficients=chunk_cost.COEFFICIENTS["h200", "torch"]._replace(tail=0.1))
+    of = call(coefficients=COEFFICIENTS["h200", "torch"]._replace(tail=0.1))
     usual = chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.0, 0))
     assert chunk_cost.d_input_ns(of, 512, DInput(128, 512000, 0.0, 0)) > usual
     assert chunk_cost.d_input_ns(of, 512, DInput(256, 256000, 0.4, 0)) == pytest.approx(1.04 * usual)
@@ -152,11 +165,11 @@ def test_narrow_tiles_tails_and_partial_tiles_cost_more() -> None:
     assert partial_tiles == pytest.approx(usual + 2 * 2**24 / 4.8e12 * 1e9)
 
 
-@pytest.mark.parametrize("key", chunk_cost.COEFFICIENTS)
+@pytest.mark.parametrize("key", COEFFICIENTS)
 def test_every_gpu_has_coefficients(key: tuple[str, str]) -> None:
-    assert {gpu for gpu, _ in chunk_cost.COEFFICIENTS} == set(GPUS)
-    assert {framework for _, framework in chunk_cost.COEFFICIENTS} == set(FRAMEWORKS)
-    assert all(value >= 0 for value in chunk_cost.COEFFICIENTS[key])
+    assert {gpu for gpu, _ in COEFFICIENTS} == set(GPUS)
+    assert {framework for _, framework in COEFFICIENTS} == set(FRAMEWORKS)
+    assert all(value >= 0 for value in COEFFICIENTS[key])
 
 
 @pytest.mark.parametrize(
@@ -220,6 +233,7 @@ def test_a_larger_budget_never_estimates_slower(
 
 @settings(max_examples=60)
 @given(*SIZES, st.integers(1, 600), st.integers(1, 4))
+@example(1023, 36, 151936, 2, 4)  # two chunks, of 512 and 511 rows
 def test_no_estimate_falls_below_the_bound_of_its_chunks(n: int, d: int, v: int, chunks: int, tile: int) -> None:
     of = call(n, (64 * d, v))
     rows = -(-n // chunks)
@@ -268,8 +282,8 @@ def test_llama_keeps_the_largest_chunks_where_they_are_whole_tiles(framework: st
 
 def test_the_frameworks_agree_where_their_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same coefficients, tiles and schedules the estimate is the same, so the choice is."""
-    same = chunk_cost.COEFFICIENTS["h200", "jax"]
-    monkeypatch.setitem(chunk_cost.COEFFICIENTS, ("h200", "torch"), same)
+    same = COEFFICIENTS["h200", "jax"]
+    monkeypatch.setitem(COEFFICIENTS, ("h200", "torch"), same)
     for shape, mebibytes in ((LLAMA, 256), (LLAMA, 512), (LLAMA, 2048), (QWEN, 256), (GEMMA, 256), (GEMMA, 512)):
         found = [chosen(framework, 8192, *shape, mebibytes * MIB) for framework in FRAMEWORKS]
         assert found[0][0].chunks.rows == found[1][0].chunks.rows, (shape, mebibytes)
@@ -288,7 +302,9 @@ def test_frozen_arrays_and_gpus_without_the_kernels_of_hopper_have_an_estimate(f
     for gpu in ("a100", "l40s", "rtx4090"):
         made, choice, _ = chosen(framework, 8192, *LLAMA, 512 * MIB, gpu=gpu)
         assert made.path == "scaled_exp"
-        assert not choice.call.d_weight_kernel
+        assert choice.call.d_weight_kernel == (framework == "torch")
+        if framework == "torch":
+            assert (choice.call.class_block, choice.call.row_step) == (128, 64 if gpu == "a100" else 32)
         # Our kernel of PyTorch has tiles of 128 rows. The matmul of XLA counts as one with tiles of 256.
         assert choice.chunk.d_input is not None
         assert choice.chunk.d_input.tile_rows == (128 if framework == "torch" else 256)
@@ -301,7 +317,7 @@ def test_scoring_is_not_estimated(framework: str) -> None:
     assert considered(partial(plan, framework, 8192, *LLAMA, 512 * MIB, **options)) == []
 
 
-@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 7.5, 14)])
+@pytest.mark.parametrize(("framework", "mean", "most"), [("torch", 29.2, 58), ("jax", 9.5, 14)])
 def test_a_plan_makes_few_estimates(framework: str, mean: float, most: int) -> None:
     """An estimate takes about 20 us. In PyTorch there are four kinds of tiles of d_input for each row count."""
     usual, counts = chunk_cost.call_ms, []
@@ -347,3 +363,17 @@ def test_explain_shows_the_rows(framework: str) -> None:
     rows = plan(framework, 8192, *GEMMA, 256 * MIB).chunks.rows
     assert explained.plan.chunks.rows == rows == 384
     assert "chunks: 22 of up to 384 rows" in str(explained).splitlines()
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_what_is_added_in_l2_is_not_loaded(gpu: str) -> None:
+    """The bytes that a matmul does not hide: those of a d_weight that is written and read, half read, only written."""
+    slow = CostCoefficients(100.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    of, loads = (call(coefficients=slow, gpu=gpu, adds_in_l2=adds) for adds in (True, False))
+    written = of.memory_ns(of.head_bytes)
+    of_h200 = [(64, 1.5), (511, 1.5), (512, 1.0), (1024, 1.0), (1025, 2.0), (8192, 2.0)]
+    of_h100 = [(64, 2.0), (767, 2.0), (768, 1.0), (1024, 1.0), (1025, 2.0)]
+    for rows, moves in of_h200 if gpu == "h200" else of_h100:
+        saved = chunk_cost.d_weight_ns(loads, rows, adds=True) - chunk_cost.d_weight_ns(of, rows, adds=True)
+        assert saved == pytest.approx((2 - moves) * written)
+        assert chunk_cost.d_weight_ns(of, rows, adds=False) == chunk_cost.d_weight_ns(loads, rows, adds=False)

@@ -226,10 +226,10 @@ AMPERE = "Triton's, for compute capability 8.x, tiles of 128 rows x 128 classes"
 @pytest.mark.parametrize(
     ("device", "implementation", "kernels", "matmuls"),
     [
-        ("a100", None, AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("rtx4090", "triton", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("l40s", "triton_sm80", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
-        ("h200", "triton_sm80", AMPERE, "logits, d_input by our kernels; d_weight by cuBLAS"),
+        ("a100", None, AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("rtx4090", "triton", AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("l40s", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
+        ("h200", "triton_sm80", AMPERE, "logits, d_input, d_weight by our kernels"),
         (
             "h100",
             None,
@@ -249,6 +249,15 @@ def test_explain_of_a_gpu_that_is_not_present(
     assert lines["kernels"] == kernels
     assert lines["matmuls"] == matmuls
     assert core_triton.explain(x, w, device=device, implementation="chunked").name == "chunked"
+
+
+@pytest.mark.parametrize("device", ["a100", "rtx4090", "h100"])
+@pytest.mark.parametrize(("d", "head"), [(900, torch.bfloat16), (896, torch.float32)])
+def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str, d: int, head: torch.dtype) -> None:
+    """Rows that do not start at multiples of 16 bytes, and a head of another dtype."""
+    x, w = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((4, 2048, d), (151936, d)))
+    lines = dict(line.split(": ", 1) for line in str(core_triton.explain(x, w.to(head), device=device)).splitlines())
+    assert lines["matmuls"] == "logits by our kernels; d_input, d_weight by cuBLAS"
 
 
 def test_explain_of_a_gpu_without_a_name() -> None:

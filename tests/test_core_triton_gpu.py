@@ -98,6 +98,24 @@ def test_more_logits_than_32_bits_count(implementation: str, reduction: Any, bud
     assert_close([found[0][-100:], found[1][-100:]], [d_input[-100:], d_weight[-100:]], 2 * ROUNDING[torch.bfloat16])
 
 
+# Chunks add to d_weight in three ways: `gpus.share_added_in_l2`. A GPU uses some of them.
+
+
+@pytest.mark.parametrize("in_l2", [0, 0.5, 1])
+def test_chunks_add_to_d_weight(in_l2: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from core_triton import hopper_gradients, replay
+
+    arrays, budget = gpu_problem(8192, 192, 1001, dtype=torch.bfloat16), 2**21
+    plan = core_triton.explain(arrays["input"], arrays["linear_weight"], memory_budget=budget).plan
+    assert 512 <= plan.chunks.rows <= 1024
+    monkeypatch.setattr(hopper_gradients, "share_added_in_l2", lambda rows, gpu: in_l2)
+    replay._recordings.clear()  # an equal call may have been recorded with another share
+    found = results("sum", arrays, memory_budget=budget)
+    replay._recordings.clear()
+    exact = {name: a.detach().float().requires_grad_() if a.requires_grad else a for name, a in arrays.items()}
+    assert_close(found, results("sum", exact, implementation="chunked"), ROUNDING[torch.bfloat16])
+
+
 # Memory.
 
 MODELS = {"llama3-8b": (4096, 128256), "qwen2.5-0.5b": (896, 151936), "gemma2-2b": (2304, 256000)}  # D, V

@@ -1,4 +1,5 @@
-"""Runs the kernel of d_input for compute capability 8.x, and the fix-up of split tiles, in NumPy (`gluon_in_numpy`)."""
+"""Runs the kernels of d_weight and d_input for compute capability 8.x, and the fix-up of split tiles, in NumPy
+(`gluon_in_numpy`)."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,11 +7,13 @@ from typing import Any
 from unittest import mock
 
 import gluon_in_numpy
+import numpy as np
 import pytest
 import torch
+from gluon_in_numpy import Pointer, Value
 from torch import Tensor
 
-from core_triton import ampere_common, ampere_gradients, hopper_common, input_grad, tile_config
+from core_triton import ampere_common, ampere_gradients, gluon_common, input_grad, tile_config
 from core_triton.kernels import Active
 from core_triton.launch import At
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, make_plan
@@ -18,7 +21,7 @@ from core_triton.problem import Problem, layout_of
 from core_triton.tile_config import D_BLOCK, choose_d_input_tiling, choose_schedule, padded
 from linear_ce.spec import LossSpec
 
-MODULES = (ampere_common, ampere_gradients, hopper_common, input_grad)
+MODULES = (ampere_common, ampere_gradients, gluon_common, input_grad)
 START = 3  # of the chunk: rows of the call before it
 
 
@@ -128,8 +131,66 @@ def test_d_input(case: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPat
     assert (d_input[others] == 7).all(), "rows that are not active are written"
 
 
+# Classes and D that are no multiples of a tile, and rows that are no multiples of a step.
+D_WEIGHT_CASES: list[dict[str, Any]] = [
+    {"rows": 160, "d": 128, "classes": 256, "first": True},
+    {"rows": 300, "d": 200, "classes": 523, "first": True, "active": 250},
+    {"rows": 300, "d": 264, "classes": 523, "first": False, "active": 129},
+    {"rows": 300, "d": 264, "classes": 520, "first": False, "capability": 89},
+    {"rows": 77, "d": 136, "classes": 389, "first": True, "capability": 89, "active": 33},
+    {"rows": 20, "d": 8, "classes": 5, "first": False, "active": 1},
+    {"rows": 70, "d": 136, "classes": 130, "first": True, "active": 0},
+    {"rows": 70, "d": 136, "classes": 130, "first": False, "active": 0},
+    {"rows": 70, "d": 136, "classes": 130, "first": False, "active": -2, "capability": 89},
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("case", D_WEIGHT_CASES, ids=lambda case: "-".join(map(str, case.values())))
+def test_d_weight(case: dict[str, Any], late: bool) -> None:
+    rows, d, classes, first = case["rows"], case["d"], case["classes"], case["first"]
+    active = case.get("active", rows)
+    generator = torch.Generator().manual_seed(0)
+    w = head(classes, d, transposed=False, generator=generator)
+    plan = plan_for(torch.empty(START + rows, d, dtype=torch.bfloat16), w, classes, case.get("capability", 80))
+    assert plan.d_weight_kernel
+    # NaN is in rows that are not active and from the last class on. In a first chunk without active rows one is
+    # computed. It is zero.
+    computed = max(active, int(first))
+    stored = torch.full((rows, padded(classes)), torch.nan, dtype=torch.bfloat16)
+    stored[:computed, :classes] = torch.rand(computed, classes, generator=generator)
+    x = torch.full((rows, d), torch.nan, dtype=torch.bfloat16)
+    x[:computed] = torch.randn(computed, d, generator=generator) if active > 0 else 0
+    problem = Problem(
+        x, w, None, torch.zeros(rows, dtype=torch.int64), torch.ones(rows), None, LossSpec("sum"), classes, plan=plan
+    )
+    total = torch.full((classes + 3, d), torch.nan if first else 7.0, dtype=torch.bfloat16)
+    total[classes:] = 7
+    if not first:
+        total[:classes] = 10 * torch.randn(classes, d, generator=generator)
+    wanted = stored[:computed, :classes].double().T @ x[:computed].double()
+    wanted += 0 if first else total[:classes].double()
+    with mock.patch.object(ampere_gradients, "launch", partial(gluon_in_numpy.run, MODULES, late=late)):
+        count = Active(torch.tensor(START + active, dtype=torch.int32), START, int(first))
+        ampere_gradients.add_d_weight(problem, stored[:, :classes], x, count, total[:classes], first=first)
+    # Rounded once: the float32 sums differ from those of float64 where they are close to the middle of two numbers.
+    assert (total[:classes] != wanted.bfloat16()).double().mean() < 0.01
+    assert (total[classes:] == 7).all(), "rows of padding are written"
+
+
+def test_pointers_to_a_tile_of_a_large_matrix() -> None:
+    """The offset of its first element exceeds int32."""
+    pointer = Pointer(gluon_in_numpy.Memory(torch.zeros(1)), Value(0, "i64"))
+    rows, columns, row, column = (Value(size, "i32") for size in (2**20 + 5, 4096, 2**20, 128))
+    with gluon_in_numpy.in_python(MODULES, gluon_in_numpy.Language(0, (1,)), gluon_in_numpy.AsyncCopy(late=False)):
+        tile_pointers: Any = ampere_common.tile_pointers
+        found, inside = tile_pointers(pointer, columns, row, column, rows, columns, 128, 32, None)
+    assert np.array_equal(found.offset.data, (2**20 + np.arange(128)[:, None]) * 4096 + 128 + np.arange(32))
+    assert np.array_equal(inside.data, np.broadcast_to(np.arange(128)[:, None] < 5, (128, 32)))
+
+
 def test_the_steps_of_a_part_leave_the_rest_of_the_classes_to_others() -> None:
-    """Each of two programs reads only its half of the classes. Those of the second half are NaN."""
+    """Half of the classes are NaN, and only the programs of the other half are run."""
     rows, d, classes = 128, 128, 256
     x, w = torch.empty(rows, d, dtype=torch.bfloat16), torch.ones(classes, d, dtype=torch.bfloat16)
     plan = plan_for(x, w, classes, 80)

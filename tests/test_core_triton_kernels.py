@@ -16,13 +16,14 @@ import pytest
 import torch
 from allocations import Meter, bytes_of
 from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
-from sass import missing_overlap
+from sass import innermost_loop, missing_overlap, opcodes
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import core_triton
+from benchmarks.chunk_rows import preferring
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, ops, replay, row_kernels, tile_config
+from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.recompute import KERNEL_TILES
@@ -271,7 +272,7 @@ def test_a_launch_of_each_kernel_compiles_fits_and_overlaps(arch: int, operands:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() -> None:
     call = Call("train", "llama3-8b", implementation="triton_sm80")
-    names = ("exponentials_kernel", "d_input_kernel")
+    names = ("exponentials_kernel", "d_weight_kernel", "d_input_kernel")
     chosen = [launch for launch in launches_of(90, call.run) if launch.kernel.__name__ in names]
     assert {launch.kernel.__name__ for launch in chosen} == {*names}
     for launch in set(chosen):
@@ -282,13 +283,17 @@ def test_kernels_for_compute_capability_8_keep_their_instructions_on_hopper() ->
         assert_pipelined(launch, 90)
 
 
+# The inner dimension of each kernel for compute capability 8.x.
+AMPERE_INNER = {"exponentials_kernel": "BLOCK_D", "d_weight_kernel": "BLOCK_N", "d_input_kernel": "BLOCK_V"}
+
+
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize(("arch", "step", "stages"), [(80, 64, 2), (89, 32, 3)])
 def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, step: int, stages: int) -> None:
     chosen = [launch for launch in sample(arch, "bf16") if "ampere" in launch.kernel.__module__]
-    assert len(chosen) == 2
+    assert len(chosen) == 3
     for launch in chosen:
-        inner = "BLOCK_V" if launch.kernel.__name__ == "d_input_kernel" else "BLOCK_D"
+        inner = AMPERE_INNER[launch.kernel.__name__]
         assert {inner: step, "STAGES": stages}.items() <= dict(launch.constexprs).items()
         shared = compile_launch(launch, arch).shared
         assert 2 * (shared + RESERVED) <= SHARED_MEMORY[arch] + RESERVED, f"{launch.name} takes {shared} bytes"
@@ -297,18 +302,36 @@ def test_a_multiprocessor_runs_two_programs_of_the_ampere_kernels(arch: int, ste
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("arch", "capability"), [(80, 80), (89, 86), (89, 89), (90, 90)])
-def test_d_input_for_compute_capability_8_takes_either_head(arch: int, capability: int, transposed: bool) -> None:
-    """A proxy on Hopper too. Compute capability 8.6 runs what 8.9 does."""
-    call = Call("train", "qwen2.5-0.5b", transposed=transposed, implementation="triton_sm80")
-    launched = [launch for launch in launches_of(arch, call.run) if "ampere_gradients" in launch.kernel.__module__]
-    assert launched
+def test_gradients_for_compute_capability_8_take_either_head(arch: int, capability: int, transposed: bool) -> None:
+    """A proxy on Hopper too. Compute capability 8.6 runs what 8.9 does. D is a multiple of 8 and not of 16."""
+    with mock.patch.dict(SHAPES, odd=Shape("odd", 8192, 904, 151936)):
+        call = Call("train", "odd", transposed=transposed, implementation="triton_sm80")
+        launched = [launch for launch in launches_of(arch, call.run) if "ampere_gradients" in launch.kernel.__module__]
+    assert {launch.kernel.__name__ for launch in launched} == {"d_weight_kernel", "d_input_kernel"}
     for launch in launched:
         compiled = compile_launch(launch, capability)
         assert not compiled.stack, f"{launch.name} spills registers"
         assert_pipelined(launch, capability)
         # The epilogue of a tile uses the memory of the matmul's stages.
         sizes = dict(launch.constexprs)
-        assert compiled.shared == sizes["STAGES"] * 2 * sizes["BLOCK_V"] * (sizes["BLOCK_N"] + sizes["BLOCK_D"])
+        blocks = {name: sizes[name] for name in ("BLOCK_N", "BLOCK_V", "BLOCK_D")}
+        inner = blocks.pop(AMPERE_INNER[launch.kernel.__name__])
+        assert compiled.shared == sizes["STAGES"] * 2 * inner * sum(blocks.values())
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("arch", [80, 89])
+def test_d_weight_for_compute_capability_8_moves_16_bytes_at_a_time(arch: int) -> None:
+    """Its operands are turned on the way from shared memory (ldmatrix.trans). The old tile is loaded after the loop."""
+    chosen = [launch for launch in launches(arch, "train") if launch.kernel.__name__ == "d_weight_kernel"]
+    assert sorted(dict(launch.constexprs)["ADDS"] for launch in chosen) == [False, True]
+    for launch in chosen:
+        sass = dump(compile_launch(launch, arch).cubin, "-sass")
+        loop, step = opcodes(innermost_loop(sass, "HMMA")), dict(launch.constexprs)["BLOCK_N"]
+        assert (loop["HMMA"], loop["LDSM"], loop["LDGSTS"]) == (2 * step, step // 2, step // 4)
+        assert "LDSM.16.M88" not in sass
+        assert sass.count("STG.E") == sass.count("STG.E.128") == 16
+        assert sass.count("LDG.E.128") == (16 if dict(launch.constexprs)["ADDS"] else 0)
 
 
 @pytest.mark.slow
@@ -329,6 +352,36 @@ def test_matmuls_of_the_hopper_kernels_overlap(name: str) -> None:
             assert_overlaps(launch)
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+@pytest.mark.parametrize("in_l2", [0, 0.5, 1])
+def test_d_weight_is_loaded_or_added_in_l2(in_l2: float) -> None:
+    """Each warpgroup stores a tile's quarters at two places: under the next matmul, and after the last one."""
+    found = [launch for launch in launches(90, "train") if launch.kernel is hopper_gradients.d_weight_kernel]
+    adds = next(launch for launch in found if dict(launch.constexprs)["ADDS"])
+    loaded = round(4 * (1 - in_l2))
+    launch = adds._replace(constexprs=tuple((dict(adds.constexprs) | {"LOADED": loaded}).items()))
+    compiled = compile_launch(launch, 90)
+    assert compiled.stack == 0
+    assert_overlaps(launch)
+    assert compiled.ptx.count("cp.reduce.async.bulk.tensor") == 4 * (4 - loaded)
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", compiled.ptx)) == 4 * loaded
+
+
+@pytest.mark.parametrize(("gpu", "loaded"), [("H100", [4, 0, 4]), ("H200", [4, 0, 2])])
+def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str, loaded: list[int]) -> None:
+    found = []
+    for rows in (1664, 768, 384):
+        with fake_gpu(90, f"NVIDIA {gpu}") as launched, preferring(rows):
+            Call("train", "qwen2.5-0.5b").run()
+        [quarters] = {
+            switches["LOADED"]
+            for launch in launched
+            if launch.kernel is hopper_gradients.d_weight_kernel and (switches := dict(launch.constexprs))["ADDS"]
+        }
+        found.append(quarters)
+    assert found == loaded
+
+
 # Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md and
 # benchmarks/experiments.md. All but one are of a (D, V) head.
 SPILLS = {
@@ -336,7 +389,6 @@ SPILLS = {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
         "HAS_SOFTCAP)": 120
     },
-    (90, "train-transposed"): {"hopper_gradients.d_input_kernel(bf16[64, 64], bf16[256, 64]; )": 8},
     (89, "none-transposed"): {"kernels.d_logits_kernel(; )": 8},
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
     (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,STATISTICS,HAS_SOFTCAP)": 32},

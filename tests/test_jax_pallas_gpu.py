@@ -22,8 +22,10 @@ from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
 
 from jax_pallas import launch
+from jax_pallas.hopper_gradients import add_d_weight
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.ops import RESIDUAL
+from jax_pallas.tile_config import padded
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 from parity.cases import Case, cases
 
@@ -147,6 +149,31 @@ def check_shape(n: int, d: int, v: int, vocab_axis: int) -> None:
 
 
 CHECKS |= {" ".join(map(str, shape)): partial(check_shape, *shape) for shape in SHAPES}
+
+
+def check_d_weight(rows: int, vocab_axis: int, in_l2: float) -> None:
+    keys, vocab = jax.random.split(jax.random.key(rows), 3), 1008
+    e = jnp.pad(jax.random.uniform(keys[0], (rows, vocab), jnp.bfloat16), ((0, 0), (0, padded(vocab) - vocab)))
+    x, old = (jax.random.normal(key, (n, 192), jnp.bfloat16) for key, n in zip(keys[1:], (rows, vocab), strict=True))
+    sums = np.asarray(e[:, :vocab], np.float64).T @ np.asarray(x, np.float64)
+
+    def head(array: Array) -> Array:
+        return array if vocab_axis == 0 else array.T
+
+    def added(array: Array, **options: Any) -> Array:
+        shared = {"vocab": vocab, "classes": vocab, "vocab_axis": vocab_axis, "in_l2": in_l2}
+        return head(add_d_weight(e, x, 0, **shared, old=head(array), **options))
+
+    assert_close(added(old), sums + np.asarray(old, np.float64))
+    started = added(old, starts=True)
+    assert_same(added(jnp.full_like(old, jnp.nan), starts=True), started)
+    assert_close(added(started, starts=False), 2 * sums)
+
+
+CHECKS |= {
+    f"d_weight {rows} {axis} {in_l2}": partial(check_d_weight, rows, axis, in_l2)
+    for rows, axis, in_l2 in ((304, 0, 0.5), (304, 1, 0.5), (704, 0, 1), (1104, 1, 0))
+}
 
 
 @checked

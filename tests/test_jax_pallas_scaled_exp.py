@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_problem import planned
+from reductions import additions_in_l2  # noqa: F401
 
 from jax_pallas import (
     chunked,

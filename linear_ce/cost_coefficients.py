@@ -1,0 +1,47 @@
+"""The coefficients of the estimate of `chunk_cost.py` for each GPU and framework, fitted to measured times by
+`benchmarks.fit_chunk_cost`."""
+
+from typing import NamedTuple
+
+
+class CostCoefficients(NamedTuple):
+    """The coefficients of the kernels of one framework on one GPU."""
+
+    multiply: float  # ns to add one element of the inner dimension to the 128 x 256 sums of a tile
+    logits_tile: float  # ns of a tile of 128 x 256 logits that its matmul does not hide: exponentials, sums, the store
+    d_weight_tile: float  # ns of a tile of 128 x 256 of d_weight that its matmul does not hide
+    narrow: float  # rows: a step of a tile of d_input takes as long as if the tile had this many rows more
+    tail: float  # share by which iterations of tails take longer: their programs read other classes
+    exposed: float  # share of the time of loading and storing d_weight that the matmul does not hide
+    missed: float  # the same share of bytes that are read again because they do not stay in L2
+    chunk: float  # us of a chunk's small kernels, and of the gaps between kernels
+    call: float  # us of a call's small kernels
+
+
+# `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 68
+# rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
+# estimate is within 5.2% and 2.4% of these times, root mean square, and within 2.0% and 1.1% of those of one shape and
+# budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
+# jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
+# to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`). The estimate is
+# within 2.2% of them, root mean square.
+# All these rows are of kernels that load the whole old d_weight. What is added in L2 since then was not swept.
+# Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
+# the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
+HOPPER_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
+A100_ANY = CostCoefficients(25.0, 4600.0, 400.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+L40S_ANY = CostCoefficients(28.0, 5200.0, 450.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0, 100.0)
+
+COEFFICIENTS = {
+    ("a100", "torch"): A100_ANY,
+    ("a100", "jax"): A100_ANY,
+    ("h100", "torch"): CostCoefficients(11.5, 4700.0, 280.0, 107.0, 0.0, 0.32, 0.0, 99.0, 0.0),
+    ("h100", "jax"): HOPPER_JAX,
+    ("h200", "torch"): CostCoefficients(11.9, 3800.0, 250.0, 16.4, 0.0, 0.77, 0.0, 31.0, 33.0),
+    ("h200", "jax"): HOPPER_JAX,
+    ("l40s", "torch"): L40S_ANY,
+    ("l40s", "jax"): L40S_ANY,
+    ("rtx4090", "torch"): RTX4090_ANY,
+    ("rtx4090", "jax"): RTX4090_ANY,
+}
