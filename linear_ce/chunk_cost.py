@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.cost_coefficients import CostCoefficients
-from linear_ce.gpus import GPUS, MOST_IN_L2, SHARES_IN_L2, share_added_in_l2
+from linear_ce.gpus import GPUS, SHARES_IN_L2, share_added_in_l2
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
@@ -198,8 +198,7 @@ def _least_moves(call: Call, chunks: int) -> float:
     """Returns how often so many chunks, or more, at least store d_weight and load it."""
     steps = SHARES_IN_L2.get(call.gpu, ()) if call.adds_in_l2 else ()
     share = max((share for fewest, share in steps if (chunks - 1) * fewest < call.tokens), default=0.0)
-    small = max(chunks, cdiv(call.tokens, MOST_IN_L2))  # chunks that are small enough
-    return min(2 * chunks - 1, small + (1 - share) * (small - 1))
+    return chunks + (1 - share) * (chunks - 1)
 
 
 DENSELY = 16  # numbers of chunks that are all tried while none fits

@@ -58,28 +58,25 @@ def known_gpu(reported: str, capability: int) -> str:
     return found or ("h100" if capability >= 90 else "l40s" if capability > 80 else "a100")
 
 
-# For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for, and the most rows of any.
-SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0))}
-MOST_IN_L2 = 1024
+# For `share_added_in_l2`: shares, each with the fewest rows of a chunk that it is used for.
+SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0), (1025, 0.0))}
 
 
 def share_added_in_l2(rows: int, gpu: str) -> float:
     """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
 
-    The rest of the old tile is loaded through shared memory and added in registers. On an H200, whose L2 adds 1.2 TB/s,
+    The rest of the old tile is loaded through shared memory and added in registers. An H200's L2 adds 1.2 TB/s. There,
     additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
-    With fewer than 512 rows a whole tile would need more, so half of it is loaded. An H100 has less bandwidth: most
-    calls are faster with chunks of 768 rows and more, and slower with fewer (benchmarks/experiments.md).
+    With fewer than 512 rows a whole tile would need more, so half of it is loaded. On an H100 they make it 2 to 10%
+    faster for most chunks of 768 to 2,048 rows, and slower for smaller ones (benchmarks/experiments.md).
 
     An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
-    row's target, by 9% with 8 equal chunks and by more with fewer. The terms of the targets are added at the end. In
-    plan C d_weight includes them, so there it increases the error of all classes. Chunks of more than 1,024 rows gain
-    the least and lose the most, so they load the old tile.
+    row's target, by 9% with 8 equal chunks and by up to 16% with fewer. The terms of the targets are added at the end.
+    In plan C d_weight includes them, so there it increases the error of all classes. Where the gain is small, an H200
+    loads the old tile.
 
     Args:
         rows: of the chunk.
         gpu: name in `GPUS`.
     """
-    if rows > MOST_IN_L2:
-        return 0.0
-    return max((share for fewest, share in SHARES_IN_L2.get(gpu, ()) if rows >= fewest), default=0.0)
+    return next((share for fewest, share in reversed(SHARES_IN_L2.get(gpu, ())) if rows >= fewest), 0.0)

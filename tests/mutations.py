@@ -208,7 +208,7 @@ CONTRACT = (
         "if config.bytes > 2 * most:",
         tests("chunk_cost", "any_budget"),
     ),
-    Mutation("linear_ce/gpus.py", "rows > MOST_IN_L2", "rows >= MOST_IN_L2", tests("chunk_cost", "added_in_l2")),
+    Mutation("linear_ce/gpus.py", "if rows >= fewest", "if rows > fewest", tests("chunk_cost", "added_in_l2")),
     Mutation(
         "linear_ce/chunk_cost.py", "(1 + adds) * call.head", "call.head", tests("chunk_cost", "bytes_of_d_weight")
     ),
