@@ -47,8 +47,11 @@ class Programs:
         self._ahead: dict[Program, bytes] = {}
 
     def compile_ahead(self, programs: Sequence[Program], jobs: int, platform: str) -> None:
-        """Compiles programs in `jobs` processes and prints a line about each."""
+        """Compiles those programs that are not compiled yet in `jobs` processes, and prints a line about each."""
         once, start = list(dict.fromkeys(programs)), time.monotonic()
+        once = [program for program in once if program not in self._compiled and program not in self._ahead]
+        if not once:
+            return
         print(f"compiling {len(once)} programs in {jobs} processes", flush=True)
         for program, ahead in zip(once, compile_in_processes(once, jobs, platform), strict=True):
             print(f"    {ahead.line}", flush=True)
@@ -162,7 +165,11 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
     }
 
 
-@partial(jax.jit, static_argnames=("backward",))
+# XLA times the algorithms of a matmul, which takes seconds. That does not pay for programs that run only a few times.
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
+@partial(jax.jit, static_argnames=("backward",), compiler_options=UNTUNED)
 def _reference(x: Array, w: Array, y: Array, row_weight: Array, *, backward: bool) -> tuple[Array, ...]:
     """Losses (N,), and d_input and d_weight in float32, from float32 matmuls, a chunk of rows at a time."""
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST)
@@ -187,7 +194,7 @@ def _reference(x: Array, w: Array, y: Array, row_weight: Array, *, backward: boo
     return (losses, *d_input) if d_weight is None else (losses, *d_input, d_weight)
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=UNTUNED)
 def _d_logits(x: Array, w: Array, y: Array) -> Array:
     """d_logits of the mean loss in the input's dtype, for the floor."""
     rows = math.gcd(len(x), REFERENCE_ROWS)

@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Item, Mo
 from benchmarks.timing import Sensor, Timing
 
 GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
+BATCH = 4  # programs that a process of --compile-jobs compiles before more rows are measured
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -104,7 +106,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="JAX: compile the programs of jax_pallas for all rows in N processes before the first row",
+        help=f"JAX: compile the programs of jax_pallas in N processes, those of the next {BATCH} N rows at a time",
     )
 
 
@@ -137,6 +139,28 @@ def open_bench(framework: str, device: str, *, shares_gpu: bool = False) -> Benc
     from benchmarks.jax_bench import JaxBench
 
     return JaxBench(device)
+
+
+class CompileAhead:
+    """Compiles the programs of --compile-jobs in batches, so that a short run compiles few that it does not measure.
+
+    Args:
+        bench: the framework's side.
+        jobs: processes; 0: nothing is compiled ahead.
+        programs: of each item of the plan, in the order of measurement.
+    """
+
+    def __init__(self, bench: Bench, jobs: int, programs: Iterable[Iterable[Program]]) -> None:
+        self._bench, self._jobs = bench, jobs
+        self._waiting = deque((index, list(of_item)) for index, of_item in enumerate(programs))
+
+    def before(self, item: int) -> None:
+        """Compiles the programs of the item that is measured next, with those of later ones, unless it was done."""
+        batch: list[Program] = []
+        while self._waiting and (self._waiting[0][0] <= item or 0 < len(batch) < BATCH * self._jobs):
+            batch += self._waiting.popleft()[1]
+        if batch and self._jobs:
+            self._bench.compile_ahead(batch, self._jobs)
 
 
 def measure(bench: Bench, problem: Problem, method: Method, mode: Mode, options: argparse.Namespace) -> dict[str, Any]:
@@ -269,17 +293,21 @@ def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: st
         return [row for row in rows if not (options.resume and file.holds(row))]
 
     work = [(*item, rows_of(*item)) for item in items]
-    if options.compile_jobs:
-        programs = [Program(shape, options.dtype, row["method"], mode) for shape, mode, _, rows in work for row in rows]
-        bench.compile_ahead(
-            [program for program in programs if bench.methods[program.method].ahead], options.compile_jobs
-        )
+    ahead = CompileAhead(
+        bench,
+        options.compile_jobs,
+        (
+            [Program(shape, options.dtype, row["method"], mode) for row in rows if bench.methods[row["method"]].ahead]
+            for shape, mode, _, rows in work
+        ),
+    )
     problem, made_for = None, None
-    for shape, mode, targets, rows in work:
+    for index, (shape, mode, targets, rows) in enumerate(work):
         host = mode.measures.startswith("host")
         if not rows or time.monotonic() > deadline:
             left += len(rows)
             continue
+        ahead.before(index)
         print(f"\n{title(shape, mode, targets, options.dtype)}\n{results.heading(host=host)}", flush=True)
         if made_for != (shape, targets):
             problem = None  # the old arrays go before the new ones come

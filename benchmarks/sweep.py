@@ -229,14 +229,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # All modes of a shape together: its arrays are drawn once.
     order = {shape: index for index, (shape, _, _) in reversed([*enumerate(items)])}
     items.sort(key=lambda item: order[item[0]])
-    if options.compile_jobs:
-        programs = [program for item in items for program in programs_of(item, method, options, file)]
-        bench.compile_ahead(programs, options.compile_jobs)
+    programs = [programs_of(item, method, options, file) for item in items] if options.compile_jobs else []
+    ahead = linear_ce.CompileAhead(bench, options.compile_jobs, programs)
     problem, made_for = None, None
-    for item in items:
+    for index, item in enumerate(items):
         if time.monotonic() > deadline:
             unopened += 1
             continue
+        ahead.before(index)
         if made_for != item[0]:
             problem = None  # the old arrays go before the new ones come
             bench.release()

@@ -18,14 +18,13 @@ class CostCoefficients(NamedTuple):
     call: float  # us of a call's small kernels
 
 
-# `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 68
-# rows of 9 shapes and 89 rows of 11 shapes. Its choices are at most 0.6% slower than the best rows measured. The
-# estimate is within 5.2% and 2.4% of these times, root mean square, and within 2.0% and 1.1% of those of one shape and
-# budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
-# jax_pallas has not been swept: five rows on an H100 agree (results/h100/jax-sweep.json). Its coefficients were fitted
-# to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`). The estimate is
-# within 2.2% of them, root mean square.
-# All these rows are of kernels that load the whole old d_weight. What is added in L2 since then was not swept.
+# `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 47
+# rows of 7 shapes at 709152b and 52 rows of 5 shapes at 8086098. Its choices are at most 0.1% slower than the best rows
+# measured. The estimate is within 2.4% and 1.5% of these times, root mean square, and within 1.3% and 0.7% of those of
+# one shape and budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
+# jax_pallas has not been swept: eight rows of Llama on an H100 agree (results/h100/jax-sweep.json). Its coefficients
+# were fitted to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`),
+# whose kernels loaded the whole old d_weight. The estimate is within 2.2% of them, root mean square.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
 HOPPER_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)
@@ -36,9 +35,9 @@ RTX4090_ANY = CostCoefficients(56.0, 10300.0, 900.0, 16.0, 0.1, 0.26, 0.0, 60.0,
 COEFFICIENTS = {
     ("a100", "torch"): A100_ANY,
     ("a100", "jax"): A100_ANY,
-    ("h100", "torch"): CostCoefficients(11.5, 4700.0, 280.0, 107.0, 0.0, 0.32, 0.0, 99.0, 0.0),
+    ("h100", "torch"): CostCoefficients(11.8, 1270.0, 417.0, 61.5, 0.054, 0.34, 0.0, 117.0, 0.0),
     ("h100", "jax"): HOPPER_JAX,
-    ("h200", "torch"): CostCoefficients(11.9, 3800.0, 250.0, 16.4, 0.0, 0.77, 0.0, 31.0, 33.0),
+    ("h200", "torch"): CostCoefficients(12.0, 2720.0, 440.0, 16.1, 0.046, 0.74, 0.0, 68.0, 29.0),
     ("h200", "jax"): HOPPER_JAX,
     ("l40s", "torch"): L40S_ANY,
     ("l40s", "jax"): L40S_ANY,

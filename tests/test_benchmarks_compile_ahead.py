@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import pytest
 from benchmarks import jax_methods, linear_ce
 from benchmarks.jax_programs import compile_in_processes, load
 from benchmarks.methods import Program
-from benchmarks.shapes import MODES, SHAPES
+from benchmarks.shapes import MODES, SHAPES, Shape
 
 SMOKE = ("--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2", "--dtype", "float32")
 
@@ -50,6 +52,30 @@ def test_rows_use_programs_that_were_compiled_ahead(
     assert rows["chunked", "peaked"] == "beside other programs"
     assert rows["chunked", "random"] == "compiled before"
     assert rows["bf16-logits", "peaked"] != "beside other programs"
+
+
+def test_programs_are_compiled_in_batches() -> None:
+    """A run that ends early has compiled few programs that it does not measure."""
+    compiled: list[list[str]] = []
+    bench: Any = SimpleNamespace(
+        compile_ahead=lambda programs, jobs: compiled.append([program.shape.name for program in programs])
+    )
+    items = [
+        [Program(Shape(f"{item}.{index}", 1, 1, 1), "bfloat16", "mosaic", MODES["train"]) for index in range(count)]
+        for item, count in enumerate((1, 0, 2, 3, 3, 1))
+    ]
+    ahead = linear_ce.CompileAhead(bench, 1, items)
+    ahead.before(0)
+    assert compiled == [["0.0", "2.0", "2.1", "3.0", "3.1", "3.2"]]  # until there are 4 for a process
+    for item in (2, 3):
+        ahead.before(item)
+    assert len(compiled) == 1
+    ahead.before(4)
+    ahead.before(5)
+    assert compiled[1:] == [["4.0", "4.1", "4.2", "5.0"]]
+    compiled.clear()
+    linear_ce.CompileAhead(bench, 0, items).before(0)
+    assert compiled == []
 
 
 def test_wrong_uses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
