@@ -56,7 +56,8 @@ CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOICES) -> str:
     """Returns a hash of the code that decides what a framework's package launches, without comments and docstrings.
 
-    With chunk_cost.py, the coefficients of this framework count too.
+    If `choices` contains chunk_cost.py, the hash also covers this framework's coefficients, those of the imported
+    package and not of `root`.
 
     Args:
         framework: torch or jax.

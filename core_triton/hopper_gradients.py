@@ -200,8 +200,8 @@ def d_weight_kernel(
     finite and those of x must be 0.
 
     The finished tile stays in registers, packed, and is stored during the matmuls of the next tile. With ADDS the first
-    LOADED quarters of the old tile are loaded during the matmuls into registers, packed, and added.
-    These sums are rounded once. TMA adds the other quarters in L2. There the chunk's sums are rounded, and so are the
+    LOADED quarters of the old tile are loaded into registers, packed, during the matmuls. They are added to the sums,
+    and the totals are rounded once. TMA adds the other quarters in L2, so the chunk's sums are rounded, and then the
     totals. Each element is added to once in a launch, by one program, so results repeat bit for bit. The tensor cores
     wait only for the additions in registers.
     """
@@ -300,7 +300,8 @@ def d_input_warpgroup(
             if unit.slot >= 0:
                 gl.store(io.part_ptr + unit.slot.to(gl.int64) * (128 * BLOCK_N) + within, acc)
             else:
-                # An eighth of the rows at a time, turned so that a thread holds eight columns of D of a row.
+                # An eighth of the rows at a time, because with quarters the kernel of a (D, V) head spills 8 bytes of
+                # registers. It is turned so that a thread holds eight columns of D of a row.
                 left, right = halves(acc)
                 first, second = halves(left)
                 third, fourth = halves(right)

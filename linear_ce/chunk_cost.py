@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from linear_ce.chunking import MIN_ROWS
 from linear_ce.cost_coefficients import CostCoefficients
-from linear_ce.gpus import GPUS, SHARES_IN_L2, share_added_in_l2
+from linear_ce.gpus import GPUS, most_added_in_l2, share_added_in_l2
 
 ROW_BLOCK = 128  # rows of a tile of logits
 
@@ -142,11 +142,11 @@ def d_weight_ns(call: Call, rows: int, *, adds: bool) -> float:
     share = max(0.0, 1 - GPUS[call.gpu].l2_bytes / (x_bytes + e_bytes))
     missed, moved = waves * x_bytes * share, (1 + adds) * call.head_bytes
     size = moved + missed + 2 * rows * call.classes
-    if adds and call.adds_in_l2:
-        moved -= share_added_in_l2(rows, call.gpu) * call.head_bytes
+    # L2 reads what it adds to from device memory too, so `size` includes it. But no program waits for it.
+    in_l2 = share_added_in_l2(rows, call.gpu) * call.head_bytes if adds and call.adds_in_l2 else 0.0
     inner = cdiv(rows, call.row_step) * call.row_step
     matmul = waves * (c.multiply * inner + c.d_weight_tile) * call.class_block / WIDEST
-    matmul += c.exposed * call.memory_ns(moved) + c.missed * call.memory_ns(missed)
+    matmul += c.exposed * call.memory_ns(moved - in_l2) + c.missed * call.memory_ns(missed)
     return max(matmul, call.memory_ns(size))
 
 
@@ -195,9 +195,9 @@ def least_ms(call: Call, chunks: int) -> float:
 
 
 def _least_moves(call: Call, chunks: int) -> float:
-    """Returns how often so many chunks, or more, at least store d_weight and load it."""
-    steps = SHARES_IN_L2.get(call.gpu, ()) if call.adds_in_l2 else ()
-    share = max((share for fewest, share in steps if (chunks - 1) * fewest < call.tokens), default=0.0)
+    """Returns how many times d_weight is stored or loaded, at least, by a call of so many chunks or more."""
+    rows = (call.tokens - 1) // max(chunks - 1, 1)  # a chunk has no more, or there would be fewer chunks
+    share = most_added_in_l2(rows, call.gpu) if call.adds_in_l2 else 0.0
     return chunks + (1 - share) * (chunks - 1)
 
 

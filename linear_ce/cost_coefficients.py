@@ -19,9 +19,10 @@ class CostCoefficients(NamedTuple):
 
 
 # `python -m benchmarks.fit_chunk_cost` fitted those of core_triton on H100 and H200 to results/*/torch-sweep.json, 47
-# rows of 7 shapes at 709152b and 52 rows of 5 shapes at 8086098. Its choices are at most 0.1% slower than the best rows
-# measured. The estimate is within 2.4% and 1.5% of these times, root mean square, and within 1.3% and 0.7% of those of
-# one shape and budget. On an H100 tiles of 128 rows of d_input are much slower than tiles of 256 rows (`narrow`).
+# rows of 7 shapes at 709152b and 52 rows of 5 shapes at 8086098. With these coefficients the chosen rows are at most
+# 0.1% slower than the best rows measured. The estimate is within 2.4% (H100) and 1.5% (H200) of the measured times,
+# root mean square, and within 1.3% and 0.7% of those of one shape and budget. On an H100 tiles of 128 rows of d_input
+# are much slower than tiles of 256 rows (`narrow`).
 # jax_pallas has not been swept: eight rows of Llama on an H100 agree (results/h100/jax-sweep.json). Its coefficients
 # were fitted to the 15 training rows of results/h200 at 8,192 tokens, of calls with the fewest chunks (`--fewest`),
 # whose kernels loaded the whole old d_weight. The estimate is within 2.2% of them, root mean square.

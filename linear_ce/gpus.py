@@ -65,18 +65,27 @@ SHARES_IN_L2 = {"h100": ((768, 1.0),), "h200": ((1, 0.5), (512, 1.0), (1025, 0.0
 def share_added_in_l2(rows: int, gpu: str) -> float:
     """Returns the share of a tile of d_weight that a Hopper kernel adds to the old tile in L2, by TMA's reductions.
 
-    The rest of the old tile is loaded through shared memory and added in registers. An H200's L2 adds 1.2 TB/s. There,
-    additions in L2 make the kernel 4 to 11% faster for chunks of 384 to 1,024 rows and at most 2.5% for larger ones.
-    With fewer than 512 rows a whole tile would need more, so half of it is loaded. On an H100 they make it 2 to 10%
-    faster for most chunks of 768 to 2,048 rows, and slower for smaller ones (benchmarks/experiments.md).
+    The rest of the old tile is loaded through shared memory and added in registers. Compared with loading all of it
+    (benchmarks/experiments.md):
+
+    - On an H200 the kernel of core_triton is 4 to 11% faster with 384 to 1,024 rows, that of jax_pallas 3 to 9%, and
+      both at most 2.5% with more. L2 adds at most 1.2 TB/s. Adding whole tiles of fewer than 512 rows would need more
+      than that, so half of each tile is loaded. Fewer than 384 rows were not measured.
+    - On an H100 the kernel of core_triton is 4 to 10% faster with 768 to 2,048 rows (Qwen with 768 rows is 2% slower),
+      that of jax_pallas 0 to 3%. Whole tiles of fewer rows are slower. More than 2,048 rows were not measured.
 
     An addition in L2 also rounds the sums of the chunk. In plan A this increases the error of the classes that are no
     row's target, by 9% with 8 equal chunks and by up to 16% with fewer. The terms of the targets are added at the end.
-    In plan C d_weight includes them, so there it increases the error of all classes. Where the gain is small, an H200
-    loads the old tile.
+    In plan C d_weight includes them, so there it increases the error of all classes. An H200 loads the old tile of
+    large chunks, because the gain is small there. Both frameworks use the same shares.
 
     Args:
         rows: of the chunk.
         gpu: name in `GPUS`.
     """
     return next((share for fewest, share in reversed(SHARES_IN_L2.get(gpu, ())) if rows >= fewest), 0.0)
+
+
+def most_added_in_l2(rows: int, gpu: str) -> float:
+    """Returns the largest share of `share_added_in_l2` for chunks of at most `rows` rows."""
+    return max((share for fewest, share in SHARES_IN_L2.get(gpu, ()) if fewest <= rows), default=0.0)

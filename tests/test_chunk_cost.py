@@ -233,10 +233,13 @@ def test_a_larger_budget_never_estimates_slower(
 
 
 @settings(max_examples=60)
-@given(*SIZES, st.integers(1, 600), st.integers(1, 4))
-@example(1023, 36, 151936, 2, 4)  # two chunks, of 512 and 511 rows
-def test_no_estimate_falls_below_the_bound_of_its_chunks(n: int, d: int, v: int, chunks: int, tile: int) -> None:
-    of = call(n, (64 * d, v))
+@given(st.sampled_from(["h100", "h200"]), *SIZES, st.integers(1, 600), st.integers(1, 4))
+@example("h200", 1023, 36, 151936, 2, 4)  # two chunks, of 512 and 511 rows
+@example("h100", 1536, 36, 151936, 2, 4)  # two chunks of 768 rows
+def test_no_estimate_falls_below_the_bound_of_its_chunks(
+    gpu: str, n: int, d: int, v: int, chunks: int, tile: int
+) -> None:
+    of = call(n, (64 * d, v), gpu=gpu, coefficients=COEFFICIENTS[gpu, "torch"])
     rows = -(-n // chunks)
     chunk, last = (
         Chunk(size, size, DInput(64 * tile, _longest(of, size, 64 * tile), 0.0, 0))
