@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import Call, Chunk, CostCoefficients
+from linear_ce.chunk_cost import Call, Chunk
+from linear_ce.cost_coefficients import CostCoefficients
 
 FAR = 1e6  # ms for each row that a choice is away from the wanted one: more than any estimate
 

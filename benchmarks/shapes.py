@@ -169,11 +169,24 @@ HEADS = (
     Head("falcon-7b", 4544, 65024, "tiiuae/falcon-7b"),
     Head("yi-6b", 4096, 64000, "01-ai/Yi-6B"),
     Head("internlm2-7b", 4096, 92544, "internlm/internlm2-7b"),
+    Head("phi4-mini", 3072, 200064, "microsoft/Phi-4-mini-instruct"),
+    Head("mistral-nemo", 5120, 131072, "mistralai/Mistral-Nemo-Base-2407"),
+    Head("qwen2.5-1.5b", 1536, 151936, "Qwen/Qwen2.5-1.5B"),
+    Head("qwen2.5-7b", 3584, 152064, "Qwen/Qwen2.5-7B"),
+    Head("qwen3-14b", 5120, 151936, "Qwen/Qwen3-14B"),
+    Head("gemma2-9b", 3584, 256000, "google/gemma-2-9b"),
+    Head("gemma4-31b", 5376, 262144, "google/gemma-4-31B-it"),
+    Head("gpt2-xl", 1600, 50257, "openai-community/gpt2-xl"),
+    Head("llama2-13b", 5120, 32000, "meta-llama/Llama-2-13b-hf"),
+    Head("smollm2-1.7b", 2048, 49152, "HuggingFaceTB/SmolLM2-1.7B"),
+    Head("granite4.1-3b", 2560, 100352, "ibm-granite/granite-4.1-3b"),
+    Head("minicpm3-4b", 2560, 73448, "openbmb/MiniCPM3-4B"),
+    Head("falcon3-7b", 3072, 131072, "tiiuae/Falcon3-7B-Base"),
 )
 GRID = "grid"  # names all of the following in the place of shapes
 GRID_MODES = ("train", "tight")
 GRID_N, SMALL_N = 8192, 2048  # of every head
-SWEEP_N = (4096, 16384, 1024, 256, 65536)
+SWEEP_N = (4096, 16384, 1024, 256, 65536, 512, 32768)
 _GRID = (
     *((head, GRID_N) for head in HEADS),
     *((head, SMALL_N) for head in HEADS),

@@ -18,8 +18,7 @@ from benchmarks.methods import Method, Program
 from benchmarks.shapes import MODES, SHAPES
 from benchmarks.timing import Sensor
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import CostCoefficients
-from linear_ce.cost_coefficients import COEFFICIENTS
+from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 
 MIB = 2**20
 FRAMEWORKS = ("torch", "jax")

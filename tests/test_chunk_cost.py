@@ -25,8 +25,8 @@ from jax_pallas.plan import MatrixLayout as JaxLayout
 from jax_pallas.plan import PlanKey as JaxKey
 from jax_pallas.plan import make_plan as make_jax_plan
 from linear_ce import chunk_cost
-from linear_ce.chunk_cost import Call, Chunk, CostCoefficients, DInput, call_ms, least_ms
-from linear_ce.cost_coefficients import COEFFICIENTS
+from linear_ce.chunk_cost import Call, Chunk, DInput, call_ms, least_ms
+from linear_ce.cost_coefficients import COEFFICIENTS, CostCoefficients
 from linear_ce.gpus import GPUS, gpu_named, known_gpu
 
 MIB = 2**20
