@@ -48,8 +48,10 @@ def commit(*more: str, root: Path = ROOT) -> str:
         return "unknown"
 
 
-# What computes the methods of a framework's package: its kernels, their launchers and the choice of chunks.
+# What computes the methods of a framework's package: the files that the paths with kernels import, themselves included,
+# and the choice of chunks. The public functions and their autograd launch none of their kernels.
 KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
+PATHS = ("scaled_exp", "recompute")
 CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 
 
@@ -64,8 +66,7 @@ def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOI
         root: of the checkout.
         choices: files of linear_ce that count.
     """
-    package = root / KERNELS[framework]
-    files = [*package.rglob("*.py"), *package.rglob("*.c"), *(root / "linear_ce" / name for name in choices)]
+    files = [*kernel_files(framework, root), *(root / "linear_ce" / name for name in choices)]
     code = file_hash(*files, root=root)
     if "chunk_cost.py" not in choices:
         return code
@@ -74,6 +75,28 @@ def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOI
 
     own = {gpu: tuple(found) for (gpu, name), found in COEFFICIENTS.items() if name == framework}
     return short_hash(code, str(sorted(own.items())))
+
+
+def kernel_files(framework: str, root: Path = ROOT) -> set[Path]:
+    """Returns the files of a framework's package that its `PATHS` import, directly or not, and these paths."""
+    name = KERNELS[framework]
+    found, waiting = set[Path](), {root / name / f"{path}.py" for path in PATHS}
+    while waiting:
+        file = waiting.pop()
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            # `from package import a, b`, or `from package.a import f`
+            modules = [one.name for one in node.names] if node.module == name else [_below(name, node.module)]
+            paths = {root / name / f"{module}.py" for module in modules}
+            waiting |= {path for path in paths if path.exists()} - found
+    return found
+
+
+def _below(package: str, module: str | None) -> str:
+    """Returns the name of a module within a package, or "" for another package's."""
+    return module.removeprefix(f"{package}.") if module and module.startswith(f"{package}.") else ""
 
 
 def file_hash(*files: Path, root: Path = ROOT) -> str:

@@ -58,24 +58,30 @@ def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest
 def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> None:
     code = 'def f() -> int:\n    """Returns 1."""\n    return 1\n'
     of_contract = [f"linear_ce/{name}" for name in (*results.CHOICES, "spec.py")]
-    for name in ("core_triton/kernels.py", "core_triton/replay.c", *of_contract):
+    paths = {f"core_triton/{name}.py": f"from core_triton import kernels\n\n{code}" for name in results.PATHS}
+    plain = dict.fromkeys(("core_triton/kernels.py", "core_triton/plan.py", "core_triton/ops.py", *of_contract), code)
+    files = paths | plain
+    files["core_triton/kernels.py"] = f"{code}\n\ndef g() -> None:\n    from core_triton.plan import f  # noqa: F401\n"
+    for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(code)
+        (tmp_path / name).write_text(text)
     before, of_sweep = results.source_hash("torch", tmp_path), results.source_hash("torch", tmp_path, sweep.CHOICES)
     for name, old, new, matters in (
-        ("core_triton/replay.c", "return 1", "return 2", True),
+        ("core_triton/scaled_exp.py", "return 1", "return 2", True),
+        ("core_triton/plan.py", "return 1", "return 2", True),
+        ("core_triton/ops.py", "return 1", "return 2", False),  # no path with kernels imports it
         ("core_triton/kernels.py", "return 1", "return 2", True),
         ("core_triton/kernels.py", "Returns 1", "Returns one", False),
         ("core_triton/kernels.py", "return 1", "return 1  # why", False),
         *((name, "return 1", "return 2", True) for name in of_contract[:-1]),  # the last one is spec.py
         ("linear_ce/spec.py", "return 1", "return 2", False),
     ):
-        (tmp_path / name).write_text(code.replace(old, new))
+        (tmp_path / name).write_text(files[name].replace(old, new))
         assert (results.source_hash("torch", tmp_path) != before) == matters
         # Coefficients that are fitted to a sweep leave its rows valid: each has a given number of rows.
         matters &= name != "linear_ce/chunk_cost.py"
         assert (results.source_hash("torch", tmp_path, sweep.CHOICES) != of_sweep) == matters
-        (tmp_path / name).write_text(code)
+        (tmp_path / name).write_text(files[name])
     for gpu, framework in (("h200", "torch"), ("h200", "jax")):
         changed = COEFFICIENTS[gpu, framework]._replace(call=1.0)
         with mock.patch.dict(COEFFICIENTS, {(gpu, framework): changed}):
