@@ -53,6 +53,12 @@ class TokenHook:
         # (N,) float32 each, times the row weight; None if not needed.
         self.d_per_token = [torch.empty_like(row_weight) if needed else None for needed in d_per_token]
 
+    @property
+    def bytes(self) -> int:
+        """How many bytes the vectors take at most, without those that the token loss allocates and the results."""
+        # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
+        return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token))
+
     def process(self, rows: slice | Tensor, nll: Tensor) -> None:
         """Calls and differentiates the token loss on rows of the call, and writes their results.
 
@@ -139,6 +145,8 @@ def _plain_autograd(differentiates: bool, device: str) -> Iterator[None]:
     autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not support the meta device
     with (
         torch.set_grad_enabled(differentiates),
+        # An operator runs below autograd, which would record nothing.
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
         torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach),
         torch.autocast(device, enabled=False) if autocast else nullcontext(),
     ):
