@@ -20,6 +20,7 @@ from token_loss_problem import (
 )
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from torch_problem import problem
 
 import core_triton
@@ -72,6 +73,14 @@ def test_several_chunks(dtype: str, lead: tuple[int, ...]) -> None:
         found = outputs(made, memory_budget=least + 100_000 * (lead == (400,)))
     assert chunks.call_count >= 3
     assert_within_budget(made, found, chunks.call_count)
+
+
+def test_a_loss_takes_three_matmuls() -> None:
+    made = make_problem("custom", d=24, v=300)
+    named, per_token = tensors(made)
+    with FlopCounterMode(display=False) as counter:
+        call(made, named, per_token).backward()
+    assert counter.get_total_flops() == 3 * 2 * 70 * 24 * 300
 
 
 def test_the_workspace_is_within_the_budget() -> None:
@@ -253,6 +262,27 @@ def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, d
         torch.testing.assert_close(one, other, equal_nan=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(named, per_token), want)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_dynamic_shapes_compile_once() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: Tensor, w: Tensor, y: Tensor, *per_token: Tensor) -> Tensor:
+        return core_triton.linear_token_loss(x, w, y, token_losses.grpo(), *per_token)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    for n in (12, 31, 5):
+        named, per_token = tensors(make_problem("ppo_clip", lead=(n,)))
+        arguments = (*named.values(), *per_token)
+        leaves = [one for one in arguments if one.requires_grad]
+        want = torch.autograd.grad(function(*arguments), leaves)
+        torch.testing.assert_close(torch.autograd.grad(compiled(*arguments), leaves), want, equal_nan=True)
+    assert len(graphs) == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo
