@@ -6,6 +6,7 @@ if importlib.util.find_spec("torch") is None:
     raise ImportError('core_triton needs PyTorch: pip install "linear-ce[torch]"')
 
 from core_triton import operators as operators  # registers them
+from core_triton import token_losses
 from core_triton.linear_ce import (
     Implementation,
     LogProbs,
@@ -15,6 +16,7 @@ from core_triton.linear_ce import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     linear_log_probs,
+    linear_token_loss,
 )
 from core_triton.module import LinearCrossEntropy
 
@@ -28,4 +30,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_with_stats",
     "linear_log_probs",
+    "linear_token_loss",
+    "token_losses",
 ]

@@ -17,6 +17,7 @@ of its value. At the logits of a trained model that is several times the error o
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from core_triton.problem import (
     operand,
 )
 from core_triton.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
+from core_triton.token_hook import TokenHook
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
@@ -269,25 +271,49 @@ def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: boo
 
 
 def loss_and_gradients(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Tensor, Tensor] | None
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    needs_grad: NeedsGrad,
+    scales: tuple[Tensor, Tensor] | None,
+    hook: TokenHook | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
-    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
+    """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`. A hook is
+    a token loss in place of the cross-entropy, without class weights, label smoothing and z-loss."""
     sums, classes = _sums(problem, needs_grad, config), problem.classes
-    losses, parts = [], []
+    losses, parts, differentiated = [], [], problem
+    if hook is not None:
+        assert hook.gradient_weight is not None
+        differentiated = replace(problem, row_weight=hook.gradient_weight)  # the hook fills it in chunk by chunk: (35)
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
         partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, kept=kept, tiles=tiles)
         part = row_math.finish(partial, target, row_weight, classes)
-        losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        if hook is None:
+            losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
+        else:
+            assert part.nll is not None
+            hook.process(chunk, part.nll)
         coefficients = row_math.loss_coefficients(
-            problem.spec, part.lse, target, row_weight, problem.class_weight, classes
+            problem.spec, part.lse, target, differentiated.row_weight[chunk], problem.class_weight, classes
         )
         chunk_gradients(
-            problem, chunk, config.vocab_chunk, part.lse, coefficients, sums, kept=kept, scales=scales, tiles=tiles
+            differentiated,
+            chunk,
+            config.vocab_chunk,
+            part.lse,
+            coefficients,
+            sums,
+            kept=kept,
+            scales=scales,
+            tiles=tiles,
         )
         parts.append(part)
-    loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
+    if hook is not None:
+        loss = hook.loss
+    else:
+        loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
     return loss, _concatenate(parts, problem, entropy=False), sums.result(empty=not parts)
 
 

@@ -8,10 +8,13 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     scalar reduction                        `loss_and_gradients`, scaled backward       plan A, 3 matmuls
     reduction="none", frozen head           `loss_and_gradients`, rows scaled backward  2 matmuls
     reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
+    token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
+    token loss, reduction="none"            `token_loss_rows`, through `log_probs`      plan C, 4 matmuls
 
-The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
-`chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`,
-`ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`, `input_grad.py` or `target_grad.py`.
+The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
+`recompute.py` with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`,
+`hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`, `input_grad.py` or
+`target_grad.py`.
 """
 
 from functools import lru_cache
@@ -24,9 +27,11 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from core_triton import ops
+from core_triton import ops, token_ops
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
+from core_triton.token_hook import TokenLoss
+from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -266,6 +271,100 @@ def linear_log_probs(
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
+def linear_token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    *per_token: Tensor,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
+
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
+
+    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
+    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
+
+    The forward pass calls token_loss and differentiates it with autograd, for one chunk of rows at a time. With
+    reduction "none" the upstream gradients are not known there. The loss then goes through `linear_log_probs`, whose
+    backward pass recomputes the logits: four matmuls.
+
+    Args:
+        token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss of PyTorch operations.
+            It takes and returns float32 tensors of shape (n,). It is called for some rows at a time, in any order, so
+            the loss of a row must depend on that row only. Tensors that it closes over get no gradient. For float16
+            inputs its derivative should be of order 1, because the gradients are stored before the upstream gradient
+            is known. Under torch.compile a named loss is part of the graph. Any other function breaks the graph.
+        per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32. Those
+            that require grad get a gradient of their dtype.
+        reduction: "mean", "sum" or "none".
+        memory_budget: bytes of workspace besides inputs, gradients and what token_loss allocates; None is 512 MiB.
+        input: as all other arguments, see `linear_cross_entropy`.
+
+    Returns:
+        float32 loss, () or, for reduction "none", (...,). Rows that do not contribute have no effect, even if
+        their per_token hold NaN. A target that is neither a class nor ignore_index makes the loss NaN.
+
+    Raises:
+        TypeError: as `linear_cross_entropy`; token_loss is not callable, or returns anything but a float32 Tensor.
+        ValueError: as `linear_cross_entropy`; the shape or the device of per_token or of the result of token_loss; the
+            number of per_token of a named loss.
+        RuntimeError: token_loss raised an exception, which is the cause; or a second derivative.
+
+    Example:
+        >>> import torch
+        >>> from core_triton import linear_token_loss, token_losses
+        >>> x, w = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16, requires_grad=True)
+        >>> advantage, old_log_prob = torch.randn(6), torch.full((6,), -5.0)
+        >>> linear_token_loss(x, w, torch.arange(6), token_losses.ppo_clip(), advantage, old_log_prob).backward()
+        >>> linear_token_loss(x, w, torch.arange(6), lambda log_prob: log_prob.exp()).shape
+        torch.Size([])
+
+    Source:
+        linear_ce/MATH.md (35), (36).
+    """
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(
+            linear_token_loss,
+            input,
+            linear_weight,
+            target,
+            token_loss,
+            *per_token,
+            linear_bias=linear_bias,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            token_weight=token_weight,
+            reduction=reduction,
+            normalizer=normalizer,
+            ignore_index=ignore_index,
+            vocab_size=vocab_size,
+            memory_budget=memory_budget,
+            implementation=implementation,
+        )
+    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
+    call = _prepare(
+        spec, input, linear_weight, target, linear_bias, None, token_weight, normalizer, memory_budget, implementation
+    )
+    flat = _check_per_token(token_loss, per_token, target)
+    run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
+    return _shaped(run(call.arrays, call.weights, call.options, token_loss, flat), target)
+
+
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
     """Raises if a target is neither a class nor `ignore_index`; reads the tensor, so it waits for the device.
 
@@ -499,6 +598,28 @@ def _prepare(
             chosen,
         ),
     )
+
+
+def _check_per_token(token_loss: TokenLoss, per_token: tuple[Tensor, ...], target: Tensor) -> list[Tensor]:
+    """Checks the arguments of a token loss and flattens their axes."""
+    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
+        names = ", ".join(token_loss.per_token)
+        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
+    for index, tensor in enumerate(per_token):
+        name = f"per_token[{index}]"
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
+        if not torch.compiler.is_compiling():
+            _check_kind(name, tensor)
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must have a floating-point dtype, got {str(tensor.dtype).removeprefix('torch.')}")
+        if tensor.shape != target.shape:
+            raise ValueError(
+                f"{name} must have shape {tuple(target.shape)} (target's shape), got {tuple(tensor.shape)}"
+            )
+        if tensor.device != target.device:
+            raise ValueError(f"{name} must be on input's device {target.device}, got {tensor.device}")
+    return [_flat(tensor, 1) for tensor in per_token]
 
 
 _OPTIONAL = "linear_bias", "weight", "token_weight"

@@ -33,6 +33,15 @@ from core_triton.ops import (
 )
 from core_triton.problem import Gradients, NeedsGrad
 from core_triton.row_math import Coefficients, RowStatistics
+from core_triton.token_losses import Named
+from core_triton.token_ops import (
+    TokenCall,
+    TokenLossAndGradients,
+    TokenLossResults,
+    dispatch,
+    run_token_loss,
+    which_need_grad,
+)
 
 
 def _losses_op(
@@ -81,6 +90,36 @@ def _gradients_fake(
 
 def _scaled_fake(factors: Factors, saved: Gradients, memory_budget: int) -> Gradients:
     return Gradients(*(None if one is None else torch.empty_like(one) for one in saved))
+
+
+def _token_loss_op(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: Named,
+    per_token: list[Tensor],
+    needs_grad: NeedsGrad,
+    d_per_token: list[bool],
+) -> TokenLossResults:
+    return run_token_loss(TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token))
+
+
+def _token_loss_fake(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: Named,
+    per_token: list[Tensor],
+    needs_grad: NeedsGrad,
+    d_per_token: list[bool],
+) -> TokenLossResults:
+    float16 = arrays.input.dtype == torch.float16 and any(needs_grad)
+    return TokenLossResults(
+        _fake_rows(arrays).new_empty(()),
+        _fake_gradients(arrays, needs_grad),
+        _fake_rows(arrays).new_empty(2) if float16 else None,
+        tuple(_fake_rows(arrays) if needed else None for needed in d_per_token),
+    )
 
 
 def _fake_rows(arrays: Arrays) -> Tensor:
@@ -139,6 +178,24 @@ def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad)
         return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
 
 
+def _token_loss_autograd(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: Named,
+    per_token: list[Tensor],
+    needs_grad: NeedsGrad,
+    d_per_token: list[bool],
+) -> tuple[Any, ...]:
+    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token)
+    if any(arrays.needs_grad()) or any(which_need_grad(per_token)):
+        return (TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token),)
+    if is_eager(arrays):
+        return run_token_loss(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        return tuple(dispatch(call))
+
+
 def _flattened(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function in the form of an operator. The schema of an operator supports neither NamedTuples nor
     optional results, so the operator takes the fields of each group as separate arguments and returns a list of
@@ -191,4 +248,5 @@ _register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake
 _register("losses", _losses_op, _losses_fake, _losses_autograd)
 _register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
 _register("gradients", run_gradients, _gradients_fake)
+_register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
 _register("scaled", _scaled_op, _scaled_fake)

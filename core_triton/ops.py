@@ -1,4 +1,4 @@
-"""Autograd around the plans: three differentiable functions.
+"""Autograd around the plans: three differentiable functions. Those of token losses are in `token_ops.py`.
 
 In eager mode a function is a `torch.autograd.Function` that runs the plans. Under torch.compile, and under a dispatch
 mode, it is an operator of `operators.py`, which is one node of a graph.
@@ -22,6 +22,7 @@ from core_triton import chunked, row_math
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
+from core_triton.token_hook import TokenHook
 from linear_ce.gpus import known_gpu
 from linear_ce.spec import LossSpec
 
@@ -147,14 +148,15 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def _no_double_backward(backward: Backward) -> Backward:
+def no_double_backward(backward: Backward) -> Backward:
     """Raises for create_graph=True: the gradients have no graph, so a second derivative would silently be 0."""
 
     @wraps(backward)
     def checked(ctx: Any, *d_outputs: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "linear_cross_entropy and linear_log_probs have no second derivative: use create_graph=False"
+                "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative: "
+                "use create_graph=False"
             )
         return backward(ctx, *d_outputs)
 
@@ -184,7 +186,7 @@ class LossAndGradients(torch.autograd.Function):
         return found
 
     @staticmethod
-    @_no_double_backward
+    @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return None, None, None, None
@@ -192,7 +194,7 @@ class LossAndGradients(torch.autograd.Function):
         if not ctx.reduce:  # rows that do not contribute ignore the upstream gradient, which may be NaN
             d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
-        return None, *_scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.memory_budget)
+        return None, *scaled(Gradients(d_input, d_weight, d_bias), factors, ctx.memory_budget)
 
 
 class RowLosses(torch.autograd.Function):
@@ -212,7 +214,7 @@ class RowLosses(torch.autograd.Function):
         return found
 
     @staticmethod
-    @_no_double_backward
+    @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if d_loss is None:
             return None, None, None, None
@@ -244,7 +246,7 @@ class RowLogProbs(torch.autograd.Function):
         return found
 
     @staticmethod
-    @_no_double_backward
+    @no_double_backward
     def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options = Arrays(*saved), ctx.options
@@ -292,7 +294,7 @@ class Factors(NamedTuple):
         return list(zip(gradients, (self.input, self.head, self.head), strict=True))
 
 
-def _scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
+def scaled(saved: Gradients, factors: Factors, memory_budget: int) -> Gradients:
     """Returns saved * factors: in place if no second backward pass can follow, otherwise in new tensors."""
     traced = any(one is not None and type(one) is not Tensor for one in saved) or torch.compiler.is_compiling()
     if traced or torch._C._autograd._get_current_graph_task_keep_graph():  # pyright: ignore[reportAttributeAccessIssue]
@@ -362,24 +364,43 @@ def run_loss_and_gradients(
     """
 
     def run() -> tuple[Any, ...]:
-        row_weight = _row_weights(arrays, weights, options)
-        problem = _problem("loss_and_gradients", arrays, options, row_weight, needs_grad, statistics=statistics)
-        plan, pair = plan_of(problem), None
-        with _no_autocast(plan, arrays.input):
-            if plan.path == "scaled_exp":
-                loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
-            else:
-                if arrays.input.dtype == torch.float16:
-                    pair = row_math.saved_scales(row_weight)
-                loss, found, gradients = chunked.loss_and_gradients(
-                    _tiles(plan), problem, plan.chunk_config, needs_grad, pair
-                )
-                loss = loss.sum() if reduce else loss
+        row_weight = compute_row_weights(arrays, weights, options)
+        loss, found, gradients, scales = plan_a(
+            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce
+        )
         kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
-        return *kept, *gradients, None if pair is None else torch.stack(pair)
+        return *kept, *gradients, scales
 
     results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, weights, options, run)
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
+
+
+def plan_a(
+    arrays: Arrays,
+    options: Options,
+    row_weight: Tensor,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    hook: TokenHook | None = None,
+) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
+    """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales."""
+    vectors = 0 if hook is None else hook.bytes
+    stage: Stage = "loss_and_gradients"
+    problem = _problem(stage, arrays, options, row_weight, needs_grad, statistics=statistics, vectors=vectors)
+    plan, pair = plan_of(problem), None
+    with _no_autocast(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+        else:
+            if arrays.input.dtype == torch.float16:
+                pair = row_math.saved_scales(row_weight)
+            loss, found, gradients = chunked.loss_and_gradients(
+                _tiles(plan), problem, plan.chunk_config, needs_grad, pair, hook
+            )
+            loss = loss.sum() if reduce else loss
+    return loss, found, gradients, None if pair is None else torch.stack(pair)
 
 
 def run_losses(
@@ -395,23 +416,31 @@ def run_losses(
     if the memory budget cannot hold that pass."""
 
     def run() -> Losses:
-        row_weight = _row_weights(arrays, weights, options)
+        row_weight = compute_row_weights(arrays, weights, options)
         if any(needs_grad):
             _problem("gradients", arrays, options, row_weight, needs_grad)  # raises if the backward pass could not run
-        problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics)
-        plan = plan_of(problem)
-        with _no_autocast(plan, arrays.input):
-            if plan.path == "scaled_exp":
-                loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
-            else:
-                loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
-                loss = loss.sum() if reduce else loss
+        loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce)
         return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
     return Losses(*_recorded(("losses", needs_grad, statistics, reduce), arrays, weights, options, run))
 
 
-def _row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
+def plan_b(
+    arrays: Arrays, options: Options, row_weight: Tensor, *, statistics: bool, reduce: bool, vectors: int = 0
+) -> tuple[Tensor, RowStatistics]:
+    """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
+    problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
+    plan = plan_of(problem)
+    with _no_autocast(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
+        else:
+            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
+            loss = loss.sum() if reduce else loss
+    return loss, found
+
+
+def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options) -> Tensor:
     """Returns `row_math.row_weights`, computed by one kernel unless the implementation is "chunked"."""
     if options.implementation == "chunked":
         return row_math.row_weights(options.spec(), arrays.target, arrays.class_weight, *weights, options.vocab_size)
@@ -446,11 +475,11 @@ def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None = None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
+    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
 
 
 def _recorded(
@@ -471,7 +500,7 @@ def _recorded(
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
     """Plan B with the entropy. `needs_grad` as for `run_losses`."""
-    row_weight = _row_weights(arrays, TokenWeights(None, None), options)
+    row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
     problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
@@ -509,16 +538,20 @@ def _problem(
     *,
     statistics: bool = False,
     entropy: bool = False,
+    vectors: int = 0,
 ) -> Problem:
-    """Returns the problem of a call with its plan. Kernels need contiguous vectors, so strided ones are copied."""
-    copied, vectors = 0, {**arrays._asdict(), "row_weight": row_weight}
+    """Returns the problem of a call with its plan. Kernels need contiguous vectors, so strided ones are copied.
+
+    `vectors`: bytes of other vectors of the call, which are part of its workspace.
+    """
+    copied, named = vectors, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
-            vector = vectors[name]
+            vector = named[name]
             if vector is not None and not vector.is_contiguous():
-                vectors[name] = vector.contiguous()
-                copied += vectors[name].nbytes
-    problem = Problem(**vectors, spec=options.spec(), classes=options.vocab_size)
+                named[name] = vector.contiguous()
+                copied += named[name].nbytes
+    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size)
     plan = plan_for(
         problem,
         stage,

@@ -16,6 +16,9 @@ exponentials. Plan A with scaled exponentials is for bfloat16 without label smoo
 
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, in
 any dtype. It stores only the sums.
+
+A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
+runs twice (`_weights_of_token_loss`).
 """
 
 from typing import Any, NamedTuple
@@ -39,6 +42,7 @@ from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
 from core_triton.row_math import RowStatistics
 from core_triton.tile_config import ScaledExpConfig
+from core_triton.token_hook import TokenHook
 
 
 class PackedRows(NamedTuple):
@@ -111,7 +115,7 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 
 
 def scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False, hook: TokenHook | None = None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -119,16 +123,20 @@ def scaled_exp(
     their number. A packed row never comes from an earlier row than its own position, and chunks run from the last to
     the first. So the memory of d_input can hold the packed rows of the input until each chunk's gradient replaces them.
 
+    Args:
+        hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
+
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
-        logits only if `statistics`; and the gradients of the sum.
+        logits only if `statistics`; and the gradients of the sum. With a hook, the statistics are 0 in rows whose
+        gradients are 0.
     """
     with on_device(problem.input.device):
-        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce)
+        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     plan = plan_of(problem)
     config = plan.scaled_exp_config
@@ -161,26 +169,11 @@ def _scaled_exp(
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
         _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
-        row_kernels.finish_rows(
-            problem,
-            n,
-            config.blocks,
-            sums=At(scratch, 0),
-            tops=None if rows.top_out is None else At(scratch, config.blocks * n),
-            ref_exponent=At(rows.ref_exponent, start),
-            target_logit=At(rows.target_logit, start),
-            target=At(rows.target, start),
-            row_weight=At(rows.row_weight, start),
-            order=At(rows.order, start),
-            e=e,
-            x=None if d_weight is None else chunk_x,
-            rho=At(rows.rho, start),
-            theta=At(rows.theta, start),
-            loss_out=rows.loss_out,
-            lse_out=rows.lse_out,
-            target_logit_out=rows.target_logit_out,
-            top_out=rows.top_out,
-        )
+        row_weight = At(rows.row_weight, start)
+        if hook is not None:
+            row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook)
+        scaled_x = None if d_weight is None else chunk_x
+        _finish_rows(problem, config, rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
         if e is None:
             continue
         if d_weight is not None:
@@ -202,9 +195,12 @@ def _scaled_exp(
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
     gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
-    loss = rows.loss_out
+    loss, row_weight = rows.loss_out, problem.row_weight
+    if hook is not None:
+        assert hook.gradient_weight is not None
+        loss, row_weight = hook.loss, hook.gradient_weight
     if reduce or d_input is not None:
-        total = row_kernels.finish_call(problem.row_weight, d_input, loss if reduce else None)
+        total = row_kernels.finish_call(row_weight, d_input, loss if reduce else None)
         loss = loss if total is None else total
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
     return loss, found, gradients
@@ -292,6 +288,55 @@ def _store_exponentials(
                 finds=finds,
                 redoes=redoes,
             )
+
+
+def _finish_rows(
+    problem: Problem,
+    config: ScaledExpConfig,
+    rows: PackedRows,
+    chunk: slice,
+    scratch: Tensor,
+    *,
+    row_weight: At,
+    e: Tensor | None,
+    x: Tensor | None,
+) -> None:
+    """Writes the results of a chunk's packed rows from the sums in `scratch`, for the row weights that are given (n,).
+    With e (n, K) and x (n, D), prepares both for the matmuls of the gradients."""
+    n, start = chunk.stop - chunk.start, chunk.start
+    row_kernels.finish_rows(
+        problem,
+        n,
+        config.blocks,
+        sums=At(scratch, 0),
+        tops=None if rows.top_out is None else At(scratch, config.blocks * n),
+        ref_exponent=At(rows.ref_exponent, start),
+        target_logit=At(rows.target_logit, start),
+        target=At(rows.target, start),
+        row_weight=row_weight,
+        order=At(rows.order, start),
+        e=e,
+        x=x,
+        rho=At(rows.rho, start),
+        theta=At(rows.theta, start),
+        loss_out=rows.loss_out,
+        lse_out=rows.lse_out,
+        target_logit_out=rows.target_logit_out,
+        top_out=rows.top_out,
+    )
+
+
+def _weights_of_token_loss(
+    problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, hook: TokenHook
+) -> At:
+    """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
+    assert hook.gradient_weight is not None
+    # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
+    ones = (rows.row_weight[chunk] != 0).float()
+    _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
+    order = rows.order[chunk]
+    hook.process(order, rows.loss_out[order])
+    return At(hook.gradient_weight[order], 0)
 
 
 def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:

@@ -4,7 +4,13 @@ equations (`MATH.md`) and the chunk arithmetic. Imports NumPy only.
 The loss itself is in `core_triton` (PyTorch) and `jax_pallas` (JAX).
 """
 
-_LOSSES = ("linear_cross_entropy", "linear_cross_entropy_with_stats", "linear_log_probs", "LinearCrossEntropy")
+_LOSSES = (
+    "linear_cross_entropy",
+    "linear_cross_entropy_with_stats",
+    "linear_log_probs",
+    "linear_token_loss",
+    "LinearCrossEntropy",
+)
 
 
 def __getattr__(name: str) -> object:

@@ -2,9 +2,10 @@
 
 In float64 (`EXACT`) this is the reference for every backend. The same code in float32, with d_logits and the gradients
 rounded to the storage dtype (`unfused`), gives the error of an unfused computation of that dtype, and all tolerances
-are multiples of that error. Equation numbers are those of MATH.md.
+are multiples of that error. Token losses are there too. Equation numbers are those of MATH.md.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,20 @@ class LogProbsResult(NamedTuple):
     d_input: np.ndarray  # (..., D)
     d_weight: np.ndarray  # (V, D)
     d_bias: np.ndarray | None  # (V,)
+
+
+class TokenLossResult(NamedTuple):
+    """A token loss and its gradients; `...` is target's shape."""
+
+    loss: np.ndarray  # (), or (...) for reduction "none"
+    d_input: np.ndarray  # (..., D)
+    d_weight: np.ndarray  # (V, D)
+    d_bias: np.ndarray | None  # (V,)
+    d_per_token: tuple[np.ndarray, ...]  # (...) each
+
+
+# (log_prob, *per_token) -> the loss, and its derivatives with respect to log_prob and each of per_token, all (N,).
+ValueAndDerivatives = Callable[..., tuple[np.ndarray, tuple[np.ndarray, ...]]]
 
 
 class _Problem(NamedTuple):
@@ -118,12 +133,7 @@ def reference_loss(
     c_target = c[column] if weight is None else np.where(in_range, c[column], real(np.nan))
     t = np.ones(y.shape, real) if token_weight is None else token_weight.reshape(-1).astype(real)
     with np.errstate(all="ignore"):
-        denominator = real(1)
-        if spec.reduction == "mean":
-            counted = np.sum(c_target[valid], dtype=real)
-            denominator = counted if normalizer is None else real(np.asarray(normalizer))
-            if normalizer is not None and not 0 <= denominator < np.inf:
-                denominator = real(np.nan)
+        denominator = _denominator(c_target[valid], normalizer, spec, real)
         row_weight = np.where(valid & (t != 0) & (denominator != 0), t / denominator, real(0))  # (9)
         contributes = row_weight != 0
         p = _problem(input, linear_weight, y, contributes, linear_bias, spec, real)
@@ -242,6 +252,98 @@ def reference_log_probs(
             d_weight=d_weight,
             d_bias=d_bias,
         )
+
+
+def reference_token_loss(
+    input: np.ndarray,
+    linear_weight: np.ndarray,
+    target: np.ndarray,
+    token_loss: ValueAndDerivatives,
+    *per_token: np.ndarray,
+    linear_bias: np.ndarray | None = None,
+    token_weight: np.ndarray | None = None,
+    normalizer: float | np.ndarray | None = None,
+    spec: LossSpec = DEFAULT_SPEC,
+    d_loss: float | np.ndarray | None = None,
+    arithmetic: Arithmetic = EXACT,
+) -> TokenLossResult:
+    """Returns the loss of a function of the log-probabilities, and its gradients: MATH.md (10), (35), (36).
+
+    Args:
+        input: (..., D), float32 or float64.
+        linear_weight: (V, D).
+        target: (...), integer.
+        token_loss: the function with its derivatives.
+        per_token: (...) each, its arguments besides the log-probabilities.
+        linear_bias: (V,) or None.
+        token_weight: (...) or None.
+        normalizer: the denominator of "mean", or None for the counted tokens.
+        spec: the options. Label smoothing and z-loss are not read.
+        d_loss: upstream gradient of the loss's shape; None: ones.
+        arithmetic: EXACT, or `unfused(dtype)` for the error of that dtype.
+
+    Returns:
+        A `TokenLossResult` of `arithmetic`'s dtypes.
+
+    Raises:
+        ValueError: `spec.vocab_size` exceeds V.
+
+    Example:
+        >>> def nll(log_prob):
+        ...     return -log_prob, (-np.ones_like(log_prob),)
+        >>> reference_token_loss(np.ones((2, 3)), np.eye(4, 3), np.array([0, 3]), nll).d_input.shape
+        (2, 3)
+    """
+    real, shape, classes = arithmetic.real, target.shape, spec.classes(linear_weight.shape[0])
+    y = target.reshape(-1).astype(np.int64)
+    valid = y != spec.ignore_index
+    t = np.ones(y.shape, real) if token_weight is None else token_weight.reshape(-1).astype(real)
+    with np.errstate(all="ignore"):
+        denominator = _denominator(np.ones(np.sum(valid), real), normalizer, spec, real)
+        row_weight = np.where(valid & (t != 0) & (denominator != 0), t / denominator, real(0))  # (9)
+        contributes = row_weight != 0
+        ignored = np.where(contributes, y, spec.ignore_index).reshape(shape)
+
+        def log_probs(d_log_prob: np.ndarray | None) -> LogProbsResult:
+            return reference_log_probs(
+                input,
+                linear_weight,
+                ignored,
+                linear_bias=linear_bias,
+                spec=spec,
+                d_log_prob=d_log_prob,
+                arithmetic=arithmetic,
+            )
+
+        values = [np.where(contributes, one.reshape(-1).astype(real), real(0)) for one in per_token]
+        row_loss, (d_log_prob, *d_values) = token_loss(log_probs(None).log_prob.reshape(-1), *values)
+        upstream = np.ones((), real) if d_loss is None else np.asarray(d_loss, real).reshape(-1)
+        factor = np.where((y >= 0) & (y < classes), row_weight, real(np.nan))
+
+        def select(per_row: np.ndarray) -> np.ndarray:
+            return np.where(contributes, per_row, real(0)).reshape(shape)
+
+        found = log_probs(select(upstream * factor * d_log_prob))
+        loss = select(factor * row_loss)
+        return TokenLossResult(
+            loss=loss if spec.reduction == "none" else np.asarray(np.sum(loss, dtype=real)),
+            d_input=found.d_input,
+            d_weight=found.d_weight,
+            d_bias=found.d_bias,
+            d_per_token=tuple(select(upstream * factor * one) for one in d_values),
+        )
+
+
+def _denominator(
+    counted: np.ndarray, normalizer: float | np.ndarray | None, spec: LossSpec, real: type[np.floating]
+) -> np.floating:
+    """Returns the denominator of (8), 1 unless the reduction is "mean". `counted`: what the valid tokens count."""
+    if spec.reduction != "mean":
+        return real(1)
+    if normalizer is None:
+        return np.sum(counted, dtype=real)
+    denominator = real(np.asarray(normalizer))
+    return denominator if 0 <= denominator < np.inf else real(np.nan)
 
 
 def _problem(

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from assertions import least_budget
+from token_loss_problem import counted_chunks, make_problem, outputs, used_of_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
@@ -464,6 +465,27 @@ def run_chunks() -> None:
         say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
 
 
+# Token losses.
+
+TOKEN_LOSSES: dict[str, dict[str, Any]] = {
+    "ppo_clip": {"bias": True, "token_weight": True, "spec": LossSpec("mean", softcap=3.0, vocab_size=130)},
+    "custom": {"bias": True, "normalizer": 7.0, "spec": LossSpec("mean", logit_scale=0.5)},
+    "grpo-k3": {"out_of_range": True, "spec": LossSpec("sum")},
+}
+
+
+def run_token_loss(dtype: str, *names: str) -> None:
+    """Compares token losses, in the chunks of the smallest budget, with the float64 reference."""
+    for name in names:
+        made = make_problem(name, dtype, (3, 35), d=8, v=140, **TOKEN_LOSSES[name])
+        call = functools.partial(outputs, made, implementation=Running.implementation)
+        least = least_budget(lambda budget, call=call: call(memory_budget=budget))
+        with counted_chunks() as chunks:
+            found = call(memory_budget=least)
+        used = used_of_budget(made, found, chunks.call_count)
+        say(name=f"{dtype}-{name}", used=used, chunks=chunks.call_count)
+
+
 # Rows of several programs.
 
 
@@ -574,6 +596,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "shards": run_shards,
     "layouts": run_layouts,
     "chunks": run_chunks,
+    "token_loss": run_token_loss,
     "rows": run_rows,
     "scale": run_scale,
     "views": run_views,

@@ -146,6 +146,8 @@ ONE_FRAMEWORK_ONLY = {
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
         *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
+        # What token_ops.py takes from it.
+        *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
         *("is_eager", "triton_obstacle"),  # for PyTorch's eager mode; JAX's launch.py checks what kernels need
     },
     "plan.py": {"DeviceInfo"},  # in JAX, launch.py defines it

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from small_problem import D, N, V, problem
 
-from linear_ce.reference import EXACT, reference_log_probs, reference_loss, unfused
+from linear_ce.reference import EXACT, reference_log_probs, reference_loss, reference_token_loss, unfused
 from linear_ce.rounding import round_to
 from linear_ce.spec import LossSpec
 
@@ -64,6 +64,51 @@ def test_loss_gradients_are_those_of_finite_differences(
         direction = rng.standard_normal(arrays[name].shape)
         quotient = difference_quotient(scalar, arrays, name, direction)
         assert np.sum(gradient * direction) == pytest.approx(quotient, rel=1e-7, abs=1e-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("normalizer", [None, 3.25])
+def test_token_loss_gradients_are_those_of_finite_differences(reduction: Any, normalizer: float | None) -> None:
+    rng = np.random.default_rng(4)
+    arrays = problem() | {"u": rng.standard_normal(N)}
+    arrays["target"][2] = -100
+    options: dict[str, Any] = {
+        "spec": LossSpec(reduction, softcap=3.0, logit_scale=0.7, vocab_size=9),
+        "token_weight": np.where(np.arange(N) == 4, 0.0, rng.standard_normal(N)),
+        "normalizer": normalizer if reduction == "mean" else None,
+    }
+    d_loss = rng.standard_normal(N if reduction == "none" else ())
+
+    def token_loss(log_prob: np.ndarray, u: np.ndarray) -> Any:
+        return u * np.exp(log_prob) + u**2, (u * np.exp(log_prob), np.exp(log_prob) + 2 * u)
+
+    def result(u: np.ndarray, **arrays: Any) -> Any:
+        first = arrays.pop("input"), arrays.pop("linear_weight"), arrays.pop("target")
+        return reference_token_loss(*first, token_loss, u, **arrays, **options, d_loss=d_loss)
+
+    def scalar(**arrays: Any) -> float:
+        return float(np.sum(d_loss * result(**arrays).loss))
+
+    found = result(**arrays)
+    gradients: dict[str, Any] = dict(
+        zip(arrays, (found.d_input, found.d_weight, None, found.d_bias, *found.d_per_token), strict=True)
+    )
+    for name in ("input", "linear_weight", "linear_bias", "u"):
+        direction = rng.standard_normal(arrays[name].shape)
+        quotient = difference_quotient(scalar, arrays, name, direction)
+        assert np.sum(gradients[name] * direction) == pytest.approx(quotient, rel=1e-7, abs=1e-8)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_token_loss_of_a_negative_log_likelihood_is_the_cross_entropy(reduction: Any) -> None:
+    arrays = problem()
+    arrays["target"][[1, 3]] = -100, V + 2
+    first = arrays.pop("input"), arrays.pop("linear_weight"), arrays.pop("target")
+    options: dict[str, Any] = {"linear_bias": arrays["linear_bias"], "token_weight": np.arange(N) % 3}
+    want = reference_loss(*first, spec=LossSpec(reduction), **options)
+    found = reference_token_loss(*first, lambda p: (-p, (-np.ones_like(p),)), spec=LossSpec(reduction), **options)
+    for name in ("loss", "d_input", "d_weight", "d_bias"):
+        np.testing.assert_allclose(getattr(found, name), getattr(want, name), rtol=1e-12)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])

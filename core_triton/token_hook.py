@@ -1,0 +1,162 @@
+"""A token loss in the middle of plan A: a function of the log-probabilities, called and differentiated in each chunk.
+
+A token loss f maps the log-probability of each target to a loss. Between the matmul of the logits and those of the
+gradients, the statistics of a chunk's rows are complete, so its log-probabilities are known. `TokenHook.process` calls
+f on these n numbers and differentiates it. The gradients are then those of a negative log-likelihood whose row weights
+are -row_weight * f'(log_prob): MATH.md (35), (36). So the kernels of the gradients are those of the cross-entropy.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TokenLoss = Callable[..., Tensor]  # (log_prob, *per_token) -> loss, all (n,) float32
+
+
+class TokenHook:
+    """The token loss of one call, with its results for all rows.
+
+    `process` fills in the results of some rows. No row depends on another one, so chunks may come in any order.
+
+    Args:
+        token_loss: the function.
+        per_token: (N,) each, its arguments besides the log-probabilities.
+        target: (N,) int64.
+        row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
+        classes: K.
+        d_logits: whether the gradients with respect to the logits are needed.
+        d_per_token: which of the arguments are differentiated.
+    """
+
+    def __init__(
+        self,
+        token_loss: TokenLoss,
+        per_token: Sequence[Tensor],
+        target: Tensor,
+        row_weight: Tensor,
+        classes: int,
+        *,
+        d_logits: bool,
+        d_per_token: Sequence[bool],
+    ) -> None:
+        self.token_loss = token_loss
+        self.per_token = per_token
+        self.target = target
+        self.row_weight = row_weight
+        self.classes = classes
+        self.loss = torch.empty_like(row_weight)  # (N,), times the row weight
+        # (N,), the row weight in the gradients. It is also 0 where the derivative is 0.
+        self.gradient_weight = torch.empty_like(row_weight) if d_logits else None
+        # (N,) float32 each, times the row weight; None if not needed.
+        self.d_per_token = [torch.empty_like(row_weight) if needed else None for needed in d_per_token]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes the vectors take at most, without those that the token loss allocates and the results."""
+        # Each argument and its derivative, selected and not; the same for log_prob; weights and conditions.
+        return 4 * len(self.row_weight) * (12 + 4 * len(self.per_token))
+
+    def process(self, rows: slice | Tensor, nll: Tensor) -> None:
+        """Calls and differentiates the token loss on rows of the call, and writes their results.
+
+        Rows that do not contribute may hold any values. They are replaced by 0 before the call, and their results are
+        0. Nothing multiplies them by 0.
+
+        Args:
+            rows: which rows of the call, (n,) int64 if not a slice.
+            nll: (n,) their negative log-likelihoods, NaN where the target is not a class.
+        """
+        row_weight = self.row_weight[rows]
+        contributes = row_weight != 0
+        kept = factors(self.target[rows], row_weight, self.classes)
+        log_prob = 0.0 - torch.where(contributes, nll, 0.0)  # nll is never below 0, so never positive; never -0.0
+        values = [torch.where(contributes, one[rows].float(), 0.0) for one in self.per_token]
+        needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
+        loss, (d_log_prob, *d_values) = _call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
+        self.loss[rows] = torch.where(contributes, kept * loss, 0.0)
+        gradients = None if d_log_prob is None else -d_log_prob, *d_values  # that of nll = -log_prob first
+        for result, gradient in zip((self.gradient_weight, *self.d_per_token), gradients, strict=True):
+            if result is not None and gradient is not None:
+                result[rows] = torch.where(contributes, kept * gradient, 0.0)
+
+
+def factors(target: Tensor, row_weight: Tensor, classes: int) -> Tensor:
+    """Returns what multiplies each row's token loss, (n,): row_weight, NaN where a target that counts is not a class.
+
+    Then the loss of that row is NaN, and so are its gradients, also if the token loss replaces NaN.
+    """
+    is_class = (target >= 0) & (target < classes)
+    return torch.where(is_class | (row_weight == 0), row_weight, torch.nan)
+
+
+def call(token_loss: TokenLoss, log_prob: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Returns token_loss(log_prob, *values), (n,) float32.
+
+    Raises:
+        RuntimeError: token_loss raised an exception, which is the cause.
+        TypeError: the result is not a Tensor, or not float32.
+        ValueError: the result has another shape, or is on another device.
+    """
+    with _named("token_loss"):
+        loss: Any = token_loss(log_prob, *values)
+    must = f"token_loss must return a float32 Tensor of shape {tuple(log_prob.shape)}, the shape of log_prob"
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{must}, got {type(loss).__name__}")
+    if loss.dtype != torch.float32:
+        raise TypeError(f"{must}, got {str(loss.dtype).removeprefix('torch.')}")
+    if loss.shape != log_prob.shape:
+        raise ValueError(f"{must}, got shape {tuple(loss.shape)}")
+    if loss.device != log_prob.device:
+        raise ValueError(f"{must} on {log_prob.device}, got one on {loss.device}")
+    return loss
+
+
+def _call_and_differentiate(
+    token_loss: TokenLoss, arguments: list[Tensor], needs_grad: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the loss of each row (n,), and its derivatives with respect to the arguments that need it, None for the
+    others."""
+    log_prob, *values = arguments
+    leaves = [argument for argument, needed in zip(arguments, needs_grad, strict=True) if needed]
+    with _plain_autograd(bool(leaves), log_prob.device.type):
+        for leaf in leaves:
+            leaf.requires_grad_()
+        loss = call(token_loss, log_prob, values)
+        found: list[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
+        if loss.requires_grad:
+            with _named("the backward pass of token_loss"):
+                # The loss of a row depends on no other row, so the gradient of the sum is each row's derivative.
+                given = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
+            found = [zero if one is None else one for one, zero in zip(given, found, strict=True)]
+    derivatives = iter(found)
+    return loss.detach(), [next(derivatives) if needed else None for needed in needs_grad]
+
+
+@contextmanager
+def _plain_autograd(differentiates: bool, device: str) -> Iterator[None]:
+    """Records a graph if `differentiates`, in float32 and without the caller's hooks of saved tensors.
+
+    The graph is differentiated before the call returns. With the hooks of activation checkpointing that would compute
+    the checkpointed function again, and autocast could change dtypes.
+    """
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not support the meta device
+    with (
+        torch.set_grad_enabled(differentiates),
+        # An operator runs below autograd, which would record nothing.
+        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
+        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach),
+        torch.autocast(device, enabled=False) if autocast else nullcontext(),
+    ):
+        yield
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says what raised an exception, which becomes the cause."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,217 @@
+r"""Common token losses for `linear_token_loss`, by name.
+
+Each function returns a `Named` loss: a callable that can be hashed, compared and pickled. Under torch.compile a call
+with a named loss is one operator. In all equations :math:`p = \log p_{y}` is the log-probability of the target, and
+
+.. math:: r = e^{\,p - p_\mathrm{old}}, \qquad d = p - p_\mathrm{ref}
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from linear_ce.spec import check_choice
+
+KLS = ("k1", "k2", "k3")
+
+
+class Named(NamedTuple):
+    """A token loss of this module. Call it as `loss(log_prob, *per_token)`, all (n,) float32.
+
+    Args:
+        name: of the function that returned it.
+        parameters: numbers of the function, in order.
+        kl: the estimate of the KL divergence, or "" for losses without one.
+    """
+
+    name: str
+    parameters: Sequence[float] = ()
+    kl: str = ""
+
+    def __call__(self, log_prob: Tensor, *per_token: Tensor) -> Tensor:
+        return _FORMULAS[self.name](self, log_prob, *per_token)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """What the arguments besides log_prob are, in order."""
+        names = _PER_TOKEN[self.name]
+        return (*names, "ref_log_prob") if self.kl and self.parameters[-1] else names
+
+
+def weighted_nll() -> Named:
+    r"""The negative log-likelihood of each token times a weight: :math:`-w\,p`.
+
+    The weights may be of any sign, and they can be differentiated.
+
+    per_token: weight.
+
+    Example:
+        >>> import torch
+        >>> weighted_nll()(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))
+        tensor([1., 1.])
+    """
+    return Named("weighted_nll")
+
+
+def reinforce(beta: float = 0.0, kl: str = "k3") -> Named:
+    r"""Policy gradient: :math:`-A\,p + \beta\,\mathrm{KL}`.
+
+    .. math:: \mathrm{KL}_{k1} = d, \qquad \mathrm{KL}_{k2} = d^2 / 2, \qquad \mathrm{KL}_{k3} = e^{-d} - 1 + d
+
+    per_token: advantage, and ref_log_prob if beta is not 0.
+
+    Args:
+        beta: factor of the KL divergence from the reference policy, not negative.
+        kl: its estimate from one sample: "k1", "k2" or "k3".
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number, or not such an estimate.
+
+    Source:
+        Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+        KL: Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html.
+    """
+    return Named("reinforce", (_not_negative("beta", beta),), check_choice("kl", kl, KLS))
+
+
+def ppo_clip(epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Named:
+    r"""Proximal policy optimization with a clipped ratio.
+
+    .. math:: -\min\big( r A,\ \mathrm{clip}(r,\, 1 - \epsilon_\mathrm{low},\, 1 + \epsilon_\mathrm{high})\, A \big)
+
+    per_token: advantage, old_log_prob.
+
+    Args:
+        epsilon_low: how far below 1 the ratio is clipped, not negative.
+        epsilon_high: how far above 1. DAPO uses 0.28.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number.
+
+    Source:
+        Schulman et al., "Proximal policy optimization algorithms", 2017, arXiv:1707.06347, equation (7). Two bounds:
+        Yu et al., "DAPO", 2025, arXiv:2503.14476, section 3.1.
+    """
+    return Named("ppo_clip", _epsilons(epsilon_low, epsilon_high))
+
+
+def grpo(epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.0, kl: str = "k3") -> Named:
+    r"""Group relative policy optimization: `ppo_clip` plus :math:`\beta\,\mathrm{KL}`, with the KL of `reinforce`.
+
+    The advantages are those of a group of answers to one prompt. They are computed before the call.
+
+    per_token: advantage, old_log_prob, and ref_log_prob if beta is not 0.
+
+    Args:
+        epsilon_low, epsilon_high: of `ppo_clip`.
+        beta, kl: of `reinforce`.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number, or not such an estimate.
+
+    Source:
+        Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300, section 4.1.
+    """
+    parameters = *_epsilons(epsilon_low, epsilon_high), _not_negative("beta", beta)
+    return Named("grpo", parameters, check_choice("kl", kl, KLS))
+
+
+def cispo(epsilon_low: float = 1.0, epsilon_high: float = 0.28) -> Named:
+    r"""Policy gradient with a clipped importance weight, which is not differentiated.
+
+    .. math:: -\mathrm{sg}\big(\mathrm{clip}(r,\, 1 - \epsilon_\mathrm{low},\, 1 + \epsilon_\mathrm{high})\big)\, A\, p
+
+    Here sg is the identity, with the derivative 0. A clipped token keeps its gradient, unlike in `ppo_clip`.
+
+    per_token: advantage, old_log_prob.
+
+    Args:
+        epsilon_low: how far below 1 the weight is clipped, not negative. The default, 1, is no lower bound, as in the
+            paper.
+        epsilon_high: how far above 1. The paper tunes it and gives no value; the default is DAPO's.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number.
+
+    Source:
+        MiniMax, "MiniMax-M1", 2025, arXiv:2506.13585, section 3.1.
+    """
+    return Named("cispo", _epsilons(epsilon_low, epsilon_high))
+
+
+def _weighted_nll(_: Named, log_prob: Tensor, weight: Tensor) -> Tensor:
+    return -weight * log_prob
+
+
+def _reinforce(loss: Named, log_prob: Tensor, advantage: Tensor, *ref: Tensor) -> Tensor:
+    return _with_kl(loss, -advantage * log_prob, log_prob, *ref)
+
+
+def _ppo_clip(loss: Named, log_prob: Tensor, advantage: Tensor, old_log_prob: Tensor) -> Tensor:
+    ratio = torch.exp(log_prob - old_log_prob)
+    return -torch.minimum(ratio * advantage, _clipped(loss, ratio) * advantage)
+
+
+def _grpo(loss: Named, log_prob: Tensor, advantage: Tensor, old_log_prob: Tensor, *ref: Tensor) -> Tensor:
+    return _with_kl(loss, _ppo_clip(loss, log_prob, advantage, old_log_prob), log_prob, *ref)
+
+
+def _cispo(loss: Named, log_prob: Tensor, advantage: Tensor, old_log_prob: Tensor) -> Tensor:
+    ratio = torch.exp(log_prob - old_log_prob)
+    return -_clipped(loss, ratio).detach() * advantage * log_prob
+
+
+def _clipped(loss: Named, ratio: Tensor) -> Tensor:
+    epsilon_low, epsilon_high, *_ = loss.parameters
+    return ratio.clamp(1.0 - epsilon_low, 1.0 + epsilon_high)
+
+
+def _with_kl(loss: Named, policy_loss: Tensor, log_prob: Tensor, *ref: Tensor) -> Tensor:
+    """Adds beta times the KL divergence from the reference policy, whose log-probabilities are there if beta is not
+    0."""
+    beta = loss.parameters[-1]
+    if not beta:
+        return policy_loss
+    (ref_log_prob,) = ref
+    difference = log_prob - ref_log_prob
+    if loss.kl == "k1":
+        kl = difference
+    elif loss.kl == "k2":
+        kl = 0.5 * difference * difference
+    else:
+        kl = torch.expm1(-difference) + difference  # exp(-d) - 1 would cancel near 0
+    return policy_loss + beta * kl
+
+
+_FORMULAS: dict[str, Callable[..., Tensor]] = {
+    "weighted_nll": _weighted_nll,
+    "reinforce": _reinforce,
+    "ppo_clip": _ppo_clip,
+    "grpo": _grpo,
+    "cispo": _cispo,
+}
+
+_PER_TOKEN: dict[str, tuple[str, ...]] = {
+    "weighted_nll": ("weight",),
+    "reinforce": ("advantage",),
+    "ppo_clip": ("advantage", "old_log_prob"),
+    "grpo": ("advantage", "old_log_prob"),
+    "cispo": ("advantage", "old_log_prob"),
+}
+
+
+def _epsilons(epsilon_low: Any, epsilon_high: Any) -> tuple[float, float]:
+    return _not_negative("epsilon_low", epsilon_low), _not_negative("epsilon_high", epsilon_high)
+
+
+def _not_negative(name: str, value: Any) -> float:
+    """Returns `value` as a finite float that is not negative; names the argument otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    if not 0 <= cast(float, value) < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value}")
+    return float(value)

@@ -1,0 +1,140 @@
+"""Autograd around plans A and B with a token loss, a function of the log-probabilities in place of the cross-entropy.
+
+    `token_loss`       the sum of the rows: gradients in the forward pass, scaled in the backward pass; 3 matmuls
+    `token_loss_rows`  the loss of each row: through `ops.log_probs`, whose backward pass recomputes; 4 matmuls
+
+As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an operator of `operators.py` under
+torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from core_triton import ops, row_math, token_hook
+from core_triton.ops import Arrays, Factors, Options, TokenWeights
+from core_triton.problem import Gradients, NeedsGrad
+from core_triton.token_hook import TokenHook, TokenLoss
+from core_triton.token_losses import Named
+
+
+class TokenCall(NamedTuple):
+    """One call."""
+
+    arrays: Arrays
+    weights: TokenWeights
+    options: Options
+    token_loss: TokenLoss
+    per_token: Sequence[Tensor]  # (N,) each
+    needs_grad: NeedsGrad
+    d_per_token: Sequence[bool]  # which of per_token are differentiated
+
+
+class TokenLossResults(NamedTuple):
+    """What `run_token_loss` returns."""
+
+    loss: Tensor  # () float32
+    gradients: Gradients
+    scales: Tensor | None  # (2,), of the gradients of float16: see `ops.run_loss_and_gradients`
+    d_per_token: tuple[Tensor | None, ...]  # (N,) float32 each
+
+
+def token_loss(
+    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
+) -> Tensor:
+    """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed."""
+    call = TokenCall(arrays, weights, options, function, per_token, arrays.needs_grad(), which_need_grad(per_token))
+    if torch.compiler.is_compiling():
+        return dispatch(call)[0]
+    if any(call.needs_grad) or any(call.d_per_token):
+        loss: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
+        return loss
+    return _run(call).loss
+
+
+def token_loss_rows(
+    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
+) -> Tensor:
+    """Returns the weighted token loss of each row (N,), through plan C's log-probabilities."""
+    row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
+    contributes = row_weight != 0
+    target = torch.where(contributes, arrays.target, options.ignore_index)  # rows of token weight 0 may hold NaN
+    log_prob = ops.log_probs(arrays._replace(target=target), options).log_prob
+    # Selected before the function, because its derivative may be NaN in other rows, and after it.
+    values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
+    loss = token_hook.call(function, log_prob, values)
+    factors = token_hook.factors(arrays.target, row_weight, options.vocab_size)
+    return torch.where(contributes, factors * loss, 0.0)
+
+
+def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
+    """Returns which of the tensors a backward pass may need a gradient of."""
+    return [torch.is_grad_enabled() and one.requires_grad for one in per_token]
+
+
+class TokenLossAndGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = _run(call)
+        ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
+        ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
+        return found.loss
+
+    @staticmethod
+    @ops.no_double_backward
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        d_input, d_weight, d_bias, scales, *d_per_token = ctx.saved_tensors
+        factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
+        of_tokens = zip(d_per_token, ctx.dtypes, strict=True)
+        gradients = Gradients(d_input, d_weight, d_bias)
+        if any(one is not None for one in gradients):
+            gradients = ops.scaled(gradients, factors, ctx.memory_budget)
+        return None, *gradients, *(None if one is None else (one * d_loss).to(dtype) for one, dtype in of_tokens)
+
+
+def run_token_loss(call: TokenCall) -> TokenLossResults:
+    """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
+    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    row_weight = ops.compute_row_weights(arrays, weights, options)
+    hook = TokenHook(
+        function,
+        per_token,
+        arrays.target,
+        row_weight,
+        options.vocab_size,
+        d_logits=any(needs_grad),
+        d_per_token=d_per_token,
+    )
+    gradients, scales = Gradients(None, None, None), None
+    if any(needs_grad):
+        loss, _, gradients, scales = ops.plan_a(
+            arrays, options, row_weight, needs_grad, statistics=False, reduce=True, hook=hook
+        )
+    else:
+        ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
+        nll, _ = ops.plan_b(arrays, options, ones, statistics=False, reduce=False, vectors=hook.bytes)
+        hook.process(slice(None), nll)
+        loss = hook.loss.sum()
+    return TokenLossResults(loss, gradients, scales, tuple(hook.d_per_token))
+
+
+def dispatch(call: TokenCall) -> list[Tensor]:
+    """Calls the operator. It returns the results that are not None, or above autograd the loss only."""
+    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    assert isinstance(function, Named), "an operator takes named losses only"
+    return torch.ops.linear_ce.token_loss(*arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token)
+
+
+def _run(call: TokenCall) -> TokenLossResults:
+    """Runs `run_token_loss`: through the operator if the arrays are not plain tensors and it can take the function."""
+    if ops.is_eager(call.arrays) or not isinstance(call.token_loss, Named):
+        return run_token_loss(call)
+    with torch._C._AutoDispatchBelowAutograd():
+        loss, *rest = dispatch(call)
+    saved = iter(rest)
+    gradients = Gradients(*(next(saved) if needed else None for needed in call.needs_grad))
+    scales = next(saved) if any(call.needs_grad) and call.arrays.input.dtype == torch.float16 else None
+    d_per_token = tuple(next(saved) if needed else None for needed in call.d_per_token)
+    return TokenLossResults(loss, gradients, scales, d_per_token)

@@ -1,0 +1,105 @@
+"""Tests `core_triton.linear_token_loss` on an NVIDIA GPU. Run with `pytest -m gpu`."""
+
+from typing import Any
+
+import pytest
+import torch
+from token_loss_problem import (
+    FORMS,
+    TokenProblem,
+    assert_within_budget,
+    call,
+    counted_chunks,
+    make_problem,
+    outputs,
+    tensors,
+)
+from torch import Tensor
+from torch_gpu import DEVICE, assert_same
+
+from linear_ce.spec import FLOAT_DTYPES, LossSpec
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("triton", "triton_sm80")
+LARGE: dict[str, Any] = {"lead": (3, 2000), "d": 128, "v": 3001}
+BUDGET = 2**23  # three chunks or more
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_several_chunks(name: str, dtype: str, implementation: str) -> None:
+    made = make_problem(name, dtype, **LARGE, spec=LossSpec("sum"))
+    with counted_chunks() as chunks:
+        found = outputs(made, DEVICE, memory_budget=BUDGET, implementation=implementation)
+    assert chunks.call_count >= 3
+    assert_within_budget(made, found, chunks.call_count)
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("out_of_range", [False, True])
+def test_options(reduction: Any, dtype: str, out_of_range: bool, implementation: str) -> None:
+    spec = LossSpec(reduction, softcap=3.0, logit_scale=0.6, vocab_size=280)
+    normalizer = 7.0 if reduction == "mean" else None
+    options: dict[str, Any] = {"spec": spec, "bias": True, "token_weight": True, "normalizer": normalizer}
+    made = make_problem("grpo-k3", dtype, (300,), out_of_range=out_of_range, per_token_dtype="bfloat16", **options)
+    assert_within_budget(made, outputs(made, DEVICE, implementation=implementation))
+
+
+def results(made: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor], **options: Any) -> list[Tensor]:
+    loss = call(made, named, per_token, **options)
+    return [loss.detach(), *torch.autograd.grad(loss.sum(), [named["input"], named["linear_weight"], per_token[0]])]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["ppo_clip", "custom"])
+def test_a_graph_replays_with_changed_inputs(name: str, reduction: Any, dtype: str) -> None:
+    made = make_problem(name, dtype, **LARGE, spec=LossSpec(reduction))
+    named, per_token = tensors(made, DEVICE)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and allocates the workspace of cuBLAS
+        results(made, named, per_token, memory_budget=BUDGET)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results(made, named, per_token, memory_budget=BUDGET)
+    other = make_problem(name, dtype, **LARGE, spec=LossSpec(reduction), seed=1)
+    new_named, new_per_token = tensors(other, DEVICE)
+    with torch.no_grad():
+        for old, new in zip((*named.values(), *per_token), (*new_named.values(), *new_per_token), strict=True):
+            old.copy_(new)
+    graph.replay()
+    replayed = [tensor.clone() for tensor in captured]
+    assert_same(replayed, results(made, named, per_token, memory_budget=BUDGET))
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_waits_for_the_device(reduction: Any, dtype: str) -> None:
+    made = make_problem("grpo-k3", dtype, **LARGE, spec=LossSpec(reduction), token_weight=True)
+    named, per_token = tensors(made, DEVICE)
+    results(made, named, per_token, memory_budget=BUDGET)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(made, named, per_token, memory_budget=BUDGET)
+        with torch.no_grad():
+            call(made, named, per_token, memory_budget=BUDGET)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_named_loss_compiles_without_graph_breaks(dtype: str) -> None:
+    made = make_problem("ppo_clip", dtype, (300,))
+    named, per_token = tensors(made, DEVICE)
+    compiled = torch.compile(lambda named, per_token: call(made, named, per_token), fullgraph=True)
+    leaves = [named["input"], named["linear_weight"], per_token[0]]
+    want, found = call(made, named, per_token), compiled(named, per_token)
+    assert_same([found, *torch.autograd.grad(found, leaves)], [want, *torch.autograd.grad(want, leaves)])

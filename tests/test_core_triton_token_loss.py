@@ -1,0 +1,426 @@
+"""Tests `core_triton.linear_token_loss` on CPU: values and gradients, rows that do not contribute, PyTorch's features,
+and errors."""
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from allocations import Meter, bytes_of
+from assertions import least_budget
+from token_loss_problem import (
+    FORMS,
+    TokenProblem,
+    assert_within_budget,
+    call,
+    counted_chunks,
+    make_problem,
+    outputs,
+    tensors,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torch_problem import problem
+
+import core_triton
+from core_triton import token_losses
+from linear_ce.spec import FLOAT_DTYPES, LossSpec
+
+pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
+
+PPO = token_losses.ppo_clip()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_is_within_its_error_budget(name: str, dtype: str) -> None:
+    made = make_problem(name, dtype)
+    assert_within_budget(made, outputs(made))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "all": {
+        "spec": LossSpec("mean", -1, softcap=3.0, logit_scale=0.6, vocab_size=280),
+        "bias": True,
+        "token_weight": True,
+        "normalizer": 7.0,
+    },
+    "sum": {"spec": LossSpec("sum"), "token_weight": True, "bias": True},
+    "none": {"spec": LossSpec("none", softcap=3.0, vocab_size=280), "token_weight": True, "bias": True},
+    "out of range": {"bias": True, "out_of_range": True},
+    "out of range, none": {"spec": LossSpec("none"), "out_of_range": True, "token_weight": True},
+    "two axes": {"lead": (5, 14)},
+    "two axes, none": {"lead": (5, 14), "spec": LossSpec("none")},
+    "bfloat16 per_token": {"per_token_dtype": "bfloat16"},
+    "float16 per_token, none": {"per_token_dtype": "float16", "spec": LossSpec("none")},
+}
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_options(options: dict[str, Any], dtype: str) -> None:
+    made = make_problem("grpo-k3", dtype, **options)
+    assert_within_budget(made, outputs(made))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("lead", [(70,), (400,)])  # kept logits of all rows, and chunks
+def test_several_chunks(dtype: str, lead: tuple[int, ...]) -> None:
+    made = make_problem("custom", dtype, lead, d=8, bias=True, token_weight=True, spec=LossSpec("sum"))
+    least = least_budget(lambda budget: outputs(made, memory_budget=budget))
+    with counted_chunks() as chunks:
+        found = outputs(made, memory_budget=least + 100_000 * (lead == (400,)))
+    assert chunks.call_count >= 3
+    assert_within_budget(made, found, chunks.call_count)
+
+
+def test_a_loss_takes_three_matmuls() -> None:
+    made = make_problem("custom", d=24, v=300)
+    named, per_token = tensors(made)
+    with FlopCounterMode(display=False) as counter:
+        call(made, named, per_token).backward()
+    assert counter.get_total_flops() == 3 * 2 * 70 * 24 * 300
+
+
+def test_the_workspace_is_within_the_budget() -> None:
+    made = make_problem("grpo-k3", "bfloat16", (257,), d=32)
+    least = least_budget(lambda budget: outputs(made, memory_budget=budget))
+    for budget in (least, 3 * least):
+        named, per_token = tensors(made)
+        leaves = [named["input"], named["linear_weight"], *per_token]
+        with Meter() as meter:
+            found = torch.autograd.grad(call(made, named, per_token, memory_budget=budget), leaves)
+        # What the token loss allocates is not part of the budget: 30 vectors at most.
+        assert meter.peak - bytes_of(*found) <= budget + 30 * 4 * 257
+
+
+@pytest.mark.parametrize("frozen", [("input",), ("linear_weight",), ("input", "linear_weight"), ("per_token",)])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_frozen_arguments_change_nothing_else(frozen: tuple[str, ...], dtype: str) -> None:
+    made = make_problem("ppo_clip", dtype)
+    want = gradients_of(made, ())
+    found = gradients_of(made, frozen)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, want[name], rtol=1e-6, atol=0)
+    assert want.keys() - found.keys() == {*frozen}
+
+
+def gradients_of(made: TokenProblem, frozen: tuple[str, ...]) -> dict[str, Any]:
+    named, per_token = tensors(made)
+    leaves = {"input": named["input"], "linear_weight": named["linear_weight"], "per_token": per_token[0]}
+    for name in frozen:
+        leaves.pop(name).requires_grad_(False)
+    loss = call(made, named, per_token)
+    return dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True)) | {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_loss_without_gradients(reduction: Any) -> None:
+    made = make_problem("cispo", spec=LossSpec(reduction))
+    named, per_token = tensors(made)
+    with torch.no_grad():
+        found = call(made, named, per_token)
+    assert not found.requires_grad
+    torch.testing.assert_close(found, call(made, named, per_token).detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("lead", [(0,), (0, 3)])
+def test_empty_batch(reduction: Any, lead: tuple[int, ...]) -> None:
+    assert_zero(make_problem("ppo_clip", lead=lead, spec=LossSpec(reduction), bias=True))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_no_token_counts(reduction: Any, dtype: str) -> None:
+    made = make_problem("grpo-k3", dtype, spec=LossSpec(reduction), bias=True)
+    made.arrays["target"][:] = -100
+    for array in (made.arrays["input"], *made.per_token):
+        array[...] = torch.nan
+    assert_zero(made)
+
+
+def test_zero_denominator() -> None:
+    assert_zero(make_problem("ppo_clip", normalizer=0.0))
+
+
+def assert_zero(made: TokenProblem) -> None:
+    for name, found in outputs(made).items():
+        assert (found == 0).all(), name
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_target_that_is_not_a_class_gives_nan_whatever_the_token_loss_returns(reduction: Any) -> None:
+    arrays: Any = problem(bias=False)
+    arrays["target"][3] = 50
+    u = torch.ones(12, requires_grad=True)
+
+    def token_loss(log_prob: Tensor, u: Tensor) -> Tensor:
+        return 0.0 * u * log_prob.nan_to_num(0.0)
+
+    x, w, y = arrays["input"], arrays["linear_weight"], arrays["target"]
+    loss = core_triton.linear_token_loss(x, w, y, token_loss, u, reduction=reduction)
+    d_input, d_weight, d_u = torch.autograd.grad(loss.sum(), (x, w, u))
+    assert loss.isnan().sum() == 1
+    assert torch.equal(d_input.isnan().any(1), torch.arange(12) == 3)
+    assert torch.equal(d_u.isnan(), torch.arange(12) == 3)
+    assert d_weight.isnan().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_log_probabilities_are_not_positive(reduction: Any) -> None:
+    arrays: Any = {"input": 60 * torch.eye(8, requires_grad=True), "linear_weight": torch.eye(8, requires_grad=True)}
+    seen = []
+
+    def token_loss(log_prob: Tensor) -> Tensor:
+        seen.append(log_prob.detach())
+        return -log_prob
+
+    core_triton.linear_token_loss(**arrays, target=torch.arange(8), token_loss=token_loss, reduction=reduction)
+    (log_prob,) = seen
+    assert (log_prob == 0).all()
+    assert not log_prob.signbit().any()
+
+
+# PyTorch's features.
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_a_second_backward_repeats_the_first(dtype: str) -> None:
+    made = make_problem("ppo_clip", dtype)
+    named, per_token = tensors(made)
+    leaves = [named["input"], named["linear_weight"], *per_token]
+    loss, upstream = call(made, named, per_token), torch.tensor(3.0)
+    first = [g.clone() for g in torch.autograd.grad(loss, leaves, upstream, retain_graph=True)]
+    second = torch.autograd.grad(loss, leaves, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_derivative_is_refused(reduction: Any) -> None:
+    made = make_problem("ppo_clip", spec=LossSpec(reduction))
+    named, per_token = tensors(made)
+    with pytest.raises(RuntimeError, match="no second derivative: use create_graph=False"):
+        torch.autograd.grad(call(made, named, per_token).sum(), named["input"], create_graph=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_activation_checkpointing(reduction: Any, use_reentrant: bool) -> None:
+    made = make_problem("custom", spec=LossSpec(reduction))
+    named, per_token = tensors(made)
+    x, calls = named.pop("input"), []
+
+    def body(x: Tensor) -> Tensor:
+        calls.append(x)
+        return call(made, {"input": 2.0 * x, **named}, per_token).sum()
+
+    (want,) = torch.autograd.grad(body(x), x)
+    loss = checkpoint(body, x, use_reentrant=use_reentrant)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    assert len(calls) == 3
+    assert x.grad is not None
+    assert torch.equal(x.grad, want)
+
+
+def test_autocast_changes_only_the_matmuls() -> None:
+    made = make_problem("ppo_clip")
+    named, per_token = tensors(made)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = call(made, named, per_token)
+    found = torch.autograd.grad(loss, [named["input"], *per_token[:1]])
+    rounded = {name: a.detach().bfloat16().requires_grad_() if a.requires_grad else a for name, a in named.items()}
+    want_loss = call(made, rounded, per_token)
+    want = torch.autograd.grad(want_loss, [rounded["input"], *per_token[:1]])
+    assert torch.equal(loss, want_loss)
+    assert torch.equal(found[0], want[0].float())
+    assert torch.equal(found[1], want[1])
+
+
+@pytest.fixture
+def _fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("name", ["ppo_clip", "grpo-k3"])
+@pytest.mark.parametrize(("reduction", "dtype"), [("mean", "float16"), ("sum", "bfloat16"), ("none", "float32")])
+def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, dtype: str) -> None:
+    made = make_problem(name, dtype, spec=LossSpec(reduction), bias=True, token_weight=True)
+    named, per_token = tensors(made)
+
+    def function(named: dict[str, Tensor], per_token: list[Tensor]) -> Tensor:
+        return call(made, named, per_token).sum()
+
+    leaves = [one for one in (*named.values(), *per_token) if one.requires_grad]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    want, found = function(named, per_token), compiled(named, per_token)
+    torch.testing.assert_close(found, want)
+    for one, other in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(want, leaves), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(named, per_token), want)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_dynamic_shapes_compile_once() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def function(x: Tensor, w: Tensor, y: Tensor, *per_token: Tensor) -> Tensor:
+        return core_triton.linear_token_loss(x, w, y, token_losses.grpo(), *per_token)
+
+    compiled = torch.compile(function, fullgraph=True, backend=backend, dynamic=True)
+    for n in (12, 31, 5):
+        named, per_token = tensors(make_problem("ppo_clip", lead=(n,)))
+        arguments = (*named.values(), *per_token)
+        leaves = [one for one in arguments if one.requires_grad]
+        want = torch.autograd.grad(function(*arguments), leaves)
+        torch.testing.assert_close(torch.autograd.grad(compiled(*arguments), leaves), want, equal_nan=True)
+    assert len(graphs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # of dynamo
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_another_function_breaks_the_graph() -> None:
+    made = make_problem("custom")
+    named, per_token = tensors(made)
+
+    def function(named: dict[str, Tensor], per_token: list[Tensor]) -> Tensor:
+        return 2.0 * call(made, named, per_token)
+
+    want = function(named, per_token)
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager")(named, per_token), want)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"token_loss of linear_token_loss is not one of core_triton\.token_losses"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(named, per_token)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_opcheck() -> None:
+    made = make_problem("grpo-k3", "float16", d=8, v=50, token_weight=True)
+    named, per_token = tensors(made)
+    arrays = named["input"].detach().nan_to_num().requires_grad_(), named["linear_weight"], None, named["target"], None
+    options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked"
+    per_token = [one.detach().nan_to_num().requires_grad_() for one in per_token]
+    loss = made.form.token_loss
+    rest = loss.name, list(loss.parameters), loss.kl, per_token, True, True, False, [True, False, True]
+    torch.library.opcheck(
+        torch.ops.linear_ce.token_loss.default,
+        (*arrays, named["token_weight"], None, *options, *rest),
+        rtol=2e-2,
+        atol=2e-2,
+    )
+
+
+# Named losses.
+
+
+def test_named_losses_are_values() -> None:
+    losses = [form.token_loss for form in FORMS.values() if form.token_loss is not FORMS["custom"].token_loss]
+    assert len(set(losses)) == len(losses)
+    for loss in losses:
+        assert pickle.loads(pickle.dumps(loss)) == loss
+    assert token_losses.ppo_clip() == token_losses.ppo_clip(0.2, 0.2)
+    assert token_losses.grpo().per_token == ("advantage", "old_log_prob")
+    assert token_losses.grpo(beta=0.1).per_token == ("advantage", "old_log_prob", "ref_log_prob")
+
+
+ANY: Any = "a"  # of any type
+BAD_PARAMETERS: list[tuple[Any, type[Exception], str]] = [
+    (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must be finite and not negative, got -0.1"),
+    (
+        lambda: token_losses.cispo(1.0, float("inf")),
+        ValueError,
+        "epsilon_high must be finite .* got inf",
+    ),
+    (lambda: token_losses.grpo(beta=ANY), TypeError, "beta must be a Python number, got str"),
+    (lambda: token_losses.reinforce(0.1, "k4"), ValueError, "kl must be one of 'k1', 'k2', 'k3', got 'k4'"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "message"), BAD_PARAMETERS, ids=["low", "high", "beta", "kl"])
+def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+# Errors.
+
+ONES = torch.ones(12)
+NOT_A_LOSS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
+    "callable": ("ppo", (), TypeError, "token_loss must be callable, got str"),
+    "number": (lambda p: 1.0, (), TypeError, r"token_loss must return a float32 Tensor of shape \(12,\).* got float"),
+    "dtype": (lambda p: p.half(), (), TypeError, "token_loss must return a float32 Tensor .* got float16"),
+    "sum": (lambda p: p.sum(), (), ValueError, r"token_loss must return .* of shape \(12,\).* got shape \(\)"),
+    "device": (lambda p: p.to("meta"), (), ValueError, "token_loss must return .* on cpu, got one on meta"),
+    "raises": (lambda p, u: p, (), RuntimeError, r"token_loss raised TypeError: .* missing 1 required .*'u'"),
+    "shape": (
+        PPO,
+        (ONES[:11], ONES),
+        ValueError,
+        r"per_token\[0\] must have shape \(12,\) .* got \(11,\)",
+    ),
+    "integers": (PPO, (ONES, ONES.long()), TypeError, r"per_token\[1\] must have a floating-point dtype, got int64"),
+    "list": (PPO, (ONES, [0.0] * 12), TypeError, r"per_token\[1\] must be a Tensor, got list"),
+    "meta": (PPO, (ONES, ONES.to("meta")), ValueError, r"per_token\[1\] must be on input's device cpu, got meta"),
+    "number of": (
+        PPO,
+        (ONES,),
+        ValueError,
+        "per_token of token_losses.ppo_clip must be advantage, old_log_prob, got 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("token_loss", "per_token", "kind", "message"), NOT_A_LOSS.values(), ids=list(NOT_A_LOSS))
+def test_what_is_not_a_token_loss_is_refused(
+    token_loss: Any, per_token: tuple[Any, ...], kind: type[Exception], message: str, reduction: Any
+) -> None:
+    arrays = problem(bias=False)
+    with pytest.raises(kind, match=message):
+        core_triton.linear_token_loss(*arrays.values(), token_loss, *per_token, reduction=reduction)
+
+
+def test_the_exception_of_a_token_loss_is_the_cause() -> None:
+    def token_loss(log_prob: Tensor) -> Tensor:
+        raise KeyError("advantage")
+
+    functions: dict[str, Any] = {"token_loss": token_loss, "the backward pass of token_loss": _Broken.apply}
+    arrays: Any = problem(bias=False)
+    for said, function in functions.items():
+        with pytest.raises(RuntimeError, match=f"^{said} raised KeyError: 'advantage'$") as raised:
+            core_triton.linear_token_loss(**arrays, token_loss=function)
+        assert isinstance(raised.value.__cause__, KeyError)
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_prob: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -log_prob
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise KeyError("advantage")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),
+        ({"vocab_size": 51}, "vocab_size must not exceed linear_weight's 50 rows, got 51"),
+        ({"normalizer": 2.0, "reduction": "sum"}, 'normalizer needs reduction "mean"'),
+        ({"token_weight": torch.ones(12, requires_grad=True)}, "token_weight is not differentiated"),
+    ],
+)
+def test_options_of_the_cross_entropy_are_checked(change: dict[str, Any], message: str) -> None:
+    arrays: Any = problem()
+    with pytest.raises(ValueError, match=message):
+        core_triton.linear_token_loss(**arrays, token_loss=lambda log_prob: -log_prob, **change)
