@@ -139,6 +139,7 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
+    "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
         # An operator's schema needs flat lists, which have names in core_triton.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
@@ -158,6 +159,7 @@ ONE_FRAMEWORK_ONLY = {
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         "Carry",  # the carry of a loop
+        "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
     "tile_config.py": {
