@@ -13,8 +13,8 @@ result, from the sums over tokens too. If a log-probability is NaN, because the 
 are NaN, then the loss and g are NaN, even if the token loss does not propagate NaN.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -28,18 +28,25 @@ from jax_pallas.slicing import Slice
 
 @dataclass(frozen=True)
 class TokenFunction:
-    """A token loss, traced for one token.
+    """A token loss, traced for one token. It is equal to another trace of the same function with the same text, so that
+    calls outside of `jax.jit` compile it once.
 
     Args:
-        jaxpr: from log_prob and the per-token values, (1,) float32 each, to the loss, (1,) float32. The arrays that the
-            function closes over are its constants. Functions are equal if they have the same jaxpr object.
+        function: the token loss, or what stands for it.
+        text: the jaxpr as text.
+        jaxpr: from the arrays of the closure, and log_prob and the per-token values, (1,) float32 each, to the loss,
+            (1,) float32. The arrays of the closure are its constants, or its first arguments.
     """
 
-    jaxpr: Jaxpr
+    function: Hashable
+    text: str
+    jaxpr: Jaxpr = field(compare=False)
 
     def of_token(self, log_prob: Array, per_token: Sequence[Array], closure: Sequence[Array]) -> Array:
         """Returns the loss of one token; all but the closure are ()."""
-        (loss,) = jax.core.eval_jaxpr(self.jaxpr, closure, log_prob[None], *(value[None] for value in per_token))
+        arguments = (*closure, log_prob[None], *(value[None] for value in per_token))
+        constants = len(self.jaxpr.constvars)
+        (loss,) = jax.core.eval_jaxpr(self.jaxpr, arguments[:constants], *arguments[constants:])
         return loss[0]
 
 
@@ -80,10 +87,10 @@ class TokenLoss(NamedTuple):
     def of_chunk(self, chunk: Slice, log_prob: Array, row_weight: Array) -> TokenRows:
         """Returns the results of a chunk's rows, given their log-probabilities and row weights, (n,) each."""
         per_token = tuple(chunk.of(values) for values in self.per_token)
-        return token_gradients(self.function, self.needs_grad, log_prob, row_weight, per_token, self.closure)
+        return row_token_gradients(self.function, self.needs_grad, log_prob, row_weight, per_token, self.closure)
 
 
-def token_losses(
+def row_token_losses(
     function: TokenFunction, log_prob: Array, row_weight: Array, per_token: Sequence[Array], closure: Sequence[Array]
 ) -> Array:
     """Returns row_weight * token_loss of each row, (n,), without gradients."""
@@ -92,7 +99,7 @@ def token_losses(
     return _weighted(loss, log_prob, row_weight, contributes)
 
 
-def token_gradients(
+def row_token_gradients(
     function: TokenFunction,
     needs_grad: TokenNeedsGrad,
     log_prob: Array,
