@@ -144,6 +144,7 @@ ONE_FRAMEWORK_ONLY = {
         # An operator's schema needs flat lists, which have names in core_triton.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
+        *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
         *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
