@@ -24,13 +24,13 @@ from jax_pallas.token_rows import TokenFunction
 # The names of primitives that compute each number from the numbers at the same place.
 ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
-    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac",
-    "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne",
-    "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma", "pow", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
-    "zeta",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",
+    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
+    "min", "mul", "name", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma", "pow",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "xor", "zeta",
 ))  # fmt: skip
 
 # What a mesh adds to a trace. The program of an operator has no mesh.
@@ -72,10 +72,10 @@ def trace_token_loss(
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix
-    _check_elementwise(_traced(token_loss, length, per_token).jaxpr, length)
+    _check_elementwise(_traced(token_loss, length, per_token), 1 + per_token, length)
     traced = _traced(token_loss, 1, per_token)
     closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
-    jaxpr = traced.jaxpr if get_abstract_mesh().empty else _without_mesh(traced)
+    jaxpr = _open(traced) if get_abstract_mesh().empty else _without_mesh(traced)
     try:
         hash(token_loss)
         key = token_loss
@@ -106,17 +106,21 @@ def _traced(token_loss: Callable[..., Array], length: int, per_token: int) -> Cl
     return jax.make_jaxpr(checked)(*[jax.ShapeDtypeStruct((length,), jnp.float32)] * (1 + per_token))
 
 
-def _check_elementwise(jaxpr: Jaxpr, length: int) -> None:
-    """Raises ValueError if a result of a jaxpr of arguments (length,) is not elementwise."""
-    (result,) = _kinds(jaxpr, [OF_TOKENS] * len(jaxpr.invars), length)
+def _check_elementwise(traced: ClosedJaxpr, arguments: int, length: int) -> None:
+    """Raises ValueError if the result of a trace with arguments (length,) is not elementwise."""
+    (result,) = _kinds(traced.jaxpr, [OF_TOKENS] * arguments, length)
     if result not in (OF_TOKENS, UNIFORM):
         raise _differs(result)
 
 
 def _kinds(jaxpr: Jaxpr, arguments: Sequence[str], length: int) -> list[str]:
-    """Returns the kinds of a jaxpr's results, given those of its arguments: OF_TOKENS, UNIFORM or a source."""
-    kinds: dict[Any, str] = {var: _kind_of_constant(var) for var in jaxpr.constvars}
-    kinds |= dict(zip(jaxpr.invars, arguments, strict=True))
+    """Returns the kinds of a jaxpr's results, given those of its arguments: OF_TOKENS, UNIFORM or a source.
+
+    The arguments are its last variables. Those before them are its constants.
+    """
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    constants = variables[: len(variables) - len(arguments)]
+    kinds: dict[Any, str] = dict(zip(variables, [*map(_kind_of_constant, constants), *arguments], strict=True))
 
     def kind(atom: Any) -> str:
         return UNIFORM if isinstance(atom, Literal) else kinds[atom]
@@ -179,12 +183,17 @@ def _opened(jaxpr: Any) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
 
 
-def _without_mesh(traced: ClosedJaxpr) -> Jaxpr:
-    """Returns a trace's jaxpr without what the mesh of the trace added to it."""
+def _open(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a trace whose constants are its first arguments, so that it does not hold the arrays of a closure."""
+    jaxpr = traced.jaxpr
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
 
-    def evaluated(jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        values: dict[Any, Any] = dict(zip(jaxpr.constvars, constants, strict=True))
-        values |= dict(zip(jaxpr.invars, arguments, strict=True))
+
+def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `_open` of a trace without what the mesh of the trace added to it."""
+
+    def evaluated(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
 
         def value(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else values[atom]
@@ -195,24 +204,19 @@ def _without_mesh(traced: ClosedJaxpr) -> Jaxpr:
                 found = operands
             elif name == "jit":
                 called = equation.params["jaxpr"]
-                found = evaluated(called.jaxpr, called.consts, operands)
+                found = evaluated(called.jaxpr, [*called.consts, *operands])
             else:
                 _refuse_mesh(equation)
-                parameters = equation.primitive.get_bind_params(equation.params)
-                found = equation.primitive.bind(*parameters[0], *operands, **parameters[1])
+                # jax.core.eval_jaxpr would do this in the context that the equation was traced in, which has the mesh.
+                found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
                 found = found if equation.primitive.multiple_results else [found]
             values.update(zip(equation.outvars, found, strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def whole(constants: Sequence[Any], *arguments: Any) -> Any:
-        return evaluated(traced.jaxpr, constants, arguments)
-
-    def shape(var: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-
+    types: list[Any] = [var.aval for var in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
     with one_device():
-        jaxpr = jax.make_jaxpr(whole)([shape(var) for var in traced.jaxpr.constvars], *map(shape, traced.jaxpr.invars))
-    return jaxpr.jaxpr
+        return jax.make_jaxpr(lambda *arguments: evaluated(traced.jaxpr, arguments))(*shapes)
 
 
 def _refuse_mesh(equation: Any) -> None:

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import Array
-from jax.extend.core import Jaxpr
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_pallas.slicing import Slice
 
@@ -35,18 +34,16 @@ class TokenFunction:
         function: the token loss, or what stands for it.
         text: the jaxpr as text.
         jaxpr: from the arrays of the closure, and log_prob and the per-token values, (1,) float32 each, to the loss,
-            (1,) float32. The arrays of the closure are its constants, or its first arguments.
+            (1,) float32.
     """
 
     function: Hashable
     text: str
-    jaxpr: Jaxpr = field(compare=False)
+    jaxpr: ClosedJaxpr = field(compare=False)
 
     def of_token(self, log_prob: Array, per_token: Sequence[Array], closure: Sequence[Array]) -> Array:
         """Returns the loss of one token; all but the closure are ()."""
-        arguments = (*closure, log_prob[None], *(value[None] for value in per_token))
-        constants = len(self.jaxpr.constvars)
-        (loss,) = jax.core.eval_jaxpr(self.jaxpr, arguments[:constants], *arguments[constants:])
+        (loss,) = jaxpr_as_fun(self.jaxpr)(*closure, log_prob[None], *(value[None] for value in per_token))
         return loss[0]
 
 
