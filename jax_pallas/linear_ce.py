@@ -7,7 +7,7 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
-    token loss           as the first two        the same plans, with a function of the log-probability as the loss
+    token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
 The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
 `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,

@@ -1,12 +1,12 @@
 """The differentiable operators behind the public functions: custom_vjp rules, and batching rules for vmap.
 
-    `loss_and_gradients`  plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
-                          scales them
-    `row_losses`          plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward rule
-                          computes d_input instead, and the backward rule scales its rows
-    `log_probs`           plan C for log-probabilities
-    `token_loss_and_gradients`  plan A with a token loss: () loss of all rows
-    `token_losses`        `row_losses`, then a token loss: (N,) loss of each row
+    `loss_and_gradients`        plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
+                                scales them
+    `row_losses`                plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward
+                                rule computes d_input instead, and the backward rule scales its rows
+    `log_probs`                 plan C for log-probabilities
+    `token_loss_and_gradients`  `loss_and_gradients` with a token loss in place of the negative log-likelihood
+    `token_losses`              `row_losses`, and then `token_rows`: (N,) token loss of each row
 
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
