@@ -225,10 +225,11 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         static = (token.function, token_needs_grad)
         rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
         gradients, scales = Gradients(None, None, None), None
-    saved = gradients, (*rows.d_per_token, *rows.d_closure)
-    # A gradient has the dtype of its array. It is rounded to it after it is scaled.
-    dtypes = tuple(jnp.zeros(0, array.dtype) for array in arrays[len(of_call) :])
-    return (rows.loss.sum(),), (jax.tree.map(_named, saved), scales, dtypes)
+    of_tokens = (*rows.d_per_token, *rows.d_closure)
+    # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
+    like = zip(of_tokens, arrays[len(of_call) :], strict=True)
+    dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
+    return (rows.loss.sum(),), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:

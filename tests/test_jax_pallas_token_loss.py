@@ -2,7 +2,9 @@
 argument, rows that do not contribute, JAX's transformations, and what is refused.
 """
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -347,14 +349,19 @@ def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
     assert jnp.isfinite(d_a).all()
 
 
-@pytest.mark.parametrize("target", [50, -1])
-def test_a_target_that_is_not_a_class_is_nan(target: int) -> None:
-    arrays = simple() | {"target": simple()["target"].at[4].set(target)}
+@pytest.mark.parametrize(("implementation", "dtype"), [("chunked", "float32"), ("pallas_triton", "bfloat16")])
+@pytest.mark.parametrize("bad", ["target", "input"])
+def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: str, bad: str) -> None:
+    """The target is not a class, or the input is NaN. The token loss does not propagate NaN."""
+    arrays = simple() | problem(12, 8, 128, dtype=dtype, bias=False)
+    arrays[bad] = arrays[bad].at[4].set(128 if bad == "target" else jnp.nan)
     arrays["token_loss"] = lambda log_prob, a: jnp.where(jnp.isnan(log_prob), 0.0, a * log_prob)
-    losses = loss_of(arrays, reduction="none")
+    options: dict[str, Any] = {"implementation": implementation}
+    losses = loss_of(arrays, reduction="none", **options)
     assert jnp.isnan(losses).tolist() == [i == 4 for i in range(12)]
-    for options in ({}, {"reduction": "none"}):
-        value, found = gradients(lambda arrays, options=options: loss_of(arrays, **options).sum(), arrays, ARGUMENTS)
+    for reduction in ("mean", "none"):
+        options["reduction"] = reduction
+        value, found = gradients(lambda arrays: loss_of(arrays, **options).sum(), arrays, ARGUMENTS[:2])
         assert jnp.isnan(value)
         assert jnp.isnan(found["linear_weight"]).all()
         assert jnp.isnan(found["input"]).any(1).tolist() == [i == 4 for i in range(12)]
@@ -408,6 +415,37 @@ def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> Non
             caplog.clear()
             gradients(loss_of, arrays, ARGUMENTS)
         assert any("Compiling" in record.message for record in caplog.records) == (call == 0)
+
+
+class Policy:
+    """An object whose method is a token loss."""
+
+    factor = jnp.float32(2.0)
+
+    def loss(self, log_prob: Array, a: Array) -> Array:
+        return self.factor * log_prob * a
+
+
+def test_no_cache_keeps_what_a_token_loss_holds() -> None:
+    arrays, policies = simple(), [Policy()]
+    kept = weakref.ref(policies[0])
+
+    def value(x: Array) -> Array:
+        return loss_of(arrays | {"input": x, "token_loss": policies[0].loss})
+
+    jax.jit(jax.grad(value))(arrays["input"])
+    value(arrays["input"])
+    policies.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_nan_checks_find_nothing_in_excluded_rows() -> None:
+    arrays = simple() | {"target": simple()["target"].at[::3].set(-100), "token_loss": lambda p, a: p * jnp.sqrt(a)}
+    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+    with jax.debug_nans(True):
+        for reduction in ("mean", "none"):
+            gradients(lambda a, r=reduction: loss_of(a, reduction=r).sum(), arrays, ("input", "linear_weight"))
 
 
 # Transformations.
