@@ -5,6 +5,7 @@ import importlib.util
 if importlib.util.find_spec("jax") is None:
     raise ImportError('jax_pallas needs JAX: pip install "linear-ce[jax]", or "linear-ce[jax,cuda]" with a GPU')
 
+from jax_pallas import token_losses
 from jax_pallas.linear_ce import (
     Implementation,
     LogProbs,
@@ -14,6 +15,7 @@ from jax_pallas.linear_ce import (
     linear_cross_entropy,
     linear_cross_entropy_with_stats,
     linear_log_probs,
+    linear_token_loss,
 )
 
 __all__ = [
@@ -25,4 +27,6 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_with_stats",
     "linear_log_probs",
+    "linear_token_loss",
+    "token_losses",
 ]

@@ -18,8 +18,9 @@ of its value. At the logits of a trained model that is several times the error o
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -27,6 +28,7 @@ from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
+from jax_pallas.token_rows import TokenLoss, TokenRows
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
@@ -261,24 +263,86 @@ def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: boo
     return over_slices(body, None, problem.tokens, config.rows)[1]
 
 
+class ChunkRows(NamedTuple):
+    """The rows of a chunk between its two passes."""
+
+    chunk: Slice
+    target: Array  # (n,)
+    row_weight: Array  # (n,), 0 for rows that an earlier chunk has seen
+
+
 def loss_and_gradients(
     tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Array, Array] | None
 ) -> tuple[Array, RowStatistics, Gradients]:
     """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     classes = problem.classes
 
-    def body(
-        carry: tuple[Array | None, HeadSums], chunk: Slice
-    ) -> tuple[tuple[Array | None, HeadSums], tuple[Array, RowStatistics]]:
-        d_input, sums = carry
+    def middle(rows: ChunkRows, part: RowStatistics, nothing: None) -> tuple[tuple[Array, RowStatistics], Array, None]:
+        target, row_weight = rows.target, rows.row_weight
+        loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
+        return (loss, part), row_weight, nothing
+
+    (loss, parts), gradients, _ = _plan_a(tiles, problem, config, needs_grad, scales, middle, None)
+    return loss, parts, gradients
+
+
+def token_loss_and_gradients(
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    needs_grad: NeedsGrad,
+    scales: tuple[Array, Array] | None,
+    token_loss: TokenLoss,
+) -> tuple[TokenRows, Gradients]:
+    """Plan A with a token loss: the results of all rows and the gradients of the sum of their losses, times `scales`.
+
+    `scales` does not apply to the gradients in `TokenRows`.
+    """
+
+    def middle(
+        rows: ChunkRows, part: RowStatistics, d_closure: tuple[Array | None, ...]
+    ) -> tuple[TokenRows, Array, tuple[Array | None, ...]]:
+        assert part.nll is not None
+        found = token_loss.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
+        return found._replace(d_closure=()), found.g, jax.tree.map(jnp.add, d_closure, found.d_closure)
+
+    rows, gradients, d_closure = _plan_a(
+        tiles, problem, config, needs_grad, scales, middle, token_loss.zeros_of_closure()
+    )
+    return rows._replace(d_closure=d_closure), gradients
+
+
+def _plan_a(
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    needs_grad: NeedsGrad,
+    scales: tuple[Array, Array] | None,
+    middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, Array, Any]],
+    summed: Any,
+) -> tuple[Any, Gradients, Any]:
+    """Runs both passes over each chunk, with `middle` between them.
+
+    Args:
+        middle: takes a chunk's rows, their statistics and sums over the chunks before. Returns results of the rows,
+            (n,) each, what each row's gradient of the loss is multiplied by, (n,), and the sums.
+        summed: the sums before the first chunk.
+
+    Returns:
+        The results of all rows, the gradients, and the sums.
+    """
+    classes = problem.classes
+
+    def body(carry: tuple[Array | None, HeadSums, Any], chunk: Slice) -> tuple[tuple[Array | None, HeadSums, Any], Any]:
+        d_input, sums, summed = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
         partial, kept = chunk_statistics(
             problem, chunk, config.first_vocab_chunk, keep=config.keeps_logits, tiles=tiles
         )
         part = row_math.finish(partial, target, row_weight, classes)
-        loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
+        found, upstream, summed = middle(ChunkRows(chunk, target, row_weight), part, summed)
         coefficients = row_math.loss_coefficients(
-            problem.spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
+            problem.spec, part.lse, target, upstream, row_weight, problem.class_weight, classes
         )
         d_rows, sums = chunk_gradients(
             problem,
@@ -292,12 +356,12 @@ def loss_and_gradients(
             scales=scales,
             tiles=tiles,
         )
-        return (chunk.put_fresh(d_input, d_rows), sums), (loss, part)
+        return (chunk.put_fresh(d_input, d_rows), sums, summed), found
 
     d_input = jnp.zeros_like(problem.input) if needs_grad.d_input else None
-    start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum))
-    (d_input, sums), (loss, parts) = over_slices(body, start, problem.tokens, config.rows)
-    return loss, parts, Gradients(d_input, *sums.result(problem))
+    start = (d_input, HeadSums.zeros(problem, needs_grad, float32_sum=config.float32_sum), summed)
+    (d_input, sums, summed), found = over_slices(body, start, problem.tokens, config.rows)
+    return found, Gradients(d_input, *sums.result(problem)), summed
 
 
 def gradients(

@@ -7,6 +7,7 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
+    token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
 The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
 `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
@@ -14,6 +15,7 @@ The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.p
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import launch, ops, row_math
+from jax_pallas import elementwise, launch, ops, row_math
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
@@ -280,6 +282,99 @@ def linear_log_probs(
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
+
+
+def linear_token_loss(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    token_loss: Callable[..., Array],
+    *per_token: Array,
+    linear_bias: Array | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_weight: Array | None = None,
+    reduction: Reduction = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+    vocab_axis: int = 0,
+) -> Array:
+    r"""Any function of each target's log-probability as a loss: PPO, GRPO, CISPO, REINFORCE, weighted likelihoods.
+
+    .. math::
+        L = \frac{1}{d} \sum_i t_i \, f(\log p_{i,y_i},\, a_i,\, \ldots)
+
+    where :math:`f` is token_loss, :math:`a` the arrays in per_token, :math:`t` token_weight and :math:`d` the
+    denominator. `token_losses` has common token losses by name.
+
+    The gradients of a scalar reduction are computed in the forward pass. With three matmuls they cost as much as those
+    of `linear_cross_entropy`. token_loss is called with some of the tokens at a time, and differentiated there. With
+    reduction "none" the gradients take four matmuls: two if the head is frozen.
+
+    Args:
+        input, linear_weight, target: as in `linear_cross_entropy`.
+        token_loss: `token_loss(log_prob, *per_token) -> loss` takes and returns (n,) float32 arrays, for any n. It must
+            be elementwise over tokens, which is checked: it may compute no sum, mean, maximum, order or shift over
+            tokens. It may close over arrays that are the same for all tokens, for example a learned factor. It is
+            differentiated with respect to log_prob, per_token and what it closes over. log_prob is never above 0.
+        per_token: (...,) arrays of target's shape and any float dtype. token_loss takes them in float32, without the
+            values in rows that do not contribute. Their gradients have their dtypes.
+        linear_bias, logit_scale, softcap: as in `linear_cross_entropy`.
+        token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
+            Rows of weight 0 do not contribute: their input and per_token may hold any values.
+        reduction: "mean", "sum" or "none".
+        normalizer, ignore_index, vocab_size: as in `linear_cross_entropy`.
+        memory_budget, implementation, vocab_axis: as in `linear_cross_entropy`.
+
+    Returns:
+        float32 loss, () or, for reduction "none", (...,). Where log_prob is NaN, for example because the target is
+        neither a class nor `ignore_index`, the token's loss and gradients are NaN, whatever token_loss returns.
+
+    Raises:
+        TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
+            token_loss is not callable, returns anything but (n,) float32, or is not elementwise.
+        RuntimeError: token_loss raised an exception, which is the cause of this one.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas import linear_token_loss, token_losses
+        >>> x, w, advantage, old = jnp.ones((6, 16)), jnp.ones((100, 16)), jnp.ones(6), jnp.full(6, -4.0)
+        >>> loss = linear_token_loss(x, w, jnp.arange(6), token_losses.ppo_clip(), advantage, old)
+        >>> loss.shape
+        ()
+
+    Source:
+        linear_ce/MATH.md (35), (36). The losses: `token_losses`.
+    """
+    spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    flat = tuple(_per_token(index, values, call.leading) for index, values in enumerate(per_token))
+    function, closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
+    scalar = spec.reduction != "none"
+    if call.tokens == 0:
+        return jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
+    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *closure)
+    if scalar:
+        return ops.token_loss_and_gradients(token, *operands)[0]
+    return ops.token_losses(token, *operands).reshape(call.leading)
+
+
+def _per_token(index: int, values: Any, leading: tuple[int, ...]) -> Array:
+    """Returns a per-token array (N,), checked."""
+    name = f"per_token[{index}]"
+    if not isinstance(values, (Array, np.ndarray)):
+        raise TypeError(f"{name} must be an array, got {type(values).__name__}")
+    if values.shape != leading:
+        raise ValueError(f"{name} must have shape {leading} (target's shape), got {values.shape}")
+    if not jnp.issubdtype(values.dtype, jnp.floating):
+        raise TypeError(f"{name} must be floating point, got {values.dtype}")
+    values = jnp.asarray(values)
+    _check_unsharded(name, values)
+    return values.reshape(-1)
 
 
 def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:

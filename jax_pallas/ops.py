@@ -1,10 +1,12 @@
 """The differentiable operators behind the public functions: custom_vjp rules, and batching rules for vmap.
 
-    `loss_and_gradients`  plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
-                          scales them
-    `row_losses`          plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward rule
-                          computes d_input instead, and the backward rule scales its rows
-    `log_probs`           plan C for log-probabilities
+    `loss_and_gradients`        plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
+                                scales them
+    `row_losses`                plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward
+                                rule computes d_input instead, and the backward rule scales its rows
+    `log_probs`                 plan C for log-probabilities
+    `token_loss_and_gradients`  `loss_and_gradients` with a token loss in place of the negative log-likelihood
+    `token_losses`              `row_losses`, and then `token_rows`: (N,) token loss of each row
 
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
@@ -31,6 +33,14 @@ from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.row_math import Coefficients
+from jax_pallas.token_rows import (
+    TokenFunction,
+    TokenLoss,
+    TokenNeedsGrad,
+    TokenRows,
+    row_token_gradients,
+    row_token_losses,
+)
 from linear_ce.spec import LossSpec
 
 # The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
@@ -84,6 +94,22 @@ class Options:
             linear_bias=gradients.d_bias,
             class_weight=None,
         )
+
+
+@dataclass(frozen=True)
+class TokenOptions:
+    """The static arguments of a call with a token loss. Its arrays are those of `options`, then the per-token arrays
+    (N,), then those that the function closes over."""
+
+    options: Options
+    function: TokenFunction
+    per_token: int  # the number of per-token arrays
+
+    def split(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the arrays of `options`, the per-token arrays and those of the closure."""
+        first = 4 + self.options.has_bias + self.options.has_class_weight
+        last = first + self.per_token
+        return tuple(arrays[:first]), tuple(arrays[first:last]), tuple(arrays[last:])
 
 
 def _rule(function: Callable[..., Arrays]) -> Any:
@@ -178,6 +204,93 @@ def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
 _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 
 
+@_rule
+def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
+    of_call, per_token, closure = token.split(arrays)
+    nll, _ = _losses(token.options, *_unweighted(token.options, of_call))
+    row_weight = token.options.named(of_call)["row_weight"]
+    return (_token_values(token.function, 0.0 - nll, row_weight, per_token, closure).sum(),)
+
+
+def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
+    options, arrays = token.options, tuple(primal.value for primal in primals)
+    of_call, per_token, closure = token.split(primals)
+    needs_grad, token_needs_grad = options.needs_grad(of_call), _token_needs_grad(per_token, closure)
+    if any(needs_grad):
+        rows, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
+    else:
+        of_call, per_token, closure = token.split(arrays)
+        nll, _ = _losses(options, *_unweighted(options, of_call))
+        row_weight = options.named(of_call)["row_weight"]
+        static = (token.function, token_needs_grad)
+        rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
+        gradients, scales = Gradients(None, None, None), None
+    of_tokens = (*rows.d_per_token, *rows.d_closure)
+    # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
+    like = zip(of_tokens, arrays[len(of_call) :], strict=True)
+    dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
+    return (rows.loss.sum(),), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
+
+
+def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
+    (gradients, of_tokens), scales, dtypes = residuals
+    d_loss = _dense(cotangents[0])
+    scaled = (
+        None if gradient is None else (gradient * d_loss).astype(like.dtype)
+        for gradient, like in zip(of_tokens, dtypes, strict=True)
+    )
+    return (*token.options.cotangents(_scaled(gradients, d_loss, d_loss, scales)), *scaled)
+
+
+_token_loss.defvjp(_token_loss_fwd, _token_loss_bwd, symbolic_zeros=True)
+
+
+@_rule
+def _token_rows(token: TokenOptions, log_prob: Array, row_weight: Array, *arrays: Array) -> Arrays:
+    per_token, closure = arrays[: token.per_token], arrays[token.per_token :]
+    return (_token_values(token.function, log_prob, row_weight, per_token, closure),)
+
+
+def _token_rows_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
+    of_tokens = primals[2:]
+    needs_grad = _token_needs_grad(of_tokens[: token.per_token], of_tokens[token.per_token :])
+    arrays = tuple(primal.value for primal in primals)
+    return _token_rows(token, *arrays), (arrays, needs_grad)
+
+
+def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
+    (log_prob, row_weight, *arrays), needs_grad = residuals
+    upstream = jnp.where(row_weight != 0, row_weight * _dense(cotangents[0]), 0.0)
+    per_token, closure = tuple(arrays[: token.per_token]), tuple(arrays[token.per_token :])
+    rows = _token_derivatives((token.function, needs_grad), log_prob, upstream, per_token, closure)
+    found = (*rows.d_per_token, *rows.d_closure)
+    typed = (None if d is None else d.astype(array.dtype) for d, array in zip(found, arrays, strict=True))
+    return (0.0 - rows.g, None, *typed)
+
+
+_token_rows.defvjp(_token_rows_fwd, _token_rows_bwd, symbolic_zeros=True)
+
+
+def _token_needs_grad(per_token: Sequence[Any], closure: Sequence[Any]) -> TokenNeedsGrad:
+    """Returns which arrays of a token loss are differentiated, from the primals of a forward rule."""
+    return TokenNeedsGrad(*(tuple(primal.perturbed for primal in primals) for primals in (per_token, closure)))
+
+
+def _unweighted(options: Options, arrays: Sequence[Array]) -> Any:
+    """Returns the arrays of a call with row weights 1 in the rows that contribute: losses are then negative
+    log-likelihoods."""
+    named = options.named(arrays)
+    return options.arrays(**named | {"row_weight": (named["row_weight"] != 0).astype(jnp.float32)})
+
+
+def token_losses(token: TokenOptions, *arrays: Array) -> Array:
+    """Returns the (N,) weighted losses of a token loss, for any upstream gradient: plan C, or B without gradients."""
+    of_call, per_token, closure = token.split(arrays)
+    nll = row_losses(token.options, *_unweighted(token.options, of_call))[0]
+    row_weight = token.options.named(of_call)["row_weight"]
+    return token_rows(token, 0.0 - nll, row_weight, *per_token, *closure)[0]
+
+
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
     """Returns gradients times what came from upstream, rounded once."""
 
@@ -234,6 +347,54 @@ def _plan_a(
             _tiles(plan), problem, plan.chunk_config, needs_grad, scales
         )
     return losses, (found.lse, found.target_logit, found.max), gradients, scales
+
+
+@opaque("linear_ce_token_plan_a")
+def _token_plan_a(
+    static: tuple[TokenOptions, NeedsGrad, TokenNeedsGrad], *arrays: Array, platform: str | None = None
+) -> tuple[TokenRows, Gradients, Any]:
+    """Returns the results of all rows, the gradients of the sum of their losses, and the powers of two that these
+    carry."""
+    token, needs_grad, token_needs_grad = static
+    of_call, per_token, closure = token.split(arrays)
+    problem = _problem("loss_and_gradients", token.options, of_call, needs_grad, platform)
+    plan, token_loss = plan_of(problem), TokenLoss(token.function, token_needs_grad, per_token, closure)
+    scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
+    if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import token_loss_and_gradients
+
+        rows, gradients = token_loss_and_gradients(problem, needs_grad, token_loss)
+    else:
+        rows, gradients = chunked.token_loss_and_gradients(
+            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss
+        )
+    return rows, gradients, scales
+
+
+@opaque("linear_ce_token_values")
+def _token_values(
+    function: TokenFunction,
+    log_prob: Array,
+    row_weight: Array,
+    per_token: Arrays,
+    closure: Arrays,
+    platform: str | None = None,
+) -> Array:
+    """Returns the (N,) weighted losses of a token loss."""
+    return row_token_losses(function, log_prob, row_weight, per_token, closure)
+
+
+@opaque("linear_ce_token_derivatives")
+def _token_derivatives(
+    static: tuple[TokenFunction, TokenNeedsGrad],
+    log_prob: Array,
+    row_weight: Array,
+    per_token: Arrays,
+    closure: Arrays,
+    platform: str | None = None,
+) -> TokenRows:
+    """Returns the weighted losses of a token loss and their gradients."""
+    return row_token_gradients(*static, log_prob, row_weight, per_token, closure)
 
 
 @opaque("linear_ce_gradients")
@@ -350,10 +511,9 @@ def _by_batch(flattened: Callable[[Options, Arrays, int], Arrays]) -> Batched:
         axis_of, named = options.named(axes), options.named(arrays)
         if any(axis_of[name] is not None for name in ("linear_weight", "linear_bias", "class_weight")):
             return None  # a head for each batch element: nothing to share
-        for name in ("input", "target", "row_weight"):
-            array, axis = named[name], axis_of[name]
-            array = jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
-            named[name] = array.reshape(-1, *array.shape[2:])
+        names = ("input", "target", "row_weight")
+        rows = _as_rows([named[name] for name in names], [axis_of[name] for name in names], size)
+        named.update(zip(names, rows, strict=True))
         return flattened(options, options.arrays(**named), size)
 
     return rule
@@ -364,6 +524,41 @@ def _loss_of_batch(options: Options, arrays: Arrays, batch: int) -> Arrays:
     return losses.sum(1), *statistics
 
 
+def _token_loss_of_batch(token: TokenOptions, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Any:
+    """The batching rule of `_token_loss`."""
+    of_call, per_token, closure = token.split(arrays)
+    axes_of_call, token_axes, closure_axes = token.split(axes)
+    if any(axis is not None for axis in closure_axes):
+        return None
+
+    def flattened(options: Options, of_call: Arrays, batch: int) -> Arrays:
+        rows = _as_rows(per_token, token_axes, batch)
+        return (token_losses(token, *of_call, *rows, *closure).reshape(batch, -1).sum(1),)
+
+    return _by_batch(flattened)(token.options, size, of_call, axes_of_call)
+
+
+def _token_rows_of_batch(token: TokenOptions, size: int, arrays: Sequence[Any], axes: Sequence[Any]) -> Any:
+    """The batching rule of `_token_rows`."""
+    of_rows = 2 + token.per_token
+    if any(axis is not None for axis in axes[of_rows:]):
+        return None
+    rows = _as_rows(arrays[:of_rows], axes[:of_rows], size)
+    return _unflattened(token_rows(token, *rows, *arrays[of_rows:]), size)
+
+
+def _as_rows(arrays: Sequence[Any], axes: Sequence[Any], size: int) -> Arrays:
+    """Returns arrays whose batch axis is part of their first axis."""
+
+    def flat(array: Any, axis: int | None) -> Array:
+        array = jnp.broadcast_to(array, (size, *array.shape)) if axis is None else jnp.moveaxis(array, axis, 0)
+        return array.reshape(-1, *array.shape[2:])
+
+    return tuple(flat(array, axis) for array, axis in zip(arrays, axes, strict=True))
+
+
 loss_and_gradients = differentiable("linear_ce_loss_and_gradients", _loss_and_gradients, _by_batch(_loss_of_batch))
 row_losses = differentiable("linear_ce_row_losses", _row_losses, _by_batch(_row_losses_of_batch))
 log_probs = differentiable("linear_ce_log_probs", _log_probs, _by_batch(_log_probs_of_batch))
+token_loss_and_gradients = differentiable("linear_ce_token_loss", _token_loss, _token_loss_of_batch)
+token_rows = differentiable("linear_ce_token_rows", _token_rows, _token_rows_of_batch)

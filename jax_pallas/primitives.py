@@ -26,11 +26,11 @@ Batched = Callable[[Any, int, Sequence[Any], Sequence[Any]], Any]  # (static, si
 def _result_shapes(function: Function, static: Any, tree: Any, shapes: tuple[Any, ...]) -> tuple[list[Any], Any]:
     """Returns the results of a call as flat shapes and their tree."""
     arguments = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
-    with _one_device():
+    with one_device():
         return jax.tree.flatten(jax.eval_shape(partial(function, static), *arguments))
 
 
-def _one_device() -> Any:
+def one_device() -> Any:
     """Returns a context without a mesh, but for what it says of its devices."""
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=get_abstract_mesh().abstract_device))
 
@@ -106,7 +106,7 @@ def opaque(name: str) -> Callable[[Function], Function]:
             platform = (context.platforms or context.module_context.platforms)[0]
             types: Sequence[Any] = context.avals_in
             context = context.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in types])
-            with _one_device():
+            with one_device():
                 return mlir.lower_fun(partial(flat, platform=platform))(context, *leaves, **parameters)
 
         def batch(leaves: Sequence[Any], axes: Sequence[Any], **parameters: Any) -> tuple[Any, Any]:

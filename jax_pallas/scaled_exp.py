@@ -14,6 +14,9 @@ the reference exponents of all rows and copies the rows of the input that contri
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
+A token loss is called between the first two steps (`_call_token_loss`). Its gradients take the place of the row weights
+in the steps after it.
+
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
 
@@ -23,6 +26,7 @@ d_input replace them. So a chunk takes little memory besides its exponentials.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -32,6 +36,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
+from jax_pallas.token_rows import TokenLoss, TokenRows
 from linear_ce.gpus import share_added_in_l2
 
 
@@ -51,8 +56,34 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
         The weighted loss of each row (N,); the statistics of the rows, in which the largest logits are inf unless
         `statistics`; and the gradients of the sum.
     """
+    rows, gradients, _ = _run(problem, needs_grad, None, statistics=statistics)
+    loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
+    largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
+    return loss, RowStatistics(lse, target_logit, None, largest, None, None), gradients
+
+
+def token_loss_and_gradients(
+    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenLoss
+) -> tuple[TokenRows, Gradients]:
+    """Runs plan A with a token loss: (29)-(33), (35).
+
+    Returns:
+        The results of all rows, and the gradients of the sum of their losses.
+    """
+    _, gradients, found = _run(problem, needs_grad, token_loss, statistics=False)
+    assert found is not None
+    return found._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), found.d_closure)), gradients
+
+
+def _run(
+    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenLoss | None, *, statistics: bool
+) -> tuple[CallRows, Gradients, TokenRows | None]:
+    """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
+    closure (chunks, ...) are those of each chunk."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
+    if token_loss is not None:  # until `_call_token_loss` replaces them
+        row_weight = (row_weight != 0).astype(jnp.float32)
     chunks = -(-tokens // config.rows)
     rows, held = row_kernels.pick(
         problem,
@@ -66,24 +97,22 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     )
     places = _call_places(problem, target, chunks)
 
-    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, None]:
-        return _chunk(problem, carry, chunk, places, first=first, gradients=any(needs_grad)), None
+    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
+        return _chunk(problem, carry, chunk, places, token_loss, first=first, gradients=any(needs_grad))
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
         carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, problem.input.dtype))
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
-    carry, _ = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+    carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
         d_weight, d_bias = _add_targets(problem, rows, d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    loss, lse, target_logit = (array[:tokens] for array in (rows.loss, rows.lse, rows.target_logit))
-    largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[:tokens]
-    return loss, RowStatistics(lse, target_logit, None, largest, None, None), Gradients(carry.held, d_weight, d_bias)
+    return rows, Gradients(carry.held, d_weight, d_bias), found
 
 
 def _call_rows(problem: Problem) -> tuple[Array, Array]:
@@ -137,9 +166,16 @@ def static_args(problem: Problem, rows: int, classes: int) -> dict[str, Any]:
 
 
 def _chunk(
-    problem: Problem, carry: Carry, chunk: Slice, places: Array | None, *, first: bool, gradients: bool
-) -> Carry:
-    """Computes one chunk of rows."""
+    problem: Problem,
+    carry: Carry,
+    chunk: Slice,
+    places: Array | None,
+    token_loss: TokenLoss | None,
+    *,
+    first: bool,
+    gradients: bool,
+) -> tuple[Carry, TokenRows | None]:
+    """Computes one chunk of rows. Returns the carry and, with a token loss, its results for the chunk."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size = config.kernel_rows(chunk.size)
     if carry.held is not None:
@@ -155,14 +191,46 @@ def _chunk(
     rows, found, joined, repaired = _store_exponentials(
         problem, rows, chunk, size, place, x, chunk_places, stores=gradients
     )
+    of_tokens = None
+    if token_loss is not None:
+        rows, of_tokens = _call_token_loss(
+            problem, token_loss, rows, chunk, place, size, found, chunk_places, joined, repaired
+        )
     scales = carry.d_weight is not None
     rows, e, scaled, rho = row_kernels.finish_rows(
         problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None
     )
     carry = carry._replace(rows=rows)
     if e is None or rho is None:
-        return carry
-    return _add_gradients(problem, carry, chunk, e, x if scaled is None else scaled, start, rho, first=first)
+        return carry, of_tokens
+    carry = _add_gradients(problem, carry, chunk, e, x if scaled is None else scaled, start, rho, first=first)
+    return carry, of_tokens
+
+
+def _call_token_loss(
+    problem: Problem,
+    token_loss: TokenLoss,
+    rows: CallRows,
+    chunk: Slice,
+    place: Array,
+    size: int,
+    found: Exponentials,
+    places: TargetPlaces | None,
+    joined: Joined,
+    repaired: Repaired,
+) -> tuple[CallRows, TokenRows]:
+    """Returns the rows with g in place of a chunk's row weights, and the results of the chunk.
+
+    `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
+    """
+    of_call = rows._replace(theta=None)
+    without_e = found._replace(e=None)
+    of_call, *_ = row_kernels.finish_rows(problem, of_call, place, size, without_e, places, joined, repaired, None)
+    log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
+    of_tokens = token_loss.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
+    rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.g), theta=rows.theta)
+    d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
+    return rows, of_tokens._replace(d_closure=d_closure)
 
 
 def _store_exponentials(

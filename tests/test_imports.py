@@ -139,10 +139,12 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
+    "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
         # An operator's schema needs flat lists, which have names in core_triton.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
+        *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
         *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
@@ -160,6 +162,7 @@ ONE_FRAMEWORK_ONLY = {
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
         "Carry",  # the carry of a loop
+        "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
     "tile_config.py": {

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_problem import ARGUMENTS, FUNCTIONS, gradients, problem, total
 
-from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs
+from jax_pallas.linear_ce import linear_cross_entropy, linear_log_probs, linear_token_loss
 
 DEVICES = 4
 NAMES = (*ARGUMENTS, "target")
@@ -129,6 +129,85 @@ def check_plain_jit(function: str) -> None:
     assert_close(got, gradients(function, arrays))
 
 
+def check_token_loss(reduction: Any, check_vma: bool, closes: str) -> None:
+    """Closes over a learned scalar that is the same on all devices, or that each device computes from its rows."""
+    arrays = problem(48, 8, 50)
+    advantage, mesh = jnp.linspace(-1.0, 2.0, 48), jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(arrays: dict[str, Any], advantage: Array, factor: Array) -> Array:
+        rows = arrays["input"].mean() if closes == "rows" else 1.0
+
+        def token_loss(log_prob: Array, advantage: Array) -> Array:
+            return jnp.where(advantage > 0, -advantage * log_prob * factor * rows, 0.1 * log_prob)
+
+        x, w, y, b = (arrays[name] for name in ("input", "linear_weight", "target", "linear_bias"))
+        options: dict[str, Any] = {"normalizer": 48.0} if reduction == "mean" else {"reduction": reduction}
+        return linear_token_loss(x, w, y, token_loss, advantage, linear_bias=b, **options).sum()
+
+    def value(arrays: dict[str, Any], *others: Array) -> Any:
+        chosen = {name: arrays[name] for name in ARGUMENTS}
+        return jax.value_and_grad(lambda c, *others: loss(arrays | c, *others), argnums=(0, 1, 2))(chosen, *others)
+
+    def body(arrays: dict[str, Any], *others: Array) -> Any:
+        total, found = value(arrays, *others)
+        if not check_vma:
+            head = {name: jax.lax.psum(found[0][name], "data") for name in ("linear_weight", "linear_bias")}
+            found = found[0] | head, found[1], jax.lax.psum(found[2], "data")
+        return jax.lax.psum(total, "data"), found
+
+    def on_each_part(arrays: dict[str, Any], advantage: Array, factor: Array) -> Any:
+        """Returns what the devices compute, one after the other."""
+        parts = []
+        for start in range(0, 48, 48 // DEVICES):
+            part = slice(start, start + 48 // DEVICES)
+            of_part = {n: array[part] if n in ("input", "target") else array for n, array in arrays.items()}
+            parts.append(value(of_part, advantage[part], factor))
+        total, (found, d_advantage, d_factor) = jax.tree.map(lambda *values: list(values), *parts)
+        summed_up = {name: sum(found[name]) for name in ("linear_weight", "linear_bias")}
+        rows = {"input": jnp.concatenate(found["input"])}
+        return sum(total), (rows | summed_up, jnp.concatenate(d_advantage), sum(d_factor))
+
+    out = (P(), ({name: ROWS[name] for name in ARGUMENTS}, P("data"), P()))
+    specs = (ROWS, P("data"), P())
+    sharded = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma))
+    given = arrays, advantage, jnp.float32(0.7)
+    assert_close(sharded(*given), on_each_part(*given))
+
+
+def check_token_loss_of_rows_with_derivatives_of_its_own() -> None:
+    arrays = problem(48, 8, 50, bias=False)
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(x: Array, y: Array) -> Array:
+        mean = x.mean()
+        found = linear_token_loss(x, arrays["linear_weight"], y, lambda log_prob: jax.nn.softplus(log_prob * mean))
+        return jax.lax.psum(found, "data")
+
+    with pytest.raises(ValueError, match="token_loss closes over an array that varies over mesh axes"):
+        jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(
+            arrays["input"], arrays["target"]
+        )
+
+
+def check_token_loss_under_explicit_axes() -> None:
+    arrays = problem(40, 64, 128, bias=False)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
+
+    def value(arrays: dict[str, Any], factor: Array) -> Any:
+        def token_loss(log_prob: Array) -> Array:
+            return jnp.where(log_prob < -3.0, factor * log_prob, jax.nn.softplus(log_prob))
+
+        def loss(x: Array, factor: Array) -> Array:
+            return linear_token_loss(x, arrays["linear_weight"], arrays["target"], token_loss)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(arrays["input"], factor)
+
+    want = value(arrays, jnp.float32(0.7))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((arrays, jnp.float32(0.7)), NamedSharding(mesh, P()))
+        assert_close(jax.jit(value)(*placed), want)
+
+
 def check_kernels() -> None:
     arrays = problem(160, 64, 128, dtype="bfloat16")
 
@@ -148,6 +227,12 @@ CHECKS: dict[str, Callable[[], None]] = {
     "replicated": partial(check_replicated_under_explicit_axes, "chunked", "float32"),
     "replicated, kernels": partial(check_replicated_under_explicit_axes, "pallas_triton", "bfloat16"),
     "kernels": check_kernels,
+    "token loss": partial(check_token_loss, "mean", True, "factor"),
+    "token loss, none": partial(check_token_loss, "none", True, "factor"),
+    "token loss, rows": partial(check_token_loss, "mean", True, "rows"),
+    "token loss, unchecked": partial(check_token_loss, "mean", False, "factor"),
+    "token loss, refused": check_token_loss_of_rows_with_derivatives_of_its_own,
+    "token loss, explicit axes": check_token_loss_under_explicit_axes,
 }
 
 

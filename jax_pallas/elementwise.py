@@ -1,0 +1,240 @@
+"""Checks that a token loss is elementwise over tokens, and traces it for one token.
+
+Plan A calls a token loss with one chunk of rows at a time, so a function that mixes tokens, for example by subtracting
+a mean, would silently compute something else. `trace_token_loss` traces the function for all tokens and looks at each
+primitive that a value of a token reaches. Then it traces the function for one token. The chunks run that trace under
+`jax.vmap`, so the length of a chunk does not matter. The arrays that the function closes over, traced or not, become
+arguments.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import get_abstract_mesh
+
+from jax_pallas.primitives import one_device
+from jax_pallas.token_rows import TokenFunction
+
+# The names of primitives that compute each number from the numbers at the same place.
+ELEMENTWISE = frozenset((
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",
+    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
+    "min", "mul", "name", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma", "pow",
+    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
+    "tan", "tanh", "xor", "zeta",
+))  # fmt: skip
+
+# What a mesh adds to a trace. The program of an operator has no mesh.
+OF_A_MESH = frozenset(("pvary", "pcast", "reshard", "sharding_constraint"))
+
+# Elementwise where they do not change the shape.
+SAME_SHAPE = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
+
+# Calls, and the name of the parameter that holds what they call.
+CALLS = {
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+OF_TOKENS = "of tokens"  # the kind of a value that depends on a token; (n,)
+
+UNIFORM = ""  # the kind of a value that is the same for all tokens. Any other kind says where differences come from.
+
+
+def trace_token_loss(
+    token_loss: Callable[..., Array], tokens: int, per_token: int
+) -> tuple[TokenFunction, tuple[Array, ...]]:
+    """Returns the trace of a token loss for one token, and the arrays that it closes over.
+
+    Args:
+        token_loss: from log_prob and the per-token arrays, (n,) float32 each, to the loss, (n,) float32.
+        tokens: N; may be symbolic.
+        per_token: the number of per-token arrays.
+
+    Raises:
+        TypeError, ValueError: token_loss is not callable, does not return an array (n,) float32, or is not elementwise.
+        RuntimeError: token_loss raised an exception, which is the cause of this one.
+    """
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix
+    _check_elementwise(_traced(token_loss, length, per_token), 1 + per_token, length)
+    traced = _traced(token_loss, 1, per_token)
+    closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
+    jaxpr = _open(traced) if get_abstract_mesh().empty else _without_mesh(traced)
+    return TokenFunction(_key(token_loss), str(jaxpr), jaxpr), closure
+
+
+def _key(token_loss: Callable[..., Array]) -> Hashable:
+    """Returns what stands for a function in JAX's caches. A weak reference keeps no array alive that the function, or
+    the object of a method, holds."""
+    try:
+        try:
+            key = weakref.WeakMethod(token_loss) if inspect.ismethod(token_loss) else weakref.ref(token_loss)
+        except TypeError:  # for example a tuple
+            key = token_loss
+        hash(key)
+    except TypeError:
+        return object()  # not hashable: equal to no other
+    return key
+
+
+def _traced(token_loss: Callable[..., Array], length: int, per_token: int) -> ClosedJaxpr:
+    """Returns the trace of a token loss for `length` tokens, whose result is checked."""
+
+    def checked(*arguments: Array) -> Array:
+        try:
+            loss = token_loss(*arguments)
+        except Exception as error:
+            raise RuntimeError(
+                f"token_loss raised {type(error).__name__} for arguments ({length},) float32: {error}"
+            ) from error
+        wanted = "token_loss must return the loss of each token, (n,) float32 for any n"
+        if not isinstance(loss, (Array, np.ndarray)):
+            raise TypeError(f"{wanted}, got {type(loss).__name__} for n = {length}")
+        if loss.shape != (length,):
+            raise ValueError(f"{wanted}, got shape {loss.shape} for n = {length}")
+        if loss.dtype != jnp.float32:
+            raise TypeError(f"{wanted}, got {loss.dtype} for n = {length}")
+        return jnp.asarray(loss)
+
+    return jax.make_jaxpr(checked)(*[jax.ShapeDtypeStruct((length,), jnp.float32)] * (1 + per_token))
+
+
+def _check_elementwise(traced: ClosedJaxpr, arguments: int, length: int) -> None:
+    """Raises ValueError if the result of a trace with arguments (length,) is not elementwise."""
+    (result,) = _kinds(traced.jaxpr, [OF_TOKENS] * arguments, length)
+    if result not in (OF_TOKENS, UNIFORM):
+        raise _differs(result)
+
+
+def _kinds(jaxpr: Jaxpr, arguments: Sequence[str], length: int) -> list[str]:
+    """Returns the kinds of a jaxpr's results, given those of its arguments: OF_TOKENS, UNIFORM or a source.
+
+    The arguments are its last variables. Those before them are its constants.
+    """
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    constants = variables[: len(variables) - len(arguments)]
+    kinds: dict[Any, str] = dict(zip(variables, [*map(_kind_of_constant, constants), *arguments], strict=True))
+
+    def kind(atom: Any) -> str:
+        return UNIFORM if isinstance(atom, Literal) else kinds[atom]
+
+    for equation in jaxpr.eqns:
+        found = _kinds_of_equation(equation, [kind(atom) for atom in equation.invars], length)
+        kinds.update(zip(equation.outvars, found, strict=True))
+    return [kind(atom) for atom in jaxpr.outvars]
+
+
+def _kinds_of_equation(equation: Any, arguments: list[str], length: int) -> list[str]:
+    """Returns the kinds of an equation's results. Raises ValueError if it mixes tokens."""
+    name, results = equation.primitive.name, equation.outvars
+    if name in CALLS:
+        return _kinds(_opened(equation.params[CALLS[name]]), arguments, length)
+    of_tokens = OF_TOKENS in arguments
+    if name == "cond" and arguments[0] == UNIFORM:
+        branches = [_kinds(_opened(branch), arguments[1:], length) for branch in equation.params["branches"]]
+        return [max(kinds, key=_rank) for kinds in zip(*branches, strict=True)]
+    others = [kind for kind in arguments if kind not in (OF_TOKENS, UNIFORM)]
+    elementwise = name in ELEMENTWISE or name in OF_A_MESH
+    if not of_tokens:
+        keeps = not others and (elementwise or name in SAME_SHAPE)
+        source = others[0] if others else f"{name} makes"
+        return [UNIFORM if keeps or var.aval.size == 1 else source for var in results]
+    if not elementwise and not (name in SAME_SHAPE and results[0].aval.shape == (length,)):
+        raise ValueError(
+            f"token_loss must be elementwise over tokens, got {name}: it is called with some of the tokens at a "
+            "time. Compute what needs several tokens before the call, and pass it in per_token"
+        )
+    if others:
+        raise _differs(others[0])
+    if any(var.aval.shape != (length,) for var in results):
+        raise ValueError(
+            f"token_loss must be elementwise over tokens, got {name}, whose result has shape {results[0].aval.shape} "
+            f"for {length} tokens"
+        )
+    return [OF_TOKENS] * len(results)
+
+
+def _rank(kind: str) -> int:
+    """Returns which kind a value has that is one of several: a larger number."""
+    return (UNIFORM, OF_TOKENS).index(kind) if kind in (UNIFORM, OF_TOKENS) else 2
+
+
+def _kind_of_constant(var: Any) -> str:
+    return UNIFORM if var.aval.size == 1 else f"of shape {var.aval.shape} that it closes over"
+
+
+def _differs(source: str) -> ValueError:
+    kind = source if source.startswith("of shape") else f"that {source}"
+    return ValueError(
+        f"token_loss must not combine tokens with an array {kind}: it is called with some of the tokens at a time. "
+        "Pass an array with a number for each token in per_token"
+    )
+
+
+def _opened(jaxpr: Any) -> Jaxpr:
+    """Returns a jaxpr whose constants, if any, are variables."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _open(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a trace whose constants are its first arguments, so that it does not hold the arrays of a closure."""
+    jaxpr = traced.jaxpr
+    return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+
+
+def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns `_open` of a trace without what the mesh of the trace added to it."""
+
+    def evaluated(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+        def value(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            operands, name = [value(atom) for atom in equation.invars], equation.primitive.name
+            if name in OF_A_MESH:
+                found = operands
+            elif name == "jit":
+                called = equation.params["jaxpr"]
+                found = evaluated(called.jaxpr, [*called.consts, *operands])
+            else:
+                _refuse_mesh(equation)
+                # jax.core.eval_jaxpr would do this in the context that the equation was traced in, which has the mesh.
+                found = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(equation.params))
+                found = found if equation.primitive.multiple_results else [found]
+            values.update(zip(equation.outvars, found, strict=True))
+        return [value(atom) for atom in jaxpr.outvars]
+
+    types: list[Any] = [var.aval for var in (*traced.jaxpr.constvars, *traced.jaxpr.invars)]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
+    with one_device():
+        return jax.make_jaxpr(lambda *arguments: evaluated(traced.jaxpr, arguments))(*shapes)
+
+
+def _refuse_mesh(equation: Any) -> None:
+    """Raises ValueError if an equation calls something that has a primitive of a mesh in it."""
+    text = str(equation)
+    if any(f"= {name}[" in text or f"= {name} " in text for name in OF_A_MESH):
+        raise ValueError(
+            "token_loss closes over an array that varies over mesh axes, and uses it in a function with derivatives "
+            "of its own or in a branch: broadcast it to target's shape and pass it in per_token"
+        )

@@ -1,0 +1,662 @@
+"""Compares `linear_token_loss` with NumPy in float64: the named losses and others, options, gradients of every
+argument, rows that do not contribute, JAX's transformations, and what is refused.
+"""
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+from jax_problem import problem
+from test_jax_pallas_transforms import matmuls_in
+
+from jax_pallas import explain, linear_token_loss, token_losses
+from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
+from linear_ce.spec import LossSpec
+from parity.tolerances import budget, error
+
+NAMES = ("input", "linear_weight", "linear_bias")
+
+
+# Token losses in NumPy. Each takes log_prob and the per-token values, and returns the loss and its derivatives by them.
+
+
+def weighted_nll(log_prob: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, ...]:
+    return -weight * log_prob, -weight, -log_prob
+
+
+def kl(log_prob: np.ndarray, ref: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    d = log_prob - ref
+    return {"k1": (d, np.ones_like(d)), "k2": (d * d / 2, d), "k3": (np.exp(-d) - 1 + d, 1 - np.exp(-d))}[kind]
+
+
+def reinforce(log_prob: np.ndarray, advantage: np.ndarray) -> tuple[np.ndarray, ...]:
+    return -advantage * log_prob, -advantage, -log_prob
+
+
+def reinforce_kl(log_prob: np.ndarray, advantage: np.ndarray, ref: np.ndarray, *, kind: str) -> tuple[np.ndarray, ...]:
+    value, slope = kl(log_prob, ref, kind)
+    return -advantage * log_prob + 0.5 * value, -advantage + 0.5 * slope, -log_prob, -0.5 * slope
+
+
+def ppo_clip(
+    log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray, low: float = 0.2, high: float = 0.2
+) -> tuple[np.ndarray, ...]:
+    ratio = np.exp(log_prob - old)
+    clipped = np.clip(ratio, 1 - low, 1 + high)
+    chosen = np.minimum(ratio * advantage, clipped * advantage)
+    slope = np.where((ratio * advantage == chosen), ratio * advantage, 0)
+    return -chosen, -slope, -chosen / advantage, slope
+
+
+def grpo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, ...]:
+    loss, d_log_prob, d_advantage, d_old = ppo_clip(log_prob, advantage, old, 0.2, 0.28)
+    value, slope = kl(log_prob, ref, "k3")
+    return loss + 0.04 * value, d_log_prob + 0.04 * slope, d_advantage, d_old, -0.04 * slope
+
+
+def cispo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, ...]:
+    weight = np.clip(np.exp(log_prob - old), 0, 1.2)
+    return -weight * advantage * log_prob, -weight * advantage, -weight * log_prob, np.zeros_like(old)
+
+
+def focal(log_prob: np.ndarray, gamma: np.ndarray) -> tuple[np.ndarray, ...]:
+    p = np.exp(log_prob)
+    rest = 1 - p
+    loss = -(rest**gamma) * log_prob
+    return loss, gamma * rest ** (gamma - 1) * p * log_prob - rest**gamma, np.log(rest) * loss
+
+
+def focal_of_jax(log_prob: Array, gamma: Array) -> Array:
+    return -((-jnp.expm1(log_prob)) ** gamma) * log_prob
+
+
+# What a call passes, what it is compared with, and the number of per-token arrays.
+LOSSES: dict[str, tuple[Callable[..., Array], Callable[..., tuple[np.ndarray, ...]], int]] = {
+    "weighted_nll": (token_losses.weighted_nll(), weighted_nll, 1),
+    "reinforce": (token_losses.reinforce(), reinforce, 1),
+    **{
+        f"reinforce {kind}": (token_losses.reinforce(0.5, kind), partial(reinforce_kl, kind=kind), 2)
+        for kind in token_losses.KLS
+    },
+    "ppo_clip": (token_losses.ppo_clip(), ppo_clip, 2),
+    "grpo": (token_losses.grpo(0.2, 0.28, 0.04), grpo, 3),
+    "cispo": (token_losses.cispo(), cispo, 2),
+    "focal": (focal_of_jax, focal, 1),
+}
+
+IGNORED, EXCLUDED = slice(5, None, 9), slice(3, None, 7)  # rows with target ignore_index, rows with token_weight 0
+
+
+@dataclass
+class Call:
+    """The arrays and options of one call, with NaN in the rows that do not contribute."""
+
+    loss: str
+    n: int = 60
+    v: int = 300
+    dtype: str = "float32"
+    vocab_axis: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    target: int | None = None  # the target of the last token
+
+    def __post_init__(self) -> None:
+        arrays = problem(self.n, 8, self.v, dtype=self.dtype, vocab_axis=self.vocab_axis)
+        if self.options.get("vocab_size"):
+            arrays["target"] = arrays["target"] % self.options["vocab_size"]
+        arrays["target"] = arrays["target"].at[IGNORED].set(-100)
+        if self.target is not None:
+            arrays["target"] = arrays["target"].at[-1].set(self.target)
+        arrays["token_weight"] = jnp.linspace(0.5, 2.0, self.n).at[EXCLUDED].set(0.0)
+        contributes = (arrays["target"] != -100) & (arrays["token_weight"] != 0)
+        arrays["input"] = jnp.where(contributes[:, None], arrays["input"], jnp.nan)
+        self.arrays, self.contributes = arrays, np.asarray(contributes)
+        # Near the log-probabilities, so that some ratios are clipped. Advantages have both signs, gamma is above 1.
+        log_prob = np.where(self.contributes, self.reference().log_prob, 0.0)
+        random = np.random.default_rng(1)
+        first = random.uniform(1, 2, self.n) * (1 if self.loss == "focal" else random.choice([-1, 1], self.n))
+        drawn = [first, *(log_prob + random.normal(0, 0.3, (2, self.n)))][: LOSSES[self.loss][2]]
+        self.per_token = [jnp.asarray(np.where(self.contributes, values, np.nan), jnp.float32) for values in drawn]
+
+    def reference(self, d_log_prob: np.ndarray | None = None, arithmetic: Arithmetic = EXACT) -> Any:
+        options = {name: value for name, value in self.options.items() if name not in ("reduction", "normalizer")}
+        x, w, b = (np.asarray(self.arrays[name].astype(jnp.float32)) for name in NAMES)
+        w, y = (w if self.vocab_axis == 0 else w.T), np.where(self.contributes, self.arrays["target"], -100)
+        given = {"linear_bias": b, "spec": LossSpec(**options), "arithmetic": arithmetic}
+        return reference_log_probs(x, w, y, d_log_prob=d_log_prob, **given)
+
+    def expected(self, arithmetic: Arithmetic = EXACT) -> dict[str, np.ndarray]:
+        """Returns the losses of the rows, the loss and all gradients."""
+        real = arithmetic.real
+        per_token = [np.where(self.contributes, values, 1).astype(real) for values in self.per_token]
+        log_prob = self.reference(arithmetic=arithmetic).log_prob
+        loss, *slopes = LOSSES[self.loss][1](np.where(self.contributes, log_prob, -1).astype(real), *per_token)
+        reduction = self.options.get("reduction", "mean")
+        counted = (np.asarray(self.arrays["target"]) != -100).sum()
+        denominator = self.options.get("normalizer", counted) if reduction == "mean" else 1
+        weight = np.asarray(self.arrays["token_weight"], real) / real(denominator)
+        # An upstream gradient for each row of "none": see `run`.
+        upstream = weight * (np.arange(self.n) / 8 - 1).astype(real) if reduction == "none" else weight
+        d_log_prob, *d_per_token = (np.where(self.contributes, upstream * slope, 0) for slope in slopes)
+        losses = np.where(self.contributes, weight * loss, 0)
+        found = self.reference(d_log_prob, arithmetic)
+        named = {"d_input": found.d_input, "d_weight": found.d_weight, "d_bias": found.d_bias}
+        named["loss"] = losses if reduction == "none" else losses.sum()
+        named["magnitude"] = np.abs(losses).sum()
+        return named | {f"d_per_token{i}": value for i, value in enumerate(d_per_token)}
+
+    def run(self, **options: Any) -> dict[str, np.ndarray]:
+        function = LOSSES[self.loss][0]
+        given: dict[str, Any] = {**self.options, **options, "vocab_axis": self.vocab_axis}
+
+        def value(chosen: list[Array], per_token: list[Array]) -> tuple[Array, Array]:
+            x, w, b = chosen
+            y, t = self.arrays["target"], self.arrays["token_weight"]
+            loss = linear_token_loss(x, w, y, function, *per_token, linear_bias=b, token_weight=t, **given)
+            if given.get("reduction") != "none":
+                return loss, loss
+            return (loss * (jnp.arange(self.n) / 8 - 1)).sum(), loss
+
+        chosen = [self.arrays[name] for name in NAMES]
+        run = jax.jit(jax.value_and_grad(value, argnums=(0, 1), has_aux=True))
+        (_, loss), (found, d_per_token) = run(chosen, self.per_token)
+        named = dict(zip(("d_input", "d_weight", "d_bias"), found, strict=True)) | {"loss": loss}
+        named["d_weight"] = named["d_weight"] if self.vocab_axis == 0 else named["d_weight"].T
+        assert all(gradient.dtype == values.dtype for gradient, values in zip(d_per_token, self.per_token, strict=True))
+        named |= {f"d_per_token{i}": value for i, value in enumerate(d_per_token)}
+        return {name: np.asarray(array.astype(jnp.float32)) for name, array in named.items()}
+
+    def check(self, extra_roundings: float = 0.0, **options: Any) -> None:
+        """Fails if an output exceeds its budget, with the percentage of it that each output used."""
+        want, rough, got = self.expected(), self.expected(unfused(self.dtype)), self.run(**options)
+        used = {}
+        for name, array in got.items():
+            condition = want["magnitude"] / abs(want["loss"]) if name == "loss" and array.ndim == 0 else 1.0
+            most = budget(name, self.dtype, error(rough[name], want[name]), extra_roundings, float(condition))
+            used[name] = 100 * error(array, want[name]) / most
+        assert max(used.values()) <= 100, ", ".join(f"{name} {percent:.0f}%" for name, percent in used.items())
+
+
+CHUNKED = {"memory_budget": 2**15, "implementation": "chunked"}  # at least three chunks of 60 rows
+
+OPTIONS: dict[str, Any] = {"softcap": 3.0, "logit_scale": 0.7, "vocab_size": 290}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses(loss: str, reduction: str) -> None:
+    Call(loss, options={"reduction": reduction}).check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocab_axis", "options"),
+    [
+        ("float32", 0, OPTIONS),
+        ("float32", 1, OPTIONS | {"reduction": "sum"}),
+        ("float32", 1, OPTIONS | {"reduction": "none"}),
+        ("bfloat16", 0, {"normalizer": 7.0}),
+        ("float16", 0, {"normalizer": 7.0}),
+    ],
+    ids=str,
+)
+def test_options_in_chunks(dtype: str, vocab_axis: int, options: dict[str, Any]) -> None:
+    Call("grpo", dtype=dtype, vocab_axis=vocab_axis, options=options).check(3.0, **CHUNKED)
+
+
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_kernels_in_chunks(vocab_axis: int) -> None:
+    """Runs the kernels of scaled exponentials in Pallas' interpreter."""
+    call = Call("grpo", n=150, v=128, dtype="bfloat16", vocab_axis=vocab_axis)
+    options: dict[str, Any] = {"implementation": "pallas_triton", "memory_budget": 2**15}
+    plan = explain(call.arrays["input"], call.arrays["linear_weight"], vocab_axis=vocab_axis, **options).plan
+    assert (plan.path, plan.chunks.rows) == ("scaled_exp", 64)
+    call.check(3.0, **options)
+
+
+# Small calls, whose results are computed from materialized logits.
+
+
+def simple(n: int = 12) -> dict[str, Any]:
+    return problem(n, bias=False) | {"token_loss": scaled, "per_token": (jnp.linspace(-1.0, 2.0, n),)}
+
+
+def scaled(log_prob: Array, advantage: Array) -> Array:
+    return -advantage * log_prob + 0.1 * jnp.square(log_prob)
+
+
+def loss_of(arrays: dict[str, Any], **options: Any) -> Array:
+    rest = {name: array for name, array in arrays.items() if name not in POSITIONAL}
+    return linear_token_loss(*(arrays[name] for name in POSITIONAL[:-1]), *arrays["per_token"], **rest, **options)
+
+
+POSITIONAL = ("input", "linear_weight", "target", "token_loss", "per_token")
+
+
+def unfused_loss(arrays: dict[str, Any], reduction: str = "mean") -> Array:
+    """Returns the loss from materialized logits. jax.grad differentiates it."""
+    target, log_p = arrays["target"], jax.nn.log_softmax(arrays["input"] @ arrays["linear_weight"].T)
+    valid = target != -100
+    log_prob = jnp.take_along_axis(log_p, jnp.where(valid, target, 0)[..., None], -1)[..., 0]
+    losses = jnp.where(valid, arrays["token_loss"](log_prob, *arrays["per_token"]), 0.0)
+    return losses if reduction == "none" else losses.sum() / jnp.maximum(valid.sum(), 1)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), got, want)
+
+
+def gradients(loss: Callable[..., Array], arrays: dict[str, Any], names: tuple[str, ...]) -> Any:
+    chosen = {name: arrays[name] for name in names}
+    return jax.value_and_grad(lambda chosen: loss(arrays | chosen))(chosen)
+
+
+ARGUMENTS = ("input", "linear_weight", "per_token")
+
+# Matmuls of a call with one chunk, by what is differentiated, for a scalar reduction and for "none".
+MATMULS = {
+    (): (1, 1),
+    ("per_token",): (1, 1),
+    ("input",): (2, 2),
+    ("linear_weight",): (2, 3),
+    ("input", "per_token"): (2, 2),
+    ARGUMENTS: (3, 4),
+}
+
+
+@pytest.mark.parametrize("names", MATMULS, ids="-".join)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_that_are_not_needed_are_not_computed(names: tuple[str, ...], reduction: Any) -> None:
+    arrays = simple()
+    tokens = jnp.arange(12.0)
+
+    def value(loss: Callable[..., Array], arrays: dict[str, Any]) -> Any:
+        return gradients(lambda arrays: (loss(arrays, reduction=reduction) * tokens).sum(), arrays, names)
+
+    assert_close(value(loss_of, arrays), value(unfused_loss, arrays))
+    traced = {name: arrays[name] for name in POSITIONAL if name != "token_loss"}
+    count = matmuls_in(lambda traced: value(loss_of, arrays | traced), traced)
+    assert count == MATMULS[names][reduction == "none"]
+
+
+def test_leading_axes() -> None:
+    arrays = simple()
+    shaped = {name: arrays[name].reshape(3, 4, *arrays[name].shape[1:]) for name in ("input", "target")}
+    shaped = arrays | shaped | {"per_token": (arrays["per_token"][0].reshape(3, 4),)}
+    got, want = (loss_of(given, reduction="none") for given in (shaped, arrays))
+    assert got.shape == (3, 4)
+    np.testing.assert_array_equal(got.reshape(-1), want)
+    assert_close(gradients(loss_of, shaped, ARGUMENTS), gradients(unfused_loss, shaped, ARGUMENTS))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_gradients_of_per_token_arrays_have_their_dtypes(dtype: str, reduction: Any) -> None:
+    arrays = simple()
+    arrays["per_token"] = (arrays["per_token"][0].astype(dtype),)
+    found = jax.grad(lambda a: loss_of(arrays | {"per_token": (a,)}, reduction=reduction).sum())(arrays["per_token"][0])
+    exact = {**arrays, "per_token": (arrays["per_token"][0].astype(jnp.float32),)}
+    want = jax.grad(lambda a: unfused_loss(exact | {"per_token": (a,)}, "none").sum())(exact["per_token"][0])
+    assert found.dtype == dtype
+    np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=2**-7)
+
+
+def no_tokens(arrays: dict[str, Any]) -> dict[str, Any]:
+    return arrays | {"input": arrays["input"][:0], "target": arrays["target"][:0], "per_token": (jnp.zeros(0),)}
+
+
+NOT_COUNTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "no tokens": no_tokens,
+    "all ignored": lambda arrays: arrays | {"target": jnp.full(12, -100)},
+    "weights of 0": lambda arrays: arrays | {"token_weight": jnp.zeros(12)},
+    "normalizer of 0": lambda arrays: arrays | {"normalizer": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", NOT_COUNTED)
+def test_no_counted_token(case: str) -> None:
+    arrays = NOT_COUNTED[case](simple() | {"token_loss": lambda log_prob, a: log_prob / a - 1.0})
+    arrays["per_token"] = (arrays["per_token"][0] * jnp.nan,)
+    value, found = gradients(loss_of, arrays, ARGUMENTS)
+    assert value == 0
+    assert not any(leaf.any() for leaf in jax.tree.leaves(found))
+    if case == "no tokens":
+        assert loss_of(arrays, reduction="none").shape == (0,)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
+    """The derivative of the loss is infinite for arguments of 0, which stand for the values of excluded rows."""
+    arrays = simple() | {"target": simple()["target"].at[::3].set(-100)}
+    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+
+    def value(factor: Array, a: Array) -> Array:
+        def token_loss(log_prob: Array, a: Array) -> Array:
+            return log_prob * jnp.sqrt(a * factor)
+
+        return loss_of(arrays | {"token_loss": token_loss, "per_token": (a,)}, reduction=reduction).sum()
+
+    loss, (d_factor, d_a) = jax.value_and_grad(value, argnums=(0, 1))(jnp.float32(2.0), arrays["per_token"][0])
+    np.testing.assert_allclose(d_factor, loss / 4, rtol=1e-5)
+    assert not d_a[::3].any()
+    assert jnp.isfinite(d_a).all()
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), [("chunked", "float32"), ("pallas_triton", "bfloat16")])
+@pytest.mark.parametrize("bad", ["target", "input"])
+def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: str, bad: str) -> None:
+    """The target is not a class, or the input is NaN. The token loss does not propagate NaN."""
+    arrays = simple() | problem(12, 8, 128, dtype=dtype, bias=False)
+    arrays[bad] = arrays[bad].at[4].set(128 if bad == "target" else jnp.nan)
+    arrays["token_loss"] = lambda log_prob, a: jnp.where(jnp.isnan(log_prob), 0.0, a * log_prob)
+    options: dict[str, Any] = {"implementation": implementation}
+    losses = loss_of(arrays, reduction="none", **options)
+    assert jnp.isnan(losses).tolist() == [i == 4 for i in range(12)]
+    for reduction in ("mean", "none"):
+        options["reduction"] = reduction
+        value, found = gradients(lambda arrays: loss_of(arrays, **options).sum(), arrays, ARGUMENTS[:2])
+        assert jnp.isnan(value)
+        assert jnp.isnan(found["linear_weight"]).all()
+        assert jnp.isnan(found["input"]).any(1).tolist() == [i == 4 for i in range(12)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_log_prob_of_confident_tokens_is_0(dtype: str, reduction: Any) -> None:
+    x = jnp.eye(8, dtype=dtype) * 16
+    arrays: dict[str, Any] = {"input": x, "linear_weight": jnp.pad(x, ((0, 42), (0, 0))), "target": jnp.arange(8)}
+
+    def token_loss(log_prob: Array) -> Array:
+        return jnp.where((log_prob == 0) & ~jnp.signbit(log_prob), 1.0, 100.0)
+
+    arrays |= {"token_loss": token_loss, "per_token": ()}
+    assert loss_of(arrays, reduction=reduction).sum() == 8
+    value, _ = gradients(lambda arrays: loss_of(arrays, reduction=reduction).sum(), arrays, ARGUMENTS[:2])
+    assert value == 8
+
+
+def test_closures() -> None:
+    """Closes over a scalar that is differentiated, a traced one, a vector that is averaged, and a constant."""
+    arrays = simple()
+    table, constant = jnp.linspace(0.0, 1.0, 5), np.float32(0.25)
+
+    def value(loss: Callable[..., Array], factor: Array, other: Array, table: Array) -> Array:
+        def token_loss(log_prob: Array, a: Array) -> Array:
+            trust = jnp.where(other[0] > 0, factor, -factor)
+            return constant * a * log_prob * trust + table.mean() * jax.nn.softplus(log_prob) + int(True)
+
+        return loss(arrays | {"token_loss": token_loss})
+
+    given = jnp.float32(0.7), jnp.ones(1), table
+    for reduction in ("mean", "none"):
+        run = jax.jit(jax.value_and_grad(partial(value, lambda a, r=reduction: loss_of(a, reduction=r).mean()), (0, 2)))  # pyright: ignore[reportArgumentType]
+        want = jax.value_and_grad(partial(value, unfused_loss), argnums=(0, 2))(*given)
+        assert_close(run(*given), want)
+
+
+def test_named_losses_are_equal_and_hashable() -> None:
+    assert token_losses.grpo(0.2, 0.3) == token_losses.grpo(0.2, 0.3)
+    assert len({token_losses.grpo(), token_losses.grpo(), token_losses.grpo(beta=0.1), token_losses.ppo_clip()}) == 3
+    with pytest.raises(ValueError, match=r"kl must be one of 'k1', 'k2', 'k3', got 'k4'"):
+        token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
+
+
+def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
+    for call in range(2):
+        arrays = simple() | {"token_loss": token_losses.weighted_nll()}
+        with jax.log_compiles():
+            caplog.clear()
+            gradients(loss_of, arrays, ARGUMENTS)
+        assert any("Compiling" in record.message for record in caplog.records) == (call == 0)
+
+
+class Policy:
+    """An object whose method is a token loss."""
+
+    factor = jnp.float32(2.0)
+
+    def loss(self, log_prob: Array, a: Array) -> Array:
+        return self.factor * log_prob * a
+
+
+def test_no_cache_keeps_what_a_token_loss_holds() -> None:
+    arrays, policies = simple(), [Policy()]
+    kept = weakref.ref(policies[0])
+
+    def value(x: Array) -> Array:
+        return loss_of(arrays | {"input": x, "token_loss": policies[0].loss})
+
+    jax.jit(jax.grad(value))(arrays["input"])
+    value(arrays["input"])
+    policies.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_nan_checks_find_nothing_in_excluded_rows() -> None:
+    arrays = simple() | {"target": simple()["target"].at[::3].set(-100), "token_loss": lambda p, a: p * jnp.sqrt(a)}
+    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+    with jax.debug_nans(True):
+        for reduction in ("mean", "none"):
+            gradients(lambda a, r=reduction: loss_of(a, reduction=r).sum(), arrays, ("input", "linear_weight"))
+
+
+# Transformations.
+
+
+def batched(arrays: dict[str, Any], size: int = 3) -> dict[str, Any]:
+    """Returns the arrays with a batch axis, but for the head."""
+
+    def split(array: Array) -> Array:
+        return array.reshape(size, -1, *array.shape[1:])
+
+    rows = {"input": split(arrays["input"]), "target": split(arrays["target"]).at[1, 1:].set(-100)}
+    return arrays | rows | {"per_token": tuple(map(split, arrays["per_token"]))}
+
+
+def of_batch(loss: Callable[..., Array], arrays: dict[str, Any], factors: Array | None = None, **options: Any) -> Array:
+    """Returns losses of batch elements by vmap, with a closure of its own for each if there are factors."""
+    names = ("input", "target", "per_token")
+    rows = [arrays[name] for name in names]
+
+    def one(rows: list[Any], factor: Array) -> Array:
+        given: dict[str, Any] = dict(zip(names, rows, strict=True))
+        if factors is not None:
+            given["token_loss"] = lambda log_prob, a: factor * scaled(log_prob, a)
+        return loss(arrays | given, **options)
+
+    return jax.vmap(one)(rows, jnp.ones(len(rows[0])) if factors is None else factors)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap(reduction: Any, closes: bool) -> None:
+    arrays = batched(simple())
+    factors = jnp.array([1.0, -2.0, 0.5]) if closes else None
+
+    def value(loss: Callable[..., Array], arrays: dict[str, Any]) -> Array:
+        losses = of_batch(loss, arrays, factors, reduction=reduction)
+        return (losses.T * jnp.arange(1.0, 4.0)).sum()  # another upstream gradient for each element
+
+    got, want = (gradients(partial(value, loss), arrays, ARGUMENTS) for loss in (loss_of, unfused_loss))
+    assert_close(got, want)
+
+
+def test_vmap_over_the_head() -> None:
+    arrays = simple()
+    heads = jnp.stack([arrays["linear_weight"], -arrays["linear_weight"]])
+
+    def value(loss: Callable[..., Array], w: Array) -> Array:
+        return loss(arrays | {"linear_weight": w})
+
+    got = jax.vmap(jax.grad(partial(value, loss_of)))(heads)
+    assert_close(got, jax.vmap(jax.grad(partial(value, unfused_loss)))(heads))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_scan_and_checkpoint(reduction: Any) -> None:
+    arrays = batched(simple())
+
+    def value(loss: Callable[..., Array], arrays: dict[str, Any], factor: Array) -> Array:
+        @jax.checkpoint
+        def one(arrays: dict[str, Any], factor: Array) -> Array:
+            def token_loss(log_prob: Array, a: Array) -> Array:
+                return factor * scaled(log_prob, a)
+
+            return loss({**arrays, "token_loss": token_loss}, reduction=reduction).mean()
+
+        def body(total: Array, rows: dict[str, Any]) -> tuple[Array, None]:
+            return total + one({"linear_weight": arrays["linear_weight"], **rows}, factor), None
+
+        rows = {name: arrays[name] for name in ("input", "target", "per_token")}
+        return jax.lax.scan(body, jnp.zeros(()), rows)[0]
+
+    traced = {name: array for name, array in arrays.items() if name != "token_loss"}
+    run = [jax.grad(partial(value, loss), argnums=(0, 1), allow_int=True) for loss in (loss_of, unfused_loss)]
+    got, want = (function(traced, jnp.float32(0.5)) for function in run)
+    for name in ARGUMENTS:
+        assert_close(got[0][name], want[0][name])
+    assert_close(got[1], want[1])
+
+
+def test_symbolic_number_of_tokens() -> None:
+    arrays = simple()
+    rows, head = jax.export.symbolic_shape("n")[0], arrays["linear_weight"]
+    shapes = [jax.ShapeDtypeStruct((rows, 8), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
+
+    def value(x: Array, y: Array, a: Array) -> Any:
+        given = arrays | {"target": y, "per_token": (a,)}
+        return gradients(loss_of, given | {"input": x, "linear_weight": head}, ARGUMENTS)
+
+    exported = jax.export.export(jax.jit(value))(*shapes, jax.ShapeDtypeStruct((rows,), jnp.float32))
+    got = exported.call(arrays["input"], arrays["target"], *arrays["per_token"])
+    assert_close(got, gradients(unfused_loss, arrays, ARGUMENTS))
+
+
+def test_second_derivatives_are_refused() -> None:
+    arrays = simple()
+
+    def slope(x: Array) -> Array:
+        return jax.grad(lambda x: loss_of(arrays | {"input": x}))(x).sum()
+
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        jax.grad(slope)(arrays["input"])
+
+
+# What is refused.
+
+TWELVE = jnp.arange(12.0)
+
+
+def mixing(*names: str) -> str:
+    return rf"token_loss must be elementwise over tokens, got ({'|'.join(names)}): it is called with some of the tokens"
+
+
+MIXING: dict[str, tuple[Callable[..., Any], str]] = {
+    "mean": (lambda p, a: (a - a.mean()) * p, mixing("reduce_sum")),
+    "maximum": (lambda p, a: p - jax.lax.stop_gradient(p.max()), mixing("reduce_max")),
+    "standard deviation": (lambda p, a: p * a.std(), mixing("reduce_sum")),
+    "cumulative sum": (lambda p, a: jnp.cumsum(p), mixing("cumsum")),
+    "sort": (lambda p, a: jnp.sort(p), mixing("sort")),
+    "reversal": (lambda p, a: p[::-1] * a, mixing("rev")),
+    "shift": (lambda p, a: p - jnp.roll(a, 1), mixing("slice")),
+    "first": (lambda p, a: p - a[0], mixing("slice", "dynamic_slice", "squeeze")),
+    "gather": (lambda p, a: p[jnp.argsort(a)], mixing("sort", "gather")),
+    "concatenation": (lambda p, a: jnp.concatenate([p[:1], a[1:]]), mixing("slice")),
+    "reshape": (lambda p, a: (p.reshape(-1, 1) * a.reshape(-1, 1)).reshape(-1), mixing("reshape", "broadcast_in_dim")),
+    "matmul": (lambda p, a: p * (p @ a), mixing("dot_general")),
+    "softmax in jit": (lambda p, a: jax.jit(jax.nn.softmax)(p), mixing("reduce_max")),
+    "sum in checkpoint": (lambda p, a: jax.checkpoint(lambda a: a / a.sum())(a) * p, mixing("reduce_sum")),
+    "loop": (lambda p, a: jax.lax.fori_loop(0, 3, lambda _, p: p * a, p), mixing("scan")),
+    "branch": (lambda p, a: jax.lax.cond(TWELVE[0] > 0, jnp.cumsum, jnp.sin, p), mixing("cumsum")),
+    "iota": (lambda p, a: p * jnp.arange(len(p)), "token_loss must not combine tokens with an array that iota makes"),
+    "closure": (
+        lambda p, a: p * TWELVE,
+        r"token_loss must not combine tokens with an array of shape \(12,\) that it closes over.*per_token",
+    ),
+    "closure only": (lambda p, a: TWELVE, r"with an array of shape \(12,\) that it closes over"),
+}
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_what_mixes_tokens_is_refused(case: str) -> None:
+    token_loss, message = MIXING[case]
+    with pytest.raises(ValueError, match=message):
+        loss_of(simple() | {"token_loss": token_loss})
+
+
+ELEMENTWISE: dict[str, Callable[..., Array]] = {
+    "functions": lambda p, a: jnp.exp(p) * jnp.tanh(a) + jax.nn.softplus(p) + jax.nn.relu(a) + p**3 + jnp.abs(a) ** 0.5,
+    "selection": lambda p, a: jnp.where(p > a, jnp.clip(p, -2.0, a), jnp.maximum(p, 0.5)) + jnp.sign(a),
+    "casts": lambda p, a: (p.astype(jnp.bfloat16) * 2).astype(jnp.float32) + (a > 0),
+    "calls": lambda p, a: jax.jit(jnp.sin)(p) + jax.checkpoint(jnp.cos)(a),
+    "branch": lambda p, a: jax.lax.cond(TWELVE[1] > 0, lambda p: p * a, jnp.sin, p),
+    "closure": lambda p, a: p * TWELVE.mean() + a * TWELVE[:1] + jnp.full_like(p, TWELVE[3]),
+    "no tokens": lambda p, a: jnp.full_like(p, 2.0),
+}
+
+
+@pytest.mark.parametrize("case", ELEMENTWISE)
+def test_what_is_elementwise_runs(case: str) -> None:
+    arrays = simple() | {"token_loss": ELEMENTWISE[case]}
+    np.testing.assert_allclose(loss_of(arrays), unfused_loss(arrays), rtol=1e-5)
+
+
+RETURNS = r"token_loss must return the loss of each token, \(n,\) float32 for any n, got "
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "not callable": ({"token_loss": 3}, TypeError, "token_loss must be callable, got int"),
+    "a number": ({"token_loss": lambda p, a: 1.0}, TypeError, f"{RETURNS}float for n = 12"),
+    "a scalar": ({"token_loss": lambda p, a: jnp.float32(1)}, ValueError, rf"{RETURNS}shape \(\) for n = 12"),
+    "another shape": ({"token_loss": lambda p, a: p[None]}, ValueError, rf"{RETURNS}shape \(1, 12\) for n = 12"),
+    "all tokens": ({"token_loss": lambda p, a: jnp.zeros(12)}, ValueError, rf"{RETURNS}shape \(12,\) for n = 1"),
+    "another dtype": ({"token_loss": lambda p, a: p.astype(jnp.float16)}, TypeError, f"{RETURNS}float16 for n = 12"),
+    "other arguments": ({"token_loss": lambda p: p}, RuntimeError, "token_loss raised TypeError for arguments"),
+    "per-token list": ({"per_token": ([0.0] * 12,)}, TypeError, r"per_token\[0\] must be an array, got list"),
+    "per-token shape": (
+        {"per_token": (TWELVE, TWELVE[:3])},
+        ValueError,
+        r"per_token\[1\] must have shape \(12,\) \(target's shape\), got \(3,\)",
+    ),
+    "per-token dtype": (
+        {"per_token": (jnp.arange(12),)},
+        TypeError,
+        r"per_token\[0\] must be floating point, got int32",
+    ),
+    "without a reference": (
+        {"token_loss": token_losses.reinforce(0.1)},
+        RuntimeError,
+        "token_loss raised TypeError.*takes ref_log_prob after the other per-token arrays, got 0 arrays there",
+    ),
+    "reduction": ({"reduction": "max"}, ValueError, "reduction must be one of"),
+    "token weight": ({"token_weight": TWELVE[:3]}, ValueError, "token_weight must have shape"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_argument_is_named(case: str) -> None:
+    changes, kind, message = BAD[case]
+    with pytest.raises(kind, match=message):
+        loss_of(simple() | changes)
+
+
+def test_the_exception_of_a_token_loss_is_the_cause() -> None:
+    def token_loss(log_prob: Array, a: Array) -> Array:
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match=re.escape("token_loss raised KeyError")) as raised:
+        loss_of(simple() | {"token_loss": token_loss})
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_token_weights_are_not_differentiated() -> None:
+    arrays = simple()
+    with pytest.raises(ValueError, match="token_weight is not differentiated"):
+        jax.grad(lambda t: loss_of(arrays | {"token_weight": t}))(jnp.ones(12))
