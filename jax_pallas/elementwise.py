@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import get_abstract_mesh
 
 from jax_pallas.primitives import one_device
-from jax_pallas.token_rows import TokenFunction
+from jax_pallas.token_hook import TokenFunction
 
 # The names of primitives that compute each number from the numbers at the same place.
 ELEMENTWISE = frozenset((

@@ -33,7 +33,7 @@ from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.row_math import Coefficients
-from jax_pallas.token_rows import (
+from jax_pallas.token_hook import (
     TokenFunction,
     TokenLoss,
     TokenNeedsGrad,

@@ -36,7 +36,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
-from jax_pallas.token_rows import TokenLoss, TokenRows
+from jax_pallas.token_hook import TokenLoss, TokenRows
 from linear_ce.gpus import share_added_in_l2
 
 

@@ -31,7 +31,7 @@ from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan
 from jax_pallas.row_math import Coefficients
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import ScaledExpConfig
-from jax_pallas.token_rows import TokenLoss, TokenNeedsGrad
+from jax_pallas.token_hook import TokenLoss, TokenNeedsGrad
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 

@@ -3,6 +3,7 @@ argument, rows that do not contribute, JAX's transformations, and what is refuse
 """
 
 import gc
+import math
 import re
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from jax import Array
 from jax_problem import problem
 from test_jax_pallas_transforms import matmuls_in
 
-from jax_pallas import explain, linear_token_loss, token_losses
+from jax_pallas import check_token_loss, explain, linear_token_loss, token_losses
 from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
 from linear_ce.spec import LossSpec
 from parity.tolerances import budget, error
@@ -64,7 +65,7 @@ def grpo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray, ref: np.n
 
 
 def cispo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, ...]:
-    weight = np.clip(np.exp(log_prob - old), 0, 1.2)
+    weight = np.clip(np.exp(log_prob - old), 0, 1.28)
     return -weight * advantage * log_prob, -weight * advantage, -weight * log_prob, np.zeros_like(old)
 
 
@@ -408,6 +409,26 @@ def test_named_losses_are_equal_and_hashable() -> None:
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must be finite and not negative, got -0.1"),
+        (lambda: token_losses.grpo(beta=True), TypeError, "beta must be a Python number, got bool"),
+        (lambda: token_losses.cispo(epsilon_high=math.inf), ValueError, "epsilon_high must be finite"),
+    ],
+)
+def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_check_token_loss() -> None:
+    check_token_loss(token_losses.grpo(beta=0.1), *(jnp.ones((2, 6)) for _ in range(3)))
+    check_token_loss(lambda log_prob: -log_prob)
+    with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got reduce_sum"):
+        check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
+
+
 def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
     for call in range(2):
         arrays = simple() | {"token_loss": token_losses.weighted_nll()}
@@ -628,12 +649,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "per-token dtype": (
         {"per_token": (jnp.arange(12),)},
         TypeError,
-        r"per_token\[0\] must be floating point, got int32",
+        r"per_token\[0\] must have a floating-point dtype, got int32",
     ),
     "without a reference": (
         {"token_loss": token_losses.reinforce(0.1)},
-        RuntimeError,
-        "token_loss raised TypeError.*takes ref_log_prob after the other per-token arrays, got 0 arrays there",
+        ValueError,
+        "per_token of token_losses.reinforce must be advantage, ref_log_prob, got 1 arrays",
     ),
     "reduction": ({"reduction": "max"}, ValueError, "reduction must be one of"),
     "token weight": ({"token_weight": TWELVE[:3]}, ValueError, "token_weight must have shape"),
