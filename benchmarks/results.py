@@ -52,6 +52,7 @@ def commit(*more: str, root: Path = ROOT) -> str:
 # and the choice of chunks. The public functions and their autograd launch none of their kernels.
 KERNELS = {"torch": "core_triton", "jax": "jax_pallas"}
 PATHS = ("scaled_exp", "recompute")
+NO_KERNELS = ("token_hook",)  # imported by the paths, but it launches none of their kernels
 CHOICES = ("chunk_cost.py", "chunking.py", "gpus.py")
 
 
@@ -78,7 +79,10 @@ def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOI
 
 
 def kernel_files(framework: str, root: Path = ROOT) -> set[Path]:
-    """Returns the files of a framework's package that its `PATHS` import, directly or not, and these paths."""
+    """Returns the files of a framework's package that its `PATHS` import, directly or not, and these paths.
+
+    `NO_KERNELS` are left out.
+    """
     name = KERNELS[framework]
     found, waiting = set[Path](), {root / name / f"{path}.py" for path in PATHS}
     while waiting:
@@ -89,7 +93,7 @@ def kernel_files(framework: str, root: Path = ROOT) -> set[Path]:
                 continue
             # `from package import a, b`, or `from package.a import f`
             modules = [one.name for one in node.names] if node.module == name else [_below(name, node.module)]
-            paths = {root / name / f"{module}.py" for module in modules}
+            paths = {root / name / f"{module}.py" for module in modules if module not in NO_KERNELS}
             waiting |= {path for path in paths if path.exists()} - found
     return found
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from core_triton import ops, token_ops
+from core_triton import ops, token_hook, token_ops
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.token_hook import TokenLoss
@@ -388,6 +388,42 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> 
             f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
             f"got {len(positions)} others: {first}"
         )
+
+
+def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
+    """Raises if a token loss is not elementwise; reads its values, so it waits for the device.
+
+    `linear_token_loss` calls the function with some tokens at a time, in any order, and checks only the shape and dtype
+    of the result. This function calls it with all tokens, with some of them in another order, and with other numbers in
+    every second token. The losses of the other tokens and their derivatives must stay the same.
+
+    Args:
+        token_loss: as in `linear_token_loss`.
+        per_token: (...) each, the values to try, of two tokens or more. The log-probabilities are made up. Without
+            per_token there are 64 tokens.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `linear_token_loss`.
+        ValueError: the loss of a token depends on other tokens; the message names the first one. Or there are fewer
+            than two tokens.
+
+    Example:
+        >>> import torch, core_triton
+        >>> core_triton.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, torch.randn(8))
+    """
+    if not callable(token_loss):
+        raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    tokens = per_token[0] if per_token else torch.empty(64)
+    if not isinstance(tokens, Tensor) or tokens.numel() < 2:
+        raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
+    flat = _check_per_token(token_loss, per_token, tokens)
+    number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+    log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
+    token_hook.check_elementwise(token_loss, [log_prob, *(one.detach().float() for one in flat)])
+
+
+def _shape_or_kind(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def explain(

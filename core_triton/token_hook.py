@@ -75,7 +75,7 @@ class TokenHook:
         log_prob = 0.0 - torch.where(contributes, nll, 0.0)  # nll is never below 0, so never positive; never -0.0
         values = [torch.where(contributes, one[rows].float(), 0.0) for one in self.per_token]
         needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
-        loss, (d_log_prob, *d_values) = _call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
+        loss, (d_log_prob, *d_values) = call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
         self.loss[rows] = torch.where(contributes, kept * loss, 0.0)
         gradients = None if d_log_prob is None else -d_log_prob, *d_values  # that of nll = -log_prob first
         for result, gradient in zip((self.gradient_weight, *self.d_per_token), gradients, strict=True):
@@ -114,7 +114,44 @@ def call(token_loss: TokenLoss, log_prob: Tensor, values: Sequence[Tensor]) -> T
     return loss
 
 
-def _call_and_differentiate(
+def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor]) -> None:
+    """Raises ValueError if the loss of a token, or its derivatives, depend on other tokens: `check_token_loss`."""
+    number = torch.arange(len(arguments[0]), device=arguments[0].device)
+    half, even = len(number) // 2, number % 2 == 0
+    others = [torch.where(even, one, 0.5 * one.flip(0) - 0.25) for one in arguments]
+    names = ["loss", *(f"derivative of the loss by argument {index}" for index in range(len(arguments)))]
+    expected = _results(token_loss, arguments)
+
+    def of_every_second(*arguments: Tensor) -> Tensor:
+        return torch.where(even, token_loss(*arguments), 0.0)
+
+    for what, function, tokens, compared, given in (
+        ("in reverse order", token_loss, number.flip(0), number >= 0, arguments),
+        ("without the first half of the tokens", token_loss, number[half:], number >= 0, arguments),
+        ("without the second half of the tokens", token_loss, number[:half], number >= 0, arguments),
+        ("with other numbers in every second token", token_loss, number, even, others),
+        ("of the losses of every second token", of_every_second, number, even, arguments),
+    ):
+        found = _results(function, [one[tokens] for one in given])
+        for name, result, of_all in zip(names, found, expected, strict=True):
+            same = torch.isclose(result, of_all[tokens], rtol=1e-4, atol=1e-6, equal_nan=True)
+            wrong = (compared[tokens] & ~same).nonzero().flatten().tolist()
+            if wrong:
+                token = int(tokens[wrong[0]])
+                raise ValueError(
+                    f"token_loss must be elementwise, got one whose {name} of token {token} is "
+                    f"{float(of_all[token]):g} with all tokens and {float(result[wrong[0]]):g} {what}"
+                )
+
+
+def _results(token_loss: TokenLoss, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the loss of each row and its derivatives with respect to all arguments."""
+    leaves = [one.clone() for one in arguments]
+    loss, derivatives = call_and_differentiate(token_loss, leaves, [True] * len(leaves))
+    return [loss, *(one for one in derivatives if one is not None)]
+
+
+def call_and_differentiate(
     token_loss: TokenLoss, arguments: list[Tensor], needs_grad: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns the loss of each row (n,), and its derivatives with respect to the arguments that need it, None for the

@@ -28,7 +28,7 @@ from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
-from jax_pallas.token_rows import TokenLoss, TokenRows
+from jax_pallas.token_hook import TokenLoss, TokenRows
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504

@@ -7,7 +7,9 @@ primitive that a value of a token reaches. Then it traces the function for one t
 arguments.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import get_abstract_mesh
 
 from jax_pallas.primitives import one_device
-from jax_pallas.token_rows import TokenFunction
+from jax_pallas.token_hook import TokenFunction
 
 # The names of primitives that compute each number from the numbers at the same place.
 ELEMENTWISE = frozenset((
@@ -76,12 +78,21 @@ def trace_token_loss(
     traced = _traced(token_loss, 1, per_token)
     closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
     jaxpr = _open(traced) if get_abstract_mesh().empty else _without_mesh(traced)
+    return TokenFunction(_key(token_loss), str(jaxpr), jaxpr), closure
+
+
+def _key(token_loss: Callable[..., Array]) -> Hashable:
+    """Returns what stands for a function in JAX's caches. A weak reference keeps no array alive that the function, or
+    the object of a method, holds."""
     try:
-        hash(token_loss)
-        key = token_loss
+        try:
+            key = weakref.WeakMethod(token_loss) if inspect.ismethod(token_loss) else weakref.ref(token_loss)
+        except TypeError:  # for example a tuple
+            key = token_loss
+        hash(key)
     except TypeError:
-        key = object()  # equal to no other
-    return TokenFunction(key, str(jaxpr), jaxpr), closure
+        return object()  # not hashable: equal to no other
+    return key
 
 
 def _traced(token_loss: Callable[..., Array], length: int, per_token: int) -> ClosedJaxpr:

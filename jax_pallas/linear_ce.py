@@ -7,7 +7,7 @@ denominator into one weight for each row (`row_math.row_weights`). This table sh
     scalar reduction     `loss_and_gradients`   plan A, 3 matmuls; undifferentiated plan B, 1 matmul
     reduction="none"     `row_losses`           plan C, 4 matmuls, 2 with a frozen head; undifferentiated plan B
     log-probabilities    `log_probs`            plan C
-    token loss           as the first two        the same plans, with a function of the log-probability as the loss
+    token loss           `token_loss_and_gradients`, or `token_losses` for "none": the plans of the first two lines
 
 The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.py` (or `recompute.py` with
 `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`, `hopper_gradients.py`, `kernels.py`,
@@ -15,7 +15,7 @@ The files of a call, in order: this one, `ops.py`, `plan.py`, then `scaled_exp.p
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +30,7 @@ from jax_pallas import elementwise, launch, ops, row_math
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -352,7 +353,7 @@ def linear_token_loss(
     spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    flat = tuple(_per_token(index, values, call.leading) for index, values in enumerate(per_token))
+    flat = _check_per_token(token_loss, per_token, call.leading)
     function, closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
@@ -363,18 +364,23 @@ def linear_token_loss(
     return ops.token_losses(token, *operands).reshape(call.leading)
 
 
-def _per_token(index: int, values: Any, leading: tuple[int, ...]) -> Array:
-    """Returns a per-token array (N,), checked."""
-    name = f"per_token[{index}]"
-    if not isinstance(values, (Array, np.ndarray)):
-        raise TypeError(f"{name} must be an array, got {type(values).__name__}")
-    if values.shape != leading:
-        raise ValueError(f"{name} must have shape {leading} (target's shape), got {values.shape}")
-    if not jnp.issubdtype(values.dtype, jnp.floating):
-        raise TypeError(f"{name} must be floating point, got {values.dtype}")
-    values = jnp.asarray(values)
-    _check_unsharded(name, values)
-    return values.reshape(-1)
+def _check_per_token(
+    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...]
+) -> ops.Arrays:
+    """Checks the per-token arrays of a token loss and flattens their axes."""
+    if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
+        names = ", ".join(token_loss.per_token)
+        raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
+    for index, values in enumerate(per_token):
+        name = f"per_token[{index}]"
+        if not isinstance(values, (Array, np.ndarray)):
+            raise TypeError(f"{name} must be an array, got {type(values).__name__}")
+        if not jnp.issubdtype(values.dtype, jnp.floating):
+            raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
+        if values.shape != leading:
+            raise ValueError(f"{name} must have shape {leading} (target's shape), got {values.shape}")
+        _check_unsharded(name, jnp.asarray(values))
+    return tuple(jnp.asarray(values).reshape(-1) for values in per_token)
 
 
 def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> None:
@@ -405,6 +411,28 @@ def check_targets(target: Array, vocab_size: int, ignore_index: int = -100) -> N
             f"target must lie in [0, {vocab_size}) or be ignore_index {ignore_index}, "
             f"got {len(positions)} others: {first}"
         )
+
+
+def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> None:
+    """Raises if a token loss is not elementwise. `linear_token_loss` makes the same check at each trace.
+
+    The function is traced and not run, so no value is read.
+
+    Args:
+        token_loss: as in `linear_token_loss`.
+        per_token: (...) each, arrays of the shape of its arguments.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `linear_token_loss`.
+        ValueError: the loss of a token may depend on other tokens; the message names the operation.
+
+    Example:
+        >>> import jax.numpy as jnp, jax_pallas
+        >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
+    """
+    leading = np.shape(per_token[0]) if per_token else (2,)
+    flat = _check_per_token(token_loss, per_token, leading)
+    elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
 
 
 def explain(

@@ -1,12 +1,12 @@
 """The differentiable operators behind the public functions: custom_vjp rules, and batching rules for vmap.
 
-    `loss_and_gradients`  plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
-                          scales them
-    `row_losses`          plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward rule
-                          computes d_input instead, and the backward rule scales its rows
-    `log_probs`           plan C for log-probabilities
-    `token_loss_and_gradients`  plan A with a token loss: () loss of all rows
-    `token_losses`        `row_losses`, then a token loss: (N,) loss of each row
+    `loss_and_gradients`        plan A: () loss of all rows; its forward rule computes the gradients, the backward rule
+                                scales them
+    `row_losses`                plan B; differentiated, plan C: (N,) loss of each row; with a frozen head its forward
+                                rule computes d_input instead, and the backward rule scales its rows
+    `log_probs`                 plan C for log-probabilities
+    `token_loss_and_gradients`  `loss_and_gradients` with a token loss in place of the negative log-likelihood
+    `token_losses`              `row_losses`, and then `token_rows`: (N,) token loss of each row
 
 If an operator is not differentiated, it runs plan B and computes no gradients. A rule computes only the gradients that
 are needed: a custom_vjp with symbolic zeros receives which arguments are differentiated. `row_math.row_weights` folds
@@ -33,7 +33,7 @@ from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
 from jax_pallas.primitives import Batched, differentiable, opaque
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from jax_pallas.row_math import Coefficients
-from jax_pallas.token_rows import (
+from jax_pallas.token_hook import (
     TokenFunction,
     TokenLoss,
     TokenNeedsGrad,
@@ -225,10 +225,11 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
         static = (token.function, token_needs_grad)
         rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
         gradients, scales = Gradients(None, None, None), None
-    saved = gradients, (*rows.d_per_token, *rows.d_closure)
-    # A gradient has the dtype of its array. It is rounded to it after it is scaled.
-    dtypes = tuple(jnp.zeros(0, array.dtype) for array in arrays[len(of_call) :])
-    return (rows.loss.sum(),), (jax.tree.map(_named, saved), scales, dtypes)
+    of_tokens = (*rows.d_per_token, *rows.d_closure)
+    # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
+    like = zip(of_tokens, arrays[len(of_call) :], strict=True)
+    dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
+    return (rows.loss.sum(),), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:

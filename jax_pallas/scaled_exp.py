@@ -36,7 +36,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
-from jax_pallas.token_rows import TokenLoss, TokenRows
+from jax_pallas.token_hook import TokenLoss, TokenRows
 from linear_ce.gpus import share_added_in_l2
 
 
@@ -82,6 +82,8 @@ def _run(
     closure (chunks, ...) are those of each chunk."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
+    if token_loss is not None:  # until `_call_token_loss` replaces them
+        row_weight = (row_weight != 0).astype(jnp.float32)
     chunks = -(-tokens // config.rows)
     rows, held = row_kernels.pick(
         problem,
@@ -94,8 +96,6 @@ def _run(
         gradients=any(needs_grad),
     )
     places = _call_places(problem, target, chunks)
-    if token_loss is not None:
-        token_loss = token_loss.padded(len(target))
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
         return _chunk(problem, carry, chunk, places, token_loss, first=first, gradients=any(needs_grad))
@@ -223,25 +223,14 @@ def _call_token_loss(
 
     `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
     """
-    part = Slice(chunk.start, size, None)
-    row_weight = part.of(rows.row_weight)
-    ones = part.put(rows.row_weight, (row_weight != 0).astype(jnp.float32))
-    evaluated, *_ = row_kernels.finish_rows(
-        problem,
-        rows._replace(row_weight=ones, theta=None),
-        place,
-        size,
-        found._replace(e=None),
-        places,
-        joined,
-        repaired,
-        None,
-    )
-    of_tokens = token_loss.of_chunk(part, 0.0 - part.of(evaluated.loss), row_weight)  # -loss could be -0.0
-    rows = evaluated._replace(row_weight=part.put(ones, of_tokens.g), theta=rows.theta)
+    of_call = rows._replace(theta=None)
+    without_e = found._replace(e=None)
+    of_call, *_ = row_kernels.finish_rows(problem, of_call, place, size, without_e, places, joined, repaired, None)
+    log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
+    of_tokens = token_loss.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
+    rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.g), theta=rows.theta)
     d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
-    of_rows = jax.tree.map(lambda values: values[: chunk.size], of_tokens._replace(d_closure=()))
-    return rows, of_rows._replace(d_closure=d_closure)
+    return rows, of_tokens._replace(d_closure=d_closure)
 
 
 def _store_exponentials(

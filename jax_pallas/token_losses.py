@@ -1,12 +1,15 @@
 r"""Common token losses for `linear_token_loss`, by name.
 
-Each function here returns a callable of log_prob and the per-token arrays that it names, in their order. In the
-equations, :math:`\ell` is log_prob, :math:`A` the advantage, and :math:`r = \exp(\ell - \ell_\mathrm{old})` the
-probability of a token relative to that under the policy that drew it. Calls with equal parameters return equal
-callables, so that they are compiled once.
+Each function returns a `Named` loss: a callable that can be hashed, compared and pickled. Calls with equal losses are
+compiled once. In all equations :math:`p = \log p_{y}` is the log-probability of the target, and
+
+.. math:: r = e^{\,p - p_\mathrm{old}}, \qquad d = p - p_\mathrm{ref}
 """
 
-from typing import Any, Literal, NamedTuple, cast
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,175 +17,202 @@ from jax import Array
 
 from linear_ce.spec import check_choice
 
-KL = Literal["k1", "k2", "k3"]
-
-KLS: tuple[KL, ...] = ("k1", "k2", "k3")
+KLS = ("k1", "k2", "k3")
 
 
 class Named(NamedTuple):
-    """A token loss, with its parameters."""
+    """A token loss of this module. Call it as `loss(log_prob, *per_token)`, all (n,) float32.
+
+    Args:
+        name: of the function that returned it.
+        parameters: numbers of the function, in order.
+        kl: the estimate of the KL divergence, or "" for losses without one.
+    """
 
     name: str
-    parameters: tuple[tuple[str, Any], ...]
+    parameters: Sequence[float] = ()
+    kl: str = ""
 
     def __call__(self, log_prob: Array, *per_token: Array) -> Array:
-        return FUNCTIONS[self.name](log_prob, *per_token, **dict(self.parameters))
+        return _FORMULAS[self.name](self, log_prob, *per_token)
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """What the arguments besides log_prob are, in order."""
+        names = _PER_TOKEN[self.name]
+        return (*names, "ref_log_prob") if self.kl and self.parameters[-1] else names
 
 
 def weighted_nll() -> Named:
-    r"""Negative log-likelihood times a weight that may be differentiated.
+    r"""The negative log-likelihood of each token times a weight: :math:`-w\,p`.
 
-    .. math:: -\mathrm{weight} \cdot \ell
+    The weights may be of any sign, and they can be differentiated.
 
-    Returns:
-        A token loss with the per-token array `weight`.
+    per_token: weight.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> weighted_nll()(jnp.array([-1.0, -2.0]), jnp.array([1.0, 0.5])).tolist()
+        [1.0, 1.0]
     """
-    return Named("weighted_nll", ())
+    return Named("weighted_nll")
 
 
-def reinforce(beta: float = 0.0, kl: KL = "k3") -> Named:
-    r"""The policy gradient, with an optional penalty on the divergence from a reference policy.
+def reinforce(beta: float = 0.0, kl: str = "k3") -> Named:
+    r"""Policy gradient: :math:`-A\,p + \beta\,\mathrm{KL}`.
 
-    .. math:: -A \ell + \beta \, \mathrm{KL}, \qquad d = \ell - \ell_\mathrm{ref}, \qquad
-        \mathrm{KL} = d \ (\text{k1}), \quad d^2 / 2 \ (\text{k2}), \quad e^{-d} - 1 + d \ (\text{k3})
+    .. math:: \mathrm{KL}_{k1} = d, \qquad \mathrm{KL}_{k2} = d^2 / 2, \qquad \mathrm{KL}_{k3} = e^{-d} - 1 + d
+
+    per_token: advantage, and ref_log_prob if beta is not 0.
 
     Args:
-        beta: factor of the penalty.
-        kl: the estimate of the divergence.
-
-    Returns:
-        A token loss with the per-token arrays `advantage` and, unless beta is 0, `ref_log_prob`.
+        beta: factor of the KL divergence from the reference policy, not negative.
+        kl: its estimate from one sample: "k1", "k2" or "k3".
 
     Raises:
-        ValueError: kl is no estimate.
+        TypeError, ValueError: an argument is not such a number, or not such an estimate.
 
     Source:
-        Williams, "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", 1992.
-        The estimates: Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html.
+        Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+        KL: Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html.
     """
-    return Named("reinforce", (("beta", float(beta)), ("kl", check_choice("kl", kl, KLS))))
+    return Named("reinforce", (_not_negative("beta", beta),), check_choice("kl", kl, KLS))
 
 
 def ppo_clip(epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Named:
-    r"""The clipped surrogate of PPO.
+    r"""Proximal policy optimization with a clipped ratio.
 
-    .. math:: -\min(r A,\ \mathrm{clip}(r,\ 1 - \epsilon_\mathrm{low},\ 1 + \epsilon_\mathrm{high})\, A)
+    .. math:: -\min\big( r A,\ \mathrm{clip}(r,\, 1 - \epsilon_\mathrm{low},\, 1 + \epsilon_\mathrm{high})\, A \big)
 
-    Args:
-        epsilon_low, epsilon_high: how far the ratio may leave 1. PPO uses the same for both.
-
-    Returns:
-        A token loss with the per-token arrays `advantage` and `old_log_prob`.
-
-    Source:
-        Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347, (7). Separate bounds: Yu et al.,
-        "DAPO", arXiv:2503.14476, (10).
-    """
-    return Named("ppo_clip", (("epsilon_low", float(epsilon_low)), ("epsilon_high", float(epsilon_high))))
-
-
-def grpo(epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.0, kl: KL = "k3") -> Named:
-    r"""The token loss of GRPO: `ppo_clip` plus a penalty on the divergence from a reference policy.
-
-    .. math:: -\min(r A,\ \mathrm{clip}(r,\ 1 - \epsilon_\mathrm{low},\ 1 + \epsilon_\mathrm{high})\, A)
-        + \beta \, \mathrm{KL}
-
-    The mean over each answer that GRPO takes is a token_weight of 1 / (length of the token's answer).
+    per_token: advantage, old_log_prob.
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may leave 1.
-        beta, kl: as in `reinforce`.
-
-    Returns:
-        A token loss with the per-token arrays `advantage`, `old_log_prob` and, unless beta is 0, `ref_log_prob`.
+        epsilon_low: how far below 1 the ratio is clipped, not negative.
+        epsilon_high: how far above 1. DAPO uses 0.28.
 
     Raises:
-        ValueError: kl is no estimate.
+        TypeError, ValueError: an argument is not such a number.
 
     Source:
-        Shao et al., "DeepSeekMath", arXiv:2402.03300, (3), (4). Separate bounds: Yu et al., "DAPO", arXiv:2503.14476.
+        Schulman et al., "Proximal policy optimization algorithms", 2017, arXiv:1707.06347, equation (7). Two bounds:
+        Yu et al., "DAPO", 2025, arXiv:2503.14476, section 3.1.
     """
-    bounds = ("epsilon_low", float(epsilon_low)), ("epsilon_high", float(epsilon_high))
-    return Named("grpo", (*bounds, ("beta", float(beta)), ("kl", check_choice("kl", kl, KLS))))
+    return Named("ppo_clip", _epsilons(epsilon_low, epsilon_high))
 
 
-def cispo(epsilon_low: float = 1.0, epsilon_high: float = 0.2) -> Named:
-    r"""The policy gradient with clipped importance weights, CISPO. No token loses its gradient.
+def grpo(epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.0, kl: str = "k3") -> Named:
+    r"""Group relative policy optimization: `ppo_clip` plus :math:`\beta\,\mathrm{KL}`, with the KL of `reinforce`.
 
-    .. math:: -\mathrm{sg}\big(\mathrm{clip}(r,\ 1 - \epsilon_\mathrm{low},\ 1 + \epsilon_\mathrm{high})\big)\, A\, \ell
+    The advantages are those of a group of answers to one prompt. They are computed before the call.
 
-    where :math:`\mathrm{sg}` has no gradient.
+    per_token: advantage, old_log_prob, and ref_log_prob if beta is not 0.
 
     Args:
-        epsilon_low: how far below 1 a weight may be. With 1 there is no lower bound, as in the paper's experiments.
-        epsilon_high: how far above 1 a weight may be. The paper tunes it and names no value.
+        epsilon_low, epsilon_high: of `ppo_clip`.
+        beta, kl: of `reinforce`.
 
-    Returns:
-        A token loss with the per-token arrays `advantage` and `old_log_prob`.
+    Raises:
+        TypeError, ValueError: an argument is not such a number, or not such an estimate.
 
     Source:
-        MiniMax, "MiniMax-M1", arXiv:2506.13585, (4), (5).
+        Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300, section 4.1.
     """
-    return Named("cispo", (("epsilon_low", float(epsilon_low)), ("epsilon_high", float(epsilon_high))))
+    parameters = *_epsilons(epsilon_low, epsilon_high), _not_negative("beta", beta)
+    return Named("grpo", parameters, check_choice("kl", kl, KLS))
 
 
-def _weighted_nll(log_prob: Array, weight: Array) -> Array:
+def cispo(epsilon_low: float = 1.0, epsilon_high: float = 0.28) -> Named:
+    r"""Policy gradient with a clipped importance weight, which is not differentiated.
+
+    .. math:: -\mathrm{sg}\big(\mathrm{clip}(r,\, 1 - \epsilon_\mathrm{low},\, 1 + \epsilon_\mathrm{high})\big)\, A\, p
+
+    Here sg is the identity, with the derivative 0. A clipped token keeps its gradient, unlike in `ppo_clip`.
+
+    per_token: advantage, old_log_prob.
+
+    Args:
+        epsilon_low: how far below 1 the weight is clipped, not negative. The default, 1, is no lower bound, as in the
+            paper.
+        epsilon_high: how far above 1. The paper tunes it and gives no value; the default is DAPO's.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number.
+
+    Source:
+        MiniMax, "MiniMax-M1", 2025, arXiv:2506.13585, section 3.1.
+    """
+    return Named("cispo", _epsilons(epsilon_low, epsilon_high))
+
+
+def _weighted_nll(_: Named, log_prob: Array, weight: Array) -> Array:
     return -weight * log_prob
 
 
-def _reinforce(log_prob: Array, advantage: Array, *ref_log_prob: Array, beta: float, kl: KL) -> Array:
-    return _with_kl(-advantage * log_prob, log_prob, ref_log_prob, beta, kl)
+def _reinforce(loss: Named, log_prob: Array, advantage: Array, *ref: Array) -> Array:
+    return _with_kl(loss, -advantage * log_prob, log_prob, *ref)
 
 
-def _ppo_clip(
-    log_prob: Array, advantage: Array, old_log_prob: Array, *, epsilon_low: float, epsilon_high: float
-) -> Array:
+def _ppo_clip(loss: Named, log_prob: Array, advantage: Array, old_log_prob: Array) -> Array:
     ratio = jnp.exp(log_prob - old_log_prob)
-    clipped = jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
-    return -jnp.minimum(ratio * advantage, clipped * advantage)
+    return -jnp.minimum(ratio * advantage, _clipped(loss, ratio) * advantage)
 
 
-def _grpo(
-    log_prob: Array,
-    advantage: Array,
-    old_log_prob: Array,
-    *ref_log_prob: Array,
-    epsilon_low: float,
-    epsilon_high: float,
-    beta: float,
-    kl: KL,
-) -> Array:
-    loss = _ppo_clip(log_prob, advantage, old_log_prob, epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    return _with_kl(loss, log_prob, ref_log_prob, beta, kl)
+def _grpo(loss: Named, log_prob: Array, advantage: Array, old_log_prob: Array, *ref: Array) -> Array:
+    return _with_kl(loss, _ppo_clip(loss, log_prob, advantage, old_log_prob), log_prob, *ref)
 
 
-def _cispo(log_prob: Array, advantage: Array, old_log_prob: Array, *, epsilon_low: float, epsilon_high: float) -> Array:
+def _cispo(loss: Named, log_prob: Array, advantage: Array, old_log_prob: Array) -> Array:
     ratio = jnp.exp(log_prob - old_log_prob)
-    return -jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)) * advantage * log_prob
+    return -jax.lax.stop_gradient(_clipped(loss, ratio)) * advantage * log_prob
 
 
-def _with_kl(loss: Array, log_prob: Array, ref_log_prob: tuple[Array, ...], beta: float, kl: KL) -> Array:
-    """Returns the loss plus beta times an estimate of the divergence, for which there is one reference."""
-    if len(ref_log_prob) != (beta != 0.0):
-        wanted = "ref_log_prob after the other per-token arrays" if beta else "no ref_log_prob, because beta is 0"
-        raise TypeError(f"this token loss takes {wanted}, got {len(ref_log_prob)} arrays there")
-    if not ref_log_prob:
-        return loss
-    difference = log_prob - ref_log_prob[0]
-    if kl == "k1":
-        return loss + beta * difference
-    if kl == "k2":
-        return loss + beta * (0.5 * jnp.square(difference))
-    return loss + beta * (jnp.expm1(-difference) + difference)
+def _clipped(loss: Named, ratio: Array) -> Array:
+    epsilon_low, epsilon_high, *_ = loss.parameters
+    return jnp.clip(ratio, 1.0 - epsilon_low, 1.0 + epsilon_high)
 
 
-FUNCTIONS = cast(
-    "dict[str, Any]",
-    {
-        "weighted_nll": _weighted_nll,
-        "reinforce": _reinforce,
-        "ppo_clip": _ppo_clip,
-        "grpo": _grpo,
-        "cispo": _cispo,
-    },
-)
+def _with_kl(loss: Named, policy_loss: Array, log_prob: Array, *ref: Array) -> Array:
+    """Adds beta times the KL divergence from the reference policy, whose log-probabilities are there if beta is not
+    0."""
+    beta = loss.parameters[-1]
+    if not beta:
+        return policy_loss
+    (ref_log_prob,) = ref
+    difference = log_prob - ref_log_prob
+    if loss.kl == "k1":
+        kl = difference
+    elif loss.kl == "k2":
+        kl = 0.5 * difference * difference
+    else:
+        kl = jnp.expm1(-difference) + difference  # exp(-d) - 1 would cancel near 0
+    return policy_loss + beta * kl
+
+
+_FORMULAS: dict[str, Callable[..., Array]] = {
+    "weighted_nll": _weighted_nll,
+    "reinforce": _reinforce,
+    "ppo_clip": _ppo_clip,
+    "grpo": _grpo,
+    "cispo": _cispo,
+}
+
+_PER_TOKEN: dict[str, tuple[str, ...]] = {
+    "weighted_nll": ("weight",),
+    "reinforce": ("advantage",),
+    "ppo_clip": ("advantage", "old_log_prob"),
+    "grpo": ("advantage", "old_log_prob"),
+    "cispo": ("advantage", "old_log_prob"),
+}
+
+
+def _epsilons(epsilon_low: Any, epsilon_high: Any) -> tuple[float, float]:
+    return _not_negative("epsilon_low", epsilon_low), _not_negative("epsilon_high", epsilon_high)
+
+
+def _not_negative(name: str, value: Any) -> float:
+    """Returns `value` as a finite float that is not negative; names the argument otherwise."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
+    if not 0 <= cast(float, value) < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value}")
+    return float(value)

@@ -23,14 +23,14 @@ class CostCoefficients(NamedTuple):
 # 0.1% slower than the best rows measured. The estimate is within 2.4% (H100) and 1.5% (H200) of the measured times,
 # root mean square, and within 1.3% and 0.7% of those of one shape and budget. On an H100 tiles of 128 rows of d_input
 # are much slower than tiles of 256 rows (`narrow`).
-# Those of jax_pallas on an H100 were fitted to results/h100/jax-sweep.json, 37 rows of 5 shapes at 12d7150. The chosen
-# rows are the best ones measured, or at most 0.7% slower, except for Qwen2.5-0.5B in 512 MiB (3.4%, one run, where the
-# spread of a row is 3%). The estimate is within 4.8% of the measured times, root mean square, and within 2.4% of those of
-# one shape and budget. Before the fit the plan chose 1,024 rows for Gemma 2 2B in 512 MiB, which took 1.103 times the
-# matmuls; 768 rows took 1.022.
-# On an H200 jax_pallas has not been swept. Its coefficients there were fitted to the 15 training rows of results/h200 at
-# 8,192 tokens, of calls with the fewest chunks (`--fewest`), whose kernels loaded the whole old d_weight. The estimate is
-# within 2.2% of them, root mean square.
+# Those of jax_pallas on an H100 were fitted to results/h100/jax-sweep.json, 37 rows of 5 shapes at 12d7150. The
+# chosen rows are the best ones measured, or at most 0.7% slower, except for Qwen2.5-0.5B in 512 MiB (3.4%, one run,
+# where the spread of a row is 3%). The estimate is within 4.8% of the measured times, root mean square, and within
+# 2.4% of those of one shape and budget. Before the fit the plan chose 1,024 rows for Gemma 2 2B in 512 MiB, which
+# took 1.103 times the matmuls; 768 rows took 1.022.
+# On an H200 jax_pallas has not been swept. Its coefficients there were fitted to the 15 training rows of results/h200
+# at 8,192 tokens, of calls with the fewest chunks (`--fewest`), whose kernels loaded the whole old d_weight. The
+# estimate is within 2.2% of them, root mean square.
 # Of the other GPUs nothing was measured. They have `multiply` by the peak rate of a multiprocessor, at 0.9 of it, and
 # the times of a tile in proportion to those that core_triton had on an H200 before the fit (12.5, 2,300 and 200 ns).
 H200_JAX = CostCoefficients(12.5, 440.0, 200.0, 16.0, 0.1, 0.3, 0.0, 40.0, 130.0)

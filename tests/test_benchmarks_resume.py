@@ -58,8 +58,10 @@ def test_resuming_measures_only_what_changed(tmp_path: Path, monkeypatch: pytest
 def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> None:
     code = 'def f() -> int:\n    """Returns 1."""\n    return 1\n'
     of_contract = [f"linear_ce/{name}" for name in (*results.CHOICES, "spec.py")]
-    paths = {f"core_triton/{name}.py": f"from core_triton import kernels\n\n{code}" for name in results.PATHS}
-    plain = dict.fromkeys(("core_triton/kernels.py", "core_triton/plan.py", "core_triton/ops.py", *of_contract), code)
+    imports = "from core_triton import kernels\nfrom core_triton.token_hook import f\n"
+    paths = {f"core_triton/{name}.py": f"{imports}\n{code}" for name in results.PATHS}
+    others = [f"core_triton/{name}.py" for name in ("kernels", "plan", "ops", "token_hook")]
+    plain = dict.fromkeys((*others, *of_contract), code)
     files = paths | plain
     files["core_triton/kernels.py"] = f"{code}\n\ndef g() -> None:\n    from core_triton.plan import f  # noqa: F401\n"
     for name, text in files.items():
@@ -70,6 +72,7 @@ def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> Non
         ("core_triton/scaled_exp.py", "return 1", "return 2", True),
         ("core_triton/plan.py", "return 1", "return 2", True),
         ("core_triton/ops.py", "return 1", "return 2", False),  # no path with kernels imports it
+        ("core_triton/token_hook.py", "return 1", "return 2", False),
         ("core_triton/kernels.py", "return 1", "return 2", True),
         ("core_triton/kernels.py", "Returns 1", "Returns one", False),
         ("core_triton/kernels.py", "return 1", "return 1  # why", False),

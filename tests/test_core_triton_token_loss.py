@@ -424,3 +424,46 @@ def test_options_of_the_cross_entropy_are_checked(change: dict[str, Any], messag
     arrays: Any = problem()
     with pytest.raises(ValueError, match=message):
         core_triton.linear_token_loss(**arrays, token_loss=lambda log_prob: -log_prob, **change)
+
+
+# check_token_loss.
+
+
+def _mean(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    return -(advantage - advantage.mean()) * log_prob
+
+
+def _derivative_of_the_mean(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    same = log_prob.mean() - log_prob.mean().detach()  # 0, but its derivative is not
+    return -advantage * log_prob + same
+
+
+def _order(log_prob: Tensor, advantage: Tensor) -> Tensor:
+    return -advantage * log_prob * torch.arange(len(log_prob), device=log_prob.device)
+
+
+def test_check_token_loss_accepts_what_is_elementwise() -> None:
+    for name in (token_losses.ppo_clip(), token_losses.cispo(), token_losses.grpo(beta=0.1)):
+        core_triton.check_token_loss(name, *(torch.randn(3, 4) for _ in name.per_token))
+    core_triton.check_token_loss(lambda log_prob: log_prob.exp())
+    core_triton.check_token_loss(lambda log_prob, a: log_prob * (0 * a).log(), torch.randn(6))  # NaN and infinities
+
+
+@pytest.mark.parametrize(
+    ("token_loss", "message"),
+    [
+        (_mean, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ without the first half"),
+        (_derivative_of_the_mean, r"derivative of the loss by argument 0 of token \d+"),
+        (_order, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ in reverse order"),
+    ],
+)
+def test_check_token_loss_finds_what_is_not(token_loss: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        core_triton.check_token_loss(token_loss, torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+
+
+def test_check_token_loss_needs_two_tokens() -> None:
+    with pytest.raises(ValueError, match=r"per_token\[0\] must be a Tensor of two tokens or more, got shape \(1,\)"):
+        core_triton.check_token_loss(token_losses.weighted_nll(), torch.ones(1))
+    with pytest.raises(TypeError, match="token_loss must be callable, got int"):
+        core_triton.check_token_loss(3)  # pyright: ignore[reportArgumentType]

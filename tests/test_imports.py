@@ -165,6 +165,11 @@ ONE_FRAMEWORK_ONLY = {
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
+    # PyTorch differentiates the function with autograd, JAX its trace.
+    "token_hook.py": {
+        *("TokenHook", "factors", "call", "call_and_differentiate", "check_elementwise"),
+        *("TokenFunction", "TokenLoss", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
+    },
     "tile_config.py": {
         "padded_hidden",  # JAX makes no padded copies for TMA
         *("choose_ampere_tile", "DInputTiling", "choose_d_input_tiling"),  # Pallas has no such kernels

@@ -20,12 +20,14 @@ from jax import Array, export
 from markov_data import markov_tokens
 from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
+from test_jax_pallas_token_loss import ppo_clip
 
-from jax_pallas import launch
+from jax_pallas import launch, linear_token_loss, token_losses
 from jax_pallas.hopper_gradients import add_d_weight
 from jax_pallas.linear_ce import explain, linear_cross_entropy
 from jax_pallas.ops import RESIDUAL
 from jax_pallas.tile_config import padded
+from linear_ce.reference import reference_log_probs
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 from parity.cases import Case, cases
 
@@ -243,6 +245,33 @@ def gradients_of_rows_and_losses_alone() -> None:
     )
     assert_close(jax.jit(jax.grad(total, argnums=(0, 1)))(x, w), want)
     assert_close(jax.jit(loss)(x, w, y), exact(x, w, y)[0], 1e-4)
+
+
+@checked
+def token_loss_in_three_chunks() -> None:
+    x, w, y = drawn(900, 128, 1000)
+    y = y.at[::7].set(-100)
+    counted = np.asarray(y != -100)
+    exact_x, exact_w = (np.asarray(array.astype(jnp.float32)) for array in (x, w))
+    log_prob = reference_log_probs(exact_x, exact_w, np.asarray(y)).log_prob
+    random = np.random.default_rng(0)
+    advantage, old = random.choice([-1.0, 0.5], 900), log_prob + random.normal(0, 0.3, 900)
+    losses, *slopes = ppo_clip(log_prob, advantage, old)
+    d_log_prob, *d_per_token = (np.where(counted, slope, 0) / counted.sum() for slope in slopes)
+    want = reference_log_probs(exact_x, exact_w, np.asarray(y), d_log_prob=d_log_prob)
+
+    def mean(x: Array, w: Array, *per_token: Array) -> Array:
+        return linear_token_loss(x, w, y, token_losses.ppo_clip(), *per_token, **options)
+
+    options: dict[str, Any] = {"implementation": IMPLEMENTATION, "memory_budget": 2**20}
+    plan = explain(x, w, **options).plan
+    assert (plan.path, -(-900 // plan.chunks.rows)) == ("scaled_exp", 3)
+    per_token = [jnp.asarray(np.where(counted, values, np.nan), jnp.float32) for values in (advantage, old)]
+    value, found = jax.jit(jax.value_and_grad(mean, argnums=(0, 1, 2, 3)))(x, w, *per_token)
+    assert_close(value, losses[counted].mean(), 1e-4)
+    assert_close(found[:2], (want.d_input, want.d_weight))
+    assert_close(found[2:], d_per_token, 1e-4)
+    assert_close(jax.jit(mean)(x, w, *per_token), losses[counted].mean(), 1e-4)
 
 
 # Training.

@@ -182,6 +182,15 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("mosaic*.ptx"))) <= len(names) + 1, "too many kernels: each takes a second to compile"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [LLAMA, QWEN])
+def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> None:
+    plain, found = compile_all([(mode, 8192, *shape, 0) for mode in ("train", "token_loss")], "h200", "mosaic")
+    check([found], {"token_loss": DEFAULT_MEMORY_BUDGET})
+    # For each of up to five chunks: the losses of rows, the token loss with its gradients, and copies of row numbers.
+    assert found["launches"] <= plain["launches"] + 30
+
+
 def check_copies(kept: Path, *names: str) -> None:
     """Fails where one of these kernels, for an A100, does not copy the next operands while it multiplies.
 

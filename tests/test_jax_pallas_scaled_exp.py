@@ -25,11 +25,13 @@ from jax_pallas import (
     recompute,
     scaled_exp,
 )
+from jax_pallas.elementwise import trace_token_loss
 from jax_pallas.plan import Stage
 from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan_of
 from jax_pallas.row_math import Coefficients
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import ScaledExpConfig
+from jax_pallas.token_hook import TokenLoss, TokenNeedsGrad
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 
@@ -151,6 +153,40 @@ def test_scaled_exp(
     pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=2e-6, atol=1e-7)
+    assert_close(gradients, exact_gradients)
+
+
+def clipped(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
+    """Some tokens have no gradient. The function closes over FACTOR."""
+    return jnp.maximum(-advantage * log_prob, -1.0) + jnp.where(advantage < 0, 0.0, FACTOR * jnp.square(log_prob))
+
+
+FACTOR = jnp.float32(0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, rows = 141, 64
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    ours = problem(n, 64, 320, 310, vocab_axis, {"softcap": 3.0, "logit_scale": 0.7})
+    plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING))
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
+    function, closure = trace_token_loss(clipped, n, 1)
+    random = np.random.default_rng(1)
+    advantage = jnp.where(ours.row_weight == 0, jnp.nan, jnp.asarray(random.standard_normal(n), jnp.float32))
+    needs_grad = TokenNeedsGrad(per_token=(True,), closure=(True,))
+    token_loss = TokenLoss(function, needs_grad, (advantage,), closure)
+    found, gradients = scaled_exp.token_loss_and_gradients(ours, EVERYTHING, token_loss)
+
+    exact = in_float32(ours)
+    arguments = *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, token_loss
+    want, exact_gradients = chunked.token_loss_and_gradients(*arguments)
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
+    for got, value in pairs:
+        np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
+    assert (want.g[ours.row_weight != 0] == 0).any()
     assert_close(gradients, exact_gradients)
 
 

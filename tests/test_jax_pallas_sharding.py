@@ -174,6 +174,21 @@ def check_token_loss(reduction: Any, check_vma: bool, closes: str) -> None:
     assert_close(sharded(*given), on_each_part(*given))
 
 
+def check_token_loss_of_rows_with_derivatives_of_its_own() -> None:
+    arrays = problem(48, 8, 50, bias=False)
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(x: Array, y: Array) -> Array:
+        mean = x.mean()
+        found = linear_token_loss(x, arrays["linear_weight"], y, lambda log_prob: jax.nn.softplus(log_prob * mean))
+        return jax.lax.psum(found, "data")
+
+    with pytest.raises(ValueError, match="token_loss closes over an array that varies over mesh axes"):
+        jax.shard_map(loss, mesh=mesh, in_specs=(P("data"), P("data")), out_specs=P())(
+            arrays["input"], arrays["target"]
+        )
+
+
 def check_token_loss_under_explicit_axes() -> None:
     arrays = problem(40, 64, 128, bias=False)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
@@ -216,6 +231,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "token loss, none": partial(check_token_loss, "none", True, "factor"),
     "token loss, rows": partial(check_token_loss, "mean", True, "rows"),
     "token loss, unchecked": partial(check_token_loss, "mean", False, "factor"),
+    "token loss, refused": check_token_loss_of_rows_with_derivatives_of_its_own,
     "token loss, explicit axes": check_token_loss_under_explicit_axes,
 }
 

@@ -2,7 +2,10 @@
 argument, rows that do not contribute, JAX's transformations, and what is refused.
 """
 
+import gc
+import math
 import re
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +19,7 @@ from jax import Array
 from jax_problem import problem
 from test_jax_pallas_transforms import matmuls_in
 
-from jax_pallas import explain, linear_token_loss, token_losses
+from jax_pallas import check_token_loss, explain, linear_token_loss, token_losses
 from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
 from linear_ce.spec import LossSpec
 from parity.tolerances import budget, error
@@ -62,7 +65,7 @@ def grpo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray, ref: np.n
 
 
 def cispo(log_prob: np.ndarray, advantage: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, ...]:
-    weight = np.clip(np.exp(log_prob - old), 0, 1.2)
+    weight = np.clip(np.exp(log_prob - old), 0, 1.28)
     return -weight * advantage * log_prob, -weight * advantage, -weight * log_prob, np.zeros_like(old)
 
 
@@ -347,14 +350,19 @@ def test_rows_that_do_not_contribute_are_in_no_sum(reduction: Any) -> None:
     assert jnp.isfinite(d_a).all()
 
 
-@pytest.mark.parametrize("target", [50, -1])
-def test_a_target_that_is_not_a_class_is_nan(target: int) -> None:
-    arrays = simple() | {"target": simple()["target"].at[4].set(target)}
+@pytest.mark.parametrize(("implementation", "dtype"), [("chunked", "float32"), ("pallas_triton", "bfloat16")])
+@pytest.mark.parametrize("bad", ["target", "input"])
+def test_a_log_prob_that_is_nan_makes_the_row_nan(implementation: str, dtype: str, bad: str) -> None:
+    """The target is not a class, or the input is NaN. The token loss does not propagate NaN."""
+    arrays = simple() | problem(12, 8, 128, dtype=dtype, bias=False)
+    arrays[bad] = arrays[bad].at[4].set(128 if bad == "target" else jnp.nan)
     arrays["token_loss"] = lambda log_prob, a: jnp.where(jnp.isnan(log_prob), 0.0, a * log_prob)
-    losses = loss_of(arrays, reduction="none")
+    options: dict[str, Any] = {"implementation": implementation}
+    losses = loss_of(arrays, reduction="none", **options)
     assert jnp.isnan(losses).tolist() == [i == 4 for i in range(12)]
-    for options in ({}, {"reduction": "none"}):
-        value, found = gradients(lambda arrays, options=options: loss_of(arrays, **options).sum(), arrays, ARGUMENTS)
+    for reduction in ("mean", "none"):
+        options["reduction"] = reduction
+        value, found = gradients(lambda arrays: loss_of(arrays, **options).sum(), arrays, ARGUMENTS[:2])
         assert jnp.isnan(value)
         assert jnp.isnan(found["linear_weight"]).all()
         assert jnp.isnan(found["input"]).any(1).tolist() == [i == 4 for i in range(12)]
@@ -401,6 +409,26 @@ def test_named_losses_are_equal_and_hashable() -> None:
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must be finite and not negative, got -0.1"),
+        (lambda: token_losses.grpo(beta=True), TypeError, "beta must be a Python number, got bool"),
+        (lambda: token_losses.cispo(epsilon_high=math.inf), ValueError, "epsilon_high must be finite"),
+    ],
+)
+def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_check_token_loss() -> None:
+    check_token_loss(token_losses.grpo(beta=0.1), *(jnp.ones((2, 6)) for _ in range(3)))
+    check_token_loss(lambda log_prob: -log_prob)
+    with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got reduce_sum"):
+        check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
+
+
 def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
     for call in range(2):
         arrays = simple() | {"token_loss": token_losses.weighted_nll()}
@@ -408,6 +436,37 @@ def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> Non
             caplog.clear()
             gradients(loss_of, arrays, ARGUMENTS)
         assert any("Compiling" in record.message for record in caplog.records) == (call == 0)
+
+
+class Policy:
+    """An object whose method is a token loss."""
+
+    factor = jnp.float32(2.0)
+
+    def loss(self, log_prob: Array, a: Array) -> Array:
+        return self.factor * log_prob * a
+
+
+def test_no_cache_keeps_what_a_token_loss_holds() -> None:
+    arrays, policies = simple(), [Policy()]
+    kept = weakref.ref(policies[0])
+
+    def value(x: Array) -> Array:
+        return loss_of(arrays | {"input": x, "token_loss": policies[0].loss})
+
+    jax.jit(jax.grad(value))(arrays["input"])
+    value(arrays["input"])
+    policies.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_nan_checks_find_nothing_in_excluded_rows() -> None:
+    arrays = simple() | {"target": simple()["target"].at[::3].set(-100), "token_loss": lambda p, a: p * jnp.sqrt(a)}
+    arrays["per_token"] = (jnp.linspace(1.0, 2.0, 12).at[::3].set(jnp.nan),)
+    with jax.debug_nans(True):
+        for reduction in ("mean", "none"):
+            gradients(lambda a, r=reduction: loss_of(a, reduction=r).sum(), arrays, ("input", "linear_weight"))
 
 
 # Transformations.
@@ -590,12 +649,12 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "per-token dtype": (
         {"per_token": (jnp.arange(12),)},
         TypeError,
-        r"per_token\[0\] must be floating point, got int32",
+        r"per_token\[0\] must have a floating-point dtype, got int32",
     ),
     "without a reference": (
         {"token_loss": token_losses.reinforce(0.1)},
-        RuntimeError,
-        "token_loss raised TypeError.*takes ref_log_prob after the other per-token arrays, got 0 arrays there",
+        ValueError,
+        "per_token of token_losses.reinforce must be advantage, ref_log_prob, got 1 arrays",
     ),
     "reduction": ({"reduction": "max"}, ValueError, "reduction must be one of"),
     "token weight": ({"token_weight": TWELVE[:3]}, ValueError, "token_weight must have shape"),

@@ -71,11 +71,6 @@ class TokenLoss(NamedTuple):
     per_token: tuple[Array, ...]  # (N,) each, of any float dtype
     closure: tuple[Array, ...]
 
-    def padded(self, size: int) -> "TokenLoss":
-        """Returns the token loss of a call with rows added up to `size`."""
-        past = (0, size - len(self.per_token[0])) if self.per_token else (0, 0)
-        return self._replace(per_token=tuple(jnp.pad(values, past) for values in self.per_token))
-
     def zeros_of_closure(self) -> tuple[Array | None, ...]:
         """Returns what the gradients of the closure are added to."""
         needed = _needed(self.needs_grad.closure, self.closure)
