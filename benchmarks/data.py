@@ -27,10 +27,20 @@ mean of the lse,
 .. math:: E \log \sum_{v=1}^V e^{\sigma g_v}
     = \int_{-\infty}^{\infty} \bigl(e^{-e^u} - (E e^{-e^{u + \sigma g}})^V\bigr) \, du,
     \qquad g, g_v \sim N(0, 1).
+
+The arrays of the token loss are drawn relative to the log-probabilities p of the targets, so that it is known which
+tokens are clipped:
+
+.. math:: p_\mathrm{old} = p - r, \qquad p_\mathrm{ref} = p - d, \qquad d \sim N(0, 0.3^2), \qquad A \sim N(0, 1)
+
+The log-ratio r is above the upper bound of GRPO for a tenth of the tokens and below the lower bound for another tenth.
+Everywhere it is at least 0.1 from a bound. Logits that are rounded to bfloat16 change r by less, so rounding does not
+change which tokens are clipped. That would remove or add whole gradients.
 """
 
 import math
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +48,10 @@ PEAKED_LOSS = 5.0
 SHARP_LOSS = 0.7
 LOSS_DEVIATION = 3.0  # of one row's loss, about
 DEVIATIONS = {"sharp3.5": 3.5, "sharp8": 8.0}  # of logits, where all targets are one class
+EPSILON_LOW, EPSILON_HIGH, BETA = 0.2, 0.28, 0.04  # of GRPO; its KL divergence is the estimate k3
+CLIP_SHARE = 0.1  # of the tokens, for each bound
+CLIP_MARGIN = 0.1  # least distance of a log-ratio from a bound
+REF_DEVIATION = 0.3  # of the difference from the reference policy's log-probability
 ZIPF_SHIFT = 2.7  # of Mandelbrot's form of the distribution, which fits the most frequent words of English
 
 
@@ -55,6 +69,29 @@ def input_deviation(targets: str) -> float:
 def one_class(v: int, targets: str) -> int | None:
     """Returns the class that is the target of all tokens; None where targets are drawn."""
     return v // 2 if targets in DEVIATIONS else None
+
+
+class PerToken(NamedTuple):
+    """The arrays of the token loss, each (n,) float32, in the order of its arguments."""
+
+    advantage: np.ndarray
+    old_log_prob: np.ndarray
+    ref_log_prob: np.ndarray
+
+
+def per_token(log_prob: np.ndarray) -> PerToken:
+    """Draws the arrays of the token loss, with a fixed seed.
+
+    Args:
+        log_prob: (n,) of the targets.
+    """
+    rng, n = np.random.default_rng(0), len(log_prob)
+    low, high = math.log(1 - EPSILON_LOW), math.log(1 + EPSILON_HIGH)
+    inside = rng.uniform(low + CLIP_MARGIN, high - CLIP_MARGIN, n)
+    beyond, side = rng.uniform(CLIP_MARGIN, 3 * CLIP_MARGIN, n), rng.random(n)
+    log_ratio = np.select([side < CLIP_SHARE, side >= 1 - CLIP_SHARE], [low - beyond, high + beyond], inside)
+    arrays = rng.standard_normal(n), log_prob - log_ratio, log_prob - REF_DEVIATION * rng.standard_normal(n)
+    return PerToken(*(array.astype(np.float32) for array in arrays))
 
 
 @cache

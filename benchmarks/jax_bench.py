@@ -4,6 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -16,7 +17,7 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
 from benchmarks.jax_host import host_figures, trace_without_graphs
-from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load
+from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load, matmul_precision
 from benchmarks.methods import (
     ERRORS,
     FLOOR_ROWS,
@@ -30,7 +31,7 @@ from benchmarks.methods import (
     floor_padding,
     row_figures,
 )
-from benchmarks.shapes import Mode, Shape
+from benchmarks.shapes import Mode, Objective, Shape
 from benchmarks.timing import Energy, Pairs, Sensor, Timing, host_pairs, measure_energy, same
 from benchmarks.trace import CALLS, by_kernel, trace_jax
 
@@ -169,26 +170,28 @@ def _draw(key: Array, cdf: Array, *, shape: Shape, dtype: str, targets: str) -> 
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
-@partial(jax.jit, static_argnames=("backward",), compiler_options=UNTUNED)
-def _reference(x: Array, w: Array, y: Array, row_weight: Array, *, backward: bool) -> tuple[Array, ...]:
+@partial(jax.jit, static_argnames=("objective", "backward"), compiler_options=UNTUNED)
+def _reference(
+    x: Array, w: Array, y: Array, row_weight: Array, *per_token: Array, objective: Objective, backward: bool
+) -> tuple[Array, ...]:
     """Losses (N,), and d_input and d_weight in float32, from float32 matmuls, a chunk of rows at a time."""
     dot = partial(jnp.dot, precision=lax.Precision.HIGHEST)
-    rows = math.gcd(len(x), REFERENCE_ROWS)
+    rows, smoothing = math.gcd(len(x), REFERENCE_ROWS), objective.label_smoothing
     w = w.astype(jnp.float32)
 
-    def chunk(d_weight: Array | None, part: tuple[Array, Array, Array]) -> tuple[Array | None, tuple[Array, ...]]:
-        x, y, row_weight = part
+    def chunk(d_weight: Array | None, part: tuple[Array, ...]) -> tuple[Array | None, tuple[Array, ...]]:
+        x, y, row_weight, *per_token = part
         x = x.astype(jnp.float32)
         logits = dot(x, w.T)
-        lse = jax.nn.logsumexp(logits, axis=1)
-        at = (jnp.arange(rows), jnp.maximum(y, 0))
-        losses = jnp.where(y == -100, 0.0, lse - logits[at])
+        losses = jax_methods.values(logits, y, objective, *per_token)
         if d_weight is None:
             return None, (losses,)
-        d_logits = jnp.exp(logits - lse[:, None]).at[at].add(-1.0) * row_weight[:, None]
+        p = jax.nn.softmax(jax_methods.scaled(logits, objective), axis=1) - smoothing / len(w)
+        d_logits = p.at[jnp.arange(rows), jnp.maximum(y, 0)].add(smoothing - 1)
+        d_logits *= jax_methods.row_factors(logits, y, row_weight, objective, *per_token)[:, None]
         return d_weight + dot(d_logits.T, x), (losses, dot(d_logits, w))
 
-    parts = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), (x, y, row_weight))
+    parts = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), (x, y, row_weight, *per_token))
     d_weight, results = lax.scan(chunk, jnp.zeros_like(w) if backward else None, parts)
     losses, *d_input = (result.reshape(len(x), *result.shape[2:]) for result in results)
     return (losses, *d_input) if d_weight is None else (losses, *d_input, d_weight)
@@ -210,11 +213,12 @@ def _d_logits(x: Array, w: Array, y: Array) -> Array:
 
 @partial(jax.jit, static_argnames=("d_input", "d_weight"))
 def _matmuls(x: Array, w: Array, d_logits: Array, *, d_input: bool, d_weight: bool) -> list[Array]:
-    matmuls = [jnp.dot(x, w.T)]
-    if d_input:
-        matmuls.append(jnp.dot(d_logits, w))
-    if d_weight:
-        matmuls.append(jnp.dot(d_logits.T, x))
+    with matmul_precision(x.dtype):
+        matmuls = [jnp.dot(x, w.T)]
+        if d_input:
+            matmuls.append(jnp.dot(d_logits, w))
+        if d_weight:
+            matmuls.append(jnp.dot(d_logits.T, x))
     return matmuls
 
 
@@ -229,9 +233,9 @@ def _digest(result: Array) -> Array:
 
 
 @jax.jit
-def _error(result: Array, expected: Array) -> Array:
-    """The relative error in the Frobenius norm."""
-    return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+def _error(result: Array, expected: Array, scale: Array) -> Array:
+    """The error relative to `scale` in the Frobenius norm."""
+    return jnp.linalg.norm((result.astype(jnp.float32) - expected).ravel()) / jnp.linalg.norm(scale.ravel())
 
 
 @jax.jit
@@ -269,14 +273,14 @@ class JaxProblem:
         self.input, self.weight, self.target = arrays["input"], arrays["weight"], arrays["target"]
         self.upstream, self.ignored = arrays["upstream"], arrays["ignored"]
         self._weight_t: Array | None = None
+        self._per_token: dict[Objective, tuple[Array, ...]] = {}
         self._references: dict[Any, tuple[Array, ...]] = {}
         self._floor_arrays: dict[int, tuple[Array, ...]] = {}
         self._floors: dict[tuple[bool, bool, int], Any] = {}
         self._paddings: dict[tuple[bool, bool], int] = {}
         sample = min(shape.n, 1024)
-        losses, *_ = _reference(
-            self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample), backward=False
-        )
+        few = self.input[:sample], self.weight, self.target[:sample], jnp.ones(sample)
+        losses, *_ = _reference(*few, objective=Objective(), backward=False)
         data.check_loss(float(losses.mean()), sample, shape.d, shape.v, targets)
 
     def forget(self) -> None:
@@ -289,17 +293,30 @@ class JaxProblem:
         """Returns the targets (N,) int32, the mode's share of them ignored."""
         return jnp.where(self.ignored < mode.ignored, -100, self.target)
 
+    def per_token(self, objective: Objective) -> tuple[Array, ...]:
+        """Returns the arrays (N,) float32 that an objective takes besides the logits and the targets."""
+        if not objective.per_token:
+            return ()
+        if objective not in self._per_token:
+            log_probs = Mode("log-probs", "none", replace(objective, name="log-probs"), d_input=False, d_weight=False)
+            drawn = data.per_token(np.asarray(self.reference(log_probs)[0]))
+            self._per_token[objective] = tuple(jnp.asarray(array) for array in drawn)
+        return self._per_token[objective]
+
     def reference(self, mode: Mode) -> tuple[Array, ...]:
         """Returns losses, and d_input and d_weight where the mode has a backward pass, in float32."""
-        for key in ((mode.reduction, mode.ignored, True), (mode.reduction, mode.ignored, mode.backward)):
+        per_token = self.per_token(mode.objective)
+        for backward in (True, mode.backward):
+            key = (mode.reduction, mode.ignored, mode.objective, backward)
             if key in self._references:
                 return self._references[key]
         self._references.clear()
         target = self.targets(mode)
         valid = target != -100
         row_weight = jnp.where(valid, self.upstream if mode.reduction == "none" else 1 / valid.sum(), 0.0)
-        reference = _reference(self.input, self.weight, target, row_weight, backward=mode.backward)
-        self._references[mode.reduction, mode.ignored, mode.backward] = reference
+        arrays = self.input, self.weight, target, row_weight, *per_token
+        reference = _reference(*arrays, objective=mode.objective, backward=mode.backward)
+        self._references[mode.reduction, mode.ignored, mode.objective, mode.backward] = reference
         return reference
 
     def floor(self, mode: Mode) -> Floor:
@@ -341,7 +358,8 @@ class JaxProblem:
         if method.vocab_axis == 1 and self._weight_t is None:
             self._weight_t = jnp.array(self.weight.T)
         weight = self._weight_t if method.vocab_axis == 1 else self.weight
-        arguments = (self.input, weight, self.targets(mode), self.upstream if mode.reduction == "none" else None)
+        upstream = self.upstream if mode.reduction == "none" else None
+        arguments = (self.input, weight, self.targets(mode), upstream, *self.per_token(mode.objective))
         call, compiled, figures = self._programs.of(program, method, arguments)
         analysis = compiled.memory_analysis()
         assert analysis is not None
@@ -361,15 +379,17 @@ class JaxProblem:
 
     def _errors(self, results: tuple[Array, ...], method: Method, mode: Mode) -> dict[str, float | None]:
         losses, *expected = self.reference(mode)
-        loss = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
+        loss = scale = losses
+        if mode.reduction != "none":  # as in PyTorch
+            loss, scale = (sums / (self.targets(mode) != -100).sum() for sums in (losses.sum(), jnp.abs(losses).sum()))
         gradients = list(results[1:])
         errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
-        errors |= {"mean_loss": float(losses.mean()), "err_loss": float(_error(results[0], loss))}
+        errors |= {"mean_loss": float(losses.mean()), "err_loss": float(_error(results[0], loss, scale))}
         for name, needed, exact in zip(("d_input", "d_weight"), (mode.d_input, mode.d_weight), expected, strict=False):
             if needed:
                 gradient = gradients.pop(0)
                 gradient = gradient.T if name == "d_weight" and method.vocab_axis == 1 else gradient
-                errors[f"err_{name}"] = float(_error(gradient, exact))
+                errors[f"err_{name}"] = float(_error(gradient, exact, exact))
                 of_rows, norms = map(np.asarray, _row_errors(gradient, exact))
                 errors |= row_figures(name, of_rows[norms > 0])
         return errors

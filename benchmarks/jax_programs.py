@@ -10,7 +10,7 @@ import pickle
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -43,10 +43,16 @@ class Compiled(NamedTuple):
     figures: dict[str, Any]
 
 
-def jitted_call(method: Method, mode: Mode) -> Any:
-    """Returns a jitted function (input, weight, target, upstream) -> loss and the gradients of a mode.
+def matmul_precision(dtype: Any) -> AbstractContextManager[Any]:
+    """Returns a context in which matmuls of float32 arrays are in float32: by default they are in TF32 on a GPU."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
-    `upstream` is the upstream gradient (N,) of `reduction="none"`, or None.
+
+def jitted_call(method: Method, mode: Mode) -> Any:
+    """Returns a jitted function (input, weight, target, upstream, *per_token) -> loss and the gradients of a mode.
+
+    `upstream` is the upstream gradient (N,) of `reduction="none"`, or None. `per_token` are the arrays of the mode's
+    objective. Matmuls of float32 arrays are in float32, not in TF32, in every method.
 
     Raises:
         UnavailableError: the method has no such mode.
@@ -54,15 +60,21 @@ def jitted_call(method: Method, mode: Mode) -> Any:
     loss_fn = method.build(mode)
     argnums = tuple(index for index, needed in enumerate((mode.d_input, mode.d_weight)) if needed)
 
-    def call(x: Array, w: Array, y: Array, upstream: Array | None) -> tuple[Array, ...]:
+    def call(x: Array, w: Array, y: Array, upstream: Array | None, *per_token: Array) -> tuple[Array, ...]:
+        with matmul_precision(x.dtype):
+            return loss_and_gradients(x, w, y, upstream, *per_token)
+
+    def loss_and_gradients(
+        x: Array, w: Array, y: Array, upstream: Array | None, *per_token: Array
+    ) -> tuple[Array, ...]:
         if not argnums:
-            return (loss_fn(x, w, y),)
+            return (loss_fn(x, w, y, *per_token),)
         arguments = [x, w]
 
         def loss_of(*differentiated: Array) -> Array:
             for index, array in zip(argnums, differentiated, strict=True):
                 arguments[index] = array
-            return loss_fn(*arguments, y)
+            return loss_fn(*arguments, y, *per_token)
 
         loss, vjp = jax.vjp(loss_of, *(arguments[index] for index in argnums))
         d_loss = jnp.ones((), loss.dtype) if upstream is None else upstream.astype(loss.dtype)
@@ -151,6 +163,7 @@ def compile_ahead(program: Program) -> Ahead:
         jax.ShapeDtypeStruct(weight, program.dtype),
         jax.ShapeDtypeStruct((shape.n,), jnp.int32),
         jax.ShapeDtypeStruct((shape.n,), jnp.float32) if mode.reduction == "none" else None,
+        *(jax.ShapeDtypeStruct((shape.n,), jnp.float32) for _ in mode.objective.per_token),
     )
     try:
         with nullcontext() if program.rows is None else preferring(program.rows):

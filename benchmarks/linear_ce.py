@@ -28,7 +28,7 @@ from benchmarks.methods import (
     check_errors,
     describe,
 )
-from benchmarks.shapes import CALL_MODES, GRID, MODES, SHAPES, TARGETS, Item, Mode, Shape, plan
+from benchmarks.shapes import ALL_MODES, GRID, SHAPES, TARGETS, Item, Mode, Shape, plan
 from benchmarks.timing import Sensor, Timing
 
 GRID_WARMUP = 2.0  # seconds: the grid has hundreds of rows
@@ -55,7 +55,7 @@ def parse(
     parser.add_argument("--framework", required=framework is None, default=framework, choices=("torch", "jax"))
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu only tries the benchmark out")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", help=f"of {', '.join(SHAPES)}, or N-D-V; or {GRID}")
-    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(MODES | CALL_MODES)}")
+    parser.add_argument("--modes", nargs="+", metavar="NAME", help=f"of {', '.join(ALL_MODES)}")
     parser.add_argument("--targets", nargs="+", metavar="KIND", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all; an unknown name lists them")
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)

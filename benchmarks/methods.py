@@ -43,7 +43,8 @@ class Method:
     Args:
         name: as in the results.
         kind: whose it is.
-        build: from a mode to a function (input, linear_weight, target) -> loss; raises `UnavailableError`.
+        build: from a mode to a function (input, linear_weight, target, *per_token) -> loss, where per_token are the
+            arrays of the mode's objective; raises `UnavailableError`.
         package: the distribution whose version goes into the row.
         takes_budget: it has a memory_budget.
         vocab_axis: 1 where it wants linear_weight as (D, V).
@@ -53,6 +54,7 @@ class Method:
         ahead: `--compile-jobs` compiles its programs. They hold no matmul of XLA, whose algorithm XLA would choose on a
             GPU that is busy.
         rows: of a chunk, where a sweep makes its plans prefer so many.
+        objectives: names of the objectives that it computes; in the modes of others it is left out.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Method:
     only_named: bool = False
     ahead: bool = False
     rows: int | None = None
+    objectives: tuple[str, ...] = ("cross-entropy",)
 
     def applies(self, mode: Mode, *, named: bool = True) -> bool:
         """Returns whether the method is measured in a mode.
@@ -74,7 +77,7 @@ class Method:
             mode: the mode.
             named: the method was selected by name.
         """
-        if mode.measures.startswith("host") and self.kind == "floor":
+        if mode.objective.name not in self.objectives or (mode.measures.startswith("host") and self.kind == "floor"):
             return False
         if mode.measures in ("host-chunks", "host-compile"):
             return self.takes_budget and (named or self.host)
@@ -102,7 +105,7 @@ class Prepared:
         run: enqueues one call.
         figures: keys of its row: errors, bytes.
         forward: enqueues only the forward pass of a call that needs gradients; None if it cannot be timed.
-        program: PyTorch: the loss (input, linear_weight, target) -> loss. JAX: the jitted call. None for the floor.
+        program: PyTorch: the function that `Method.build` returned. JAX: the jitted call. None for the floor.
         arguments: of `program`.
     """
 

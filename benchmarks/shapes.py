@@ -7,6 +7,7 @@ from itertools import product
 from typing import Literal
 
 TARGETS = ("peaked", "random", "sharp", "sharp3.5", "sharp8")
+OBJECTIVES = ("cross-entropy", "log-probs", "token-loss")
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,38 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What a method computes of a token's logits.
+
+    Args:
+        name: one of `OBJECTIVES`. "log-probs" is the log-probability of the target. "token-loss" is the GRPO loss of
+            that log-probability, with the parameters in `data.py`.
+        temperature: divides the logits.
+        label_smoothing: of the cross-entropy.
+    """
+
+    name: str = "cross-entropy"
+    temperature: float = 1.0
+    label_smoothing: float = 0.0
+
+    @property
+    def logit_scale(self) -> float:
+        return 1 / self.temperature
+
+    @property
+    def per_token(self) -> tuple[str, ...]:
+        """The arrays (N,) that the objective takes besides the logits and the targets, in order."""
+        return ("advantage", "old_log_prob", "ref_log_prob") if self.name == "token-loss" else ()
+
+
+@dataclass(frozen=True)
 class Mode:
     """What a method computes, and what is measured.
 
     Args:
         name: as in the results.
         reduction: "mean", or "none" under a random upstream gradient.
+        objective: what is reduced.
         d_input: computes the gradient of the input.
         d_weight: computes the gradient of the weight. Without both, only the forward pass runs.
         memory_budget: bytes, for the methods that take one; only those are measured where it is given.
@@ -41,6 +68,7 @@ class Mode:
 
     name: str
     reduction: str = "mean"
+    objective: Objective = Objective()
     d_input: bool = True
     d_weight: bool = True
     memory_budget: int | None = None
@@ -96,7 +124,16 @@ MODES = {
     )
 }
 
-# Not of the whole plan: they are measured only where they are named.
+# The modes below are not of the whole plan: they are measured only where they are named.
+TEMPERATURE = 0.7  # of the log-probabilities
+OBJECTIVE_MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("token-loss", objective=Objective("token-loss", TEMPERATURE)),
+        Mode("log-probs", reduction="none", objective=Objective("log-probs", TEMPERATURE)),
+        Mode("smoothing", objective=Objective(label_smoothing=0.1)),
+    )
+}
 CALL_MODES = {
     mode.name: mode
     for mode in (
@@ -108,6 +145,7 @@ CALL_MODES = {
         Mode("graph-eval", d_input=False, d_weight=False, measures="graph"),
     )
 }
+ALL_MODES = MODES | OBJECTIVE_MODES | CALL_MODES
 
 
 @dataclass(frozen=True)
@@ -195,12 +233,14 @@ _GRID = (
 _OF_HEADS = {shape.name: shape for shape in (head.shape(n) for head, n in _GRID)}
 
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")
+OBJECTIVE_SHAPES = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "qwen3-8b")
 HOST_SHAPES = ("h-4096-512-8192", "h-1024-768-50257", "h-2048-2048-32000", "qwen2.5-0.5b")
 GRAPH_SHAPES = tuple(
     f"{n}-{d}-{v}" for d, v in ((4096, 128256), (896, 151936), (1024, 32000)) for n in (128, 256, 512, 1024)
 )
 # Of the modes that do not have NAMED.
 DEFAULT_SHAPES = {
+    **dict.fromkeys(OBJECTIVE_MODES, OBJECTIVE_SHAPES),
     "host": HOST_SHAPES,
     "host-eval": HOST_SHAPES,
     "host-chunks": ("h-2048-2048-32000",),
@@ -252,7 +292,7 @@ def plan(
         shapes: names that `shape_named` takes, or "grid" alone. With all three None it is `PLAN`; otherwise the product
             of what is given, where shapes default to `NAMED` or the mode's own, modes to train (in the grid to
             `GRID_MODES`) and targets to peaked.
-        modes: names of `MODES` and `CALL_MODES`.
+        modes: names of `ALL_MODES`.
         targets: names of `TARGETS`.
 
     Raises:
@@ -262,13 +302,12 @@ def plan(
         >>> [(shape.name, mode.name, targets) for shape, mode, targets in plan(["seed"], ["roomy"])]
         [('seed', 'roomy', 'peaked')]
     """
-    all_modes = MODES | CALL_MODES
     grid = shapes is not None and list(shapes) == [GRID]
     if shapes is not None and GRID in shapes and not grid:
         raise ValueError(f"shapes must be {GRID} alone or other names, got {', '.join(shapes)}")
     for name, given, allowed in (
         ("shapes", None if grid else shapes, SHAPES),
-        ("modes", modes, all_modes),
+        ("modes", modes, ALL_MODES),
         ("targets", targets, TARGETS),
     ):
         unknown = [
@@ -290,7 +329,7 @@ def plan(
         order = {shape: index for index, (shape, _, _) in reversed([*enumerate(names)])}
         names.sort(key=lambda item: order[item[0]])
         names.sort(key=lambda item: PLAN.index(item) if item in PLAN else len(PLAN))
-    found = [(shape_named(shape), all_modes[mode], kind) for shape, mode, kind in names]
+    found = [(shape_named(shape), ALL_MODES[mode], kind) for shape, mode, kind in names]
     return [(shape, mode, kind) for shape, mode, kind in found if shape is not None]
 
 

@@ -4,7 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from benchmarks.methods import (
     floor_padding,
     row_figures,
 )
-from benchmarks.shapes import Mode, Shape
+from benchmarks.shapes import Mode, Objective, Shape
 from benchmarks.timing import (
     Energy,
     Pairs,
@@ -49,7 +49,8 @@ REFERENCE_LOGITS = 2**28  # elements of a chunk of the reference: 1 GiB
 
 @dataclass(frozen=True)
 class Reference:
-    """Losses (N,) and gradients in float32; a gradient is None if it was not requested."""
+    """The objective of each token, losses (N,), and gradients, in float32; a gradient is None if it was not
+    requested."""
 
     losses: Tensor
     d_input: Tensor | None
@@ -231,6 +232,7 @@ class TorchProblem:
         del x
         self.upstream = normal(shape.n)
         self.ignored = torch.rand(shape.n, generator=generator, device=device)
+        self._per_token: dict[Objective, tuple[Tensor, ...]] = {}
         self._references: dict[Any, Reference] = {}
         self._floors: dict[int, dict[str, Tensor]] = {}
         self._paddings: dict[tuple[bool, bool], int] = {}
@@ -248,9 +250,21 @@ class TorchProblem:
         """Returns the targets (N,) int64, the mode's share of them ignored."""
         return torch.where(self.ignored < mode.ignored, -100, self.target) if mode.ignored else self.target
 
+    def per_token(self, objective: Objective) -> tuple[Tensor, ...]:
+        """Returns the arrays (N,) float32 that an objective takes besides the logits and the targets."""
+        if not objective.per_token:
+            return ()
+        if objective not in self._per_token:
+            log_probs = Mode("log-probs", "none", replace(objective, name="log-probs"), d_input=False, d_weight=False)
+            drawn = data.per_token(self.reference(log_probs).losses.cpu().numpy())
+            self._per_token[objective] = tuple(torch.from_numpy(array).to(self.device) for array in drawn)
+        return self._per_token[objective]
+
     def reference(self, mode: Mode) -> Reference:
         """Returns losses and gradients computed in float32, a chunk of logits at a time."""
-        for key in ((mode.reduction, mode.ignored, True), (mode.reduction, mode.ignored, mode.backward)):
+        objective, per_token = mode.objective, self.per_token(mode.objective)
+        for backward in (True, mode.backward):
+            key = (mode.reduction, mode.ignored, objective, backward)
             if key in self._references:
                 return self._references[key]
         self._references.clear()  # two float32 d_weight at a time are one too many
@@ -264,18 +278,22 @@ class TorchProblem:
         for rows in torch.arange(self.shape.n, device=self.device).split(max(1, REFERENCE_LOGITS // self.shape.v)):
             chunk = slice(int(rows[0]), int(rows[-1]) + 1)
             x, y = self.input[chunk].float(), target[chunk].clamp(min=0)[:, None]
-            logits = x @ weight.T
-            lse = logits.logsumexp(1, keepdim=True)
-            losses.append(torch.where(valid[chunk], (lse - logits.gather(1, y))[:, 0], 0.0))
+            logits = (x @ weight.T).div_(objective.temperature)
+            lse, smoothing = logits.logsumexp(1, keepdim=True), objective.label_smoothing
+            value, slope = _of_log_prob((logits.gather(1, y) - lse)[:, 0], objective, *(a[chunk] for a in per_token))
+            if smoothing:
+                value = (1 - smoothing) * value + smoothing * (lse[:, 0] - logits.mean(1))
+            losses.append(torch.where(valid[chunk], value, 0.0))
             if d_input is not None and d_weight is not None:
-                d_logits = logits.sub_(lse).exp_()
-                d_logits.scatter_add_(1, y, torch.full_like(lse, -1.0))
-                d_logits *= torch.where(valid[chunk], row_weight[chunk], 0.0)[:, None]
+                # The derivative of minus the (smoothed) log-probability, and then that of the objective.
+                d_logits = logits.sub_(lse).exp_().sub_(smoothing / self.shape.v)
+                d_logits.scatter_add_(1, y, torch.full_like(lse, smoothing - 1))
+                d_logits *= torch.where(valid[chunk], -slope * row_weight[chunk] / objective.temperature, 0.0)[:, None]
                 d_input[chunk] = d_logits @ weight
                 d_weight.addmm_(d_logits.T, x)
             del logits
         reference = Reference(torch.cat(losses), d_input, d_weight)
-        self._references[mode.reduction, mode.ignored, mode.backward] = reference
+        self._references[mode.reduction, mode.ignored, objective, mode.backward] = reference
         return reference
 
     def floor(self, mode: Mode) -> Floor:
@@ -324,7 +342,7 @@ class TorchProblem:
     def prepare(self, method: Method, mode: Mode) -> Prepared:
         if method.kind == "floor":
             return Prepared(self.floor(mode).run)
-        loss_fn, target = method.build(mode), self.targets(mode)
+        loss_fn, target, per_token = method.build(mode), self.targets(mode), self.per_token(mode.objective)
         x = self.input.detach().requires_grad_(mode.d_input)
         w = self.weight.detach().requires_grad_(mode.d_weight)
         differentiated = [tensor for tensor in (x, w) if tensor.requires_grad]
@@ -332,7 +350,7 @@ class TorchProblem:
 
         def forward() -> Tensor:
             with torch.set_grad_enabled(mode.backward):
-                return loss_fn(x, w, target)
+                return loss_fn(x, w, target, *per_token)
 
         def run() -> tuple[Tensor, ...]:
             loss = forward()
@@ -356,14 +374,17 @@ class TorchProblem:
             figures = {"peak_bytes": peak, "workspace_bytes": max(peak - gradients, 0)}
         figures["repeats"] = all(torch.equal(a, b) for a, b in zip(results, run(), strict=True))
         figures |= self._errors(results, mode)
-        return Prepared(run, figures, forward if mode.backward else None, loss_fn, (self.input, self.weight, target))
+        arguments = (self.input, self.weight, target, *per_token)
+        return Prepared(run, figures, forward if mode.backward else None, loss_fn, arguments)
 
     def _errors(self, results: tuple[Tensor, ...], mode: Mode) -> dict[str, float | None]:
         reference = self.reference(mode)
-        losses = reference.losses
-        expected = losses if mode.reduction == "none" else losses.sum() / (self.targets(mode) != -100).sum()
+        losses = scale = reference.losses
+        expected = losses
+        if mode.reduction != "none":  # the losses of tokens may have both signs, so their mean is not the scale
+            expected, scale = (sums / (self.targets(mode) != -100).sum() for sums in (losses.sum(), losses.abs().sum()))
         errors: dict[str, float | None] = dict.fromkeys((*ERRORS, *ROW_ERRORS))
-        errors |= {"mean_loss": float(losses.mean()), "err_loss": _error(results[0], expected)}
+        errors |= {"mean_loss": float(losses.mean()), "err_loss": _error(results[0], expected, scale)}
         gradients = list(results[1:])
         for name, needed in (("d_input", mode.d_input), ("d_weight", mode.d_weight)):
             if needed:
@@ -373,12 +394,22 @@ class TorchProblem:
         return errors
 
 
-def _error(result: Tensor, expected: Tensor | None) -> float:
-    """Returns the relative error in the Frobenius norm."""
+def _of_log_prob(log_prob: Tensor, objective: Objective, *per_token: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the objective (n,) of each token, without smoothing, and its derivative with respect to log_prob."""
+    with torch.enable_grad():
+        leaf = log_prob.detach().requires_grad_()
+        value = torch_methods.grpo(leaf, *per_token) if objective.name == "token-loss" else leaf
+        value = -value if objective.name == "cross-entropy" else value
+        return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
+def _error(result: Tensor, expected: Tensor | None, scale: Tensor | None = None) -> float:
+    """Returns the error relative to `scale`, by default to what is expected, in the Frobenius norm."""
     assert expected is not None
     if result.shape != expected.shape:
         raise ValueError(f"result must have shape {tuple(expected.shape)}, got {tuple(result.shape)}")
-    return float(torch.linalg.vector_norm(result.float() - expected) / torch.linalg.vector_norm(expected))
+    error = torch.linalg.vector_norm(result.float() - expected)
+    return float(error / torch.linalg.vector_norm(expected if scale is None else scale))
 
 
 def _row_errors(result: Tensor, expected: Tensor) -> np.ndarray:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from benchmarks import host, jax_methods, linear_ce, results, tables, torch_host, torch_methods
 from benchmarks.methods import Method
-from benchmarks.shapes import CALL_MODES, DEFAULT_SHAPES, SHAPES, plan
+from benchmarks.shapes import CALL_MODES, DEFAULT_SHAPES, OBJECTIVE_MODES, SHAPES, plan
 from benchmarks.torch_bench import TorchBench
 from benchmarks.torch_host import HostBench, Steps, identity_operator
 from benchmarks.trace import Work, by_kernel, jax_work, summary, torch_work
@@ -244,7 +244,7 @@ def test_a_trace_gives_kernels_device_time_and_gaps() -> None:
 
 
 def test_the_calls_that_are_measured_without_naming_shapes() -> None:
-    assert DEFAULT_SHAPES.keys() == CALL_MODES.keys()
+    assert DEFAULT_SHAPES.keys() == (OBJECTIVE_MODES | CALL_MODES).keys()
     items = plan(modes=["host", "graph"])
     names = [shape.name for shape, mode, _ in items if mode.name == "host"]
     assert names == ["h-4096-512-8192", "h-1024-768-50257", "h-2048-2048-32000", "qwen2.5-0.5b"]
