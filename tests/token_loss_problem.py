@@ -243,12 +243,31 @@ def used_of_budget(problem: TokenProblem, found: dict[str, np.ndarray], chunks: 
         condition = 1.0
         if not want.ndim and abs(want) > ZERO_NORM:  # terms of both signs cancel in a sum
             condition = float(np.nansum(np.abs(none.loss)) / abs(np.nansum(none.loss)))
+        if name.startswith("d_per_token"):
+            condition = max(1.0, condition_of(problem, int(name[len("d_per_token[") : -1])))
         quantity = "d_input" if name[0] == "d" else name
         dtype = problem.per_token_dtype if name.startswith("d_per_token") else problem.dtype
         extra = chunks - 1 if name in ("d_weight", "d_bias") else 0
         limit = budget(quantity, dtype, error(same_dtype[name], want), extra, condition)
         used[name] = 100 * error(found[name], want) / limit
     return used
+
+
+def condition_of(problem: TokenProblem, index: int) -> float:
+    """Returns how much larger than the relative error of log_prob that of a derivative by per_token is: the derivatives
+    of KL divergences are differences of log-probabilities."""
+    first = [problem.arrays[name] for name in ("input", "linear_weight", "target")]
+    bias = problem.arrays.get("linear_bias")
+    log_prob = reference_log_probs(*first, linear_bias=bias, spec=problem.spec).log_prob.reshape(-1)
+    counts = (problem.arrays["target"].reshape(-1) != problem.spec.ignore_index) & (log_prob < 0)
+    values = [one.reshape(-1)[counts].astype(np.float64) for one in problem.per_token]
+    step = 1e-7
+
+    def derivative(scale: float) -> np.ndarray:
+        return problem.form.in_numpy(scale * log_prob[counts], *values)[1][1 + index]
+
+    change = np.nan_to_num(derivative(1 + step) - derivative(1 - step))
+    return float(np.linalg.norm(change) / (2 * step * max(np.linalg.norm(np.nan_to_num(derivative(1.0))), ZERO_NORM)))
 
 
 def rest_of(spec: LossSpec) -> dict[str, Any]:
