@@ -95,6 +95,9 @@ def test_nothing_waits_for_the_device(reduction: Any, dtype: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # of Inductor's imports
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_named_loss_compiles_without_graph_breaks(dtype: str) -> None:
     made = make_problem("ppo_clip", dtype, (300,))
