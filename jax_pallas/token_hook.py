@@ -24,6 +24,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_pallas.slicing import Slice
 
+Chosen = tuple[Array | None, ...]  # arrays, or their gradients; None for those that are not differentiated
+
 
 @dataclass(frozen=True)
 class TokenFunction:
@@ -59,8 +61,8 @@ class TokenRows(NamedTuple):
 
     loss: Array  # (n,) row_weight * token_loss, 0 for rows that do not contribute
     g: Array  # (n,) the row weight that replaces row_weight in the gradients of the logits
-    d_per_token: tuple[Array | None, ...]  # (n,) float32 each
-    d_closure: tuple[Array | None, ...]  # the sum over the rows, in the shape of the array, float32
+    d_per_token: Chosen  # (n,) float32 each
+    d_closure: Chosen  # the sum over the rows, in the shape of the array, float32
 
 
 class TokenLoss(NamedTuple):
@@ -71,9 +73,9 @@ class TokenLoss(NamedTuple):
     per_token: tuple[Array, ...]  # (N,) each, of any float dtype
     closure: tuple[Array, ...]
 
-    def zeros_of_closure(self) -> tuple[Array | None, ...]:
+    def zeros_of_closure(self) -> Chosen:
         """Returns what the gradients of the closure are added to."""
-        needed = _needed(self.needs_grad.closure, self.closure)
+        needed = _chosen(self.needs_grad.closure, self.closure)
         return jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), needed)
 
     def of_chunk(self, chunk: Slice, log_prob: Array, row_weight: Array) -> TokenRows:
@@ -101,21 +103,17 @@ def row_token_gradients(
 ) -> TokenRows:
     """Returns the losses of the rows and the gradients of their sum."""
     contributes, log_prob, per_token = _selected(log_prob, row_weight, per_token)
-    fixed = per_token, tuple(closure)
+    closure = tuple(closure)
 
     def of_token(log_prob: Array, per_token: tuple[Array, ...]) -> tuple[Array, Any]:
-        def value(log_prob: Array, chosen: tuple[tuple[Array | None, ...], tuple[Array | None, ...]]) -> Array:
-            of_row, shared = (
-                tuple(whole if part is None else part for part, whole in zip(parts, wholes, strict=True))
-                for parts, wholes in zip(chosen, (per_token, fixed[1]), strict=True)
-            )
-            return function.of_token(log_prob, of_row, shared)
+        def value(log_prob: Array, of_token: Chosen, shared: Chosen) -> Array:
+            return function.of_token(log_prob, _completed(of_token, per_token), _completed(shared, closure))
 
-        chosen = _needed(needs_grad.per_token, per_token), _needed(needs_grad.closure, fixed[1])
-        loss, pull_back = jax.vjp(value, log_prob, chosen)
+        chosen = _chosen(needs_grad.per_token, per_token), _chosen(needs_grad.closure, closure)
+        loss, pull_back = jax.vjp(value, log_prob, *chosen)
         return loss, pull_back(jnp.ones_like(loss))
 
-    loss, (d_log_prob, (d_per_token, d_closure)) = jax.vmap(of_token)(log_prob, per_token)
+    loss, (d_log_prob, d_per_token, d_closure) = jax.vmap(of_token)(log_prob, per_token)
 
     def weighted(derivative: Array) -> Array:
         rows = row_weight.shape + (1,) * (derivative.ndim - 1)
@@ -145,5 +143,11 @@ def _weighted(loss: Array, log_prob: Array, row_weight: Array, contributes: Arra
     return jnp.where(contributes, loss, 0.0)
 
 
-def _needed(needed: Sequence[bool], arrays: Sequence[Array]) -> tuple[Array | None, ...]:
+def _chosen(needed: Sequence[bool], arrays: Sequence[Array]) -> Chosen:
+    """Returns the arrays that are differentiated."""
     return tuple(array if need else None for array, need in zip(arrays, needed, strict=True))
+
+
+def _completed(chosen: Chosen, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """Returns `chosen` with the other arrays."""
+    return tuple(other if array is None else array for array, other in zip(chosen, arrays, strict=True))

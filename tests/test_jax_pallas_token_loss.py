@@ -613,11 +613,20 @@ def test_what_mixes_tokens_is_refused(case: str) -> None:
         loss_of(simple() | {"token_loss": token_loss})
 
 
+@jax.custom_vjp
+def doubled(a: Array) -> Array:
+    """Returns 2 a, with a derivative of 3."""
+    return 2 * a
+
+
+doubled.defvjp(lambda a: (2 * a, None), lambda _, d: (3 * d,))
+
 ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "functions": lambda p, a: jnp.exp(p) * jnp.tanh(a) + jax.nn.softplus(p) + jax.nn.relu(a) + p**3 + jnp.abs(a) ** 0.5,
     "selection": lambda p, a: jnp.where(p > a, jnp.clip(p, -2.0, a), jnp.maximum(p, 0.5)) + jnp.sign(a),
-    "casts": lambda p, a: (p.astype(jnp.bfloat16) * 2).astype(jnp.float32) + (a > 0),
+    "casts": lambda p, a: jax.lax.stop_gradient(a).astype(jnp.bfloat16).astype(jnp.float32) * p + (a > 0),
     "calls": lambda p, a: jax.jit(jnp.sin)(p) + jax.checkpoint(jnp.cos)(a),
+    "derivatives of its own": lambda p, a: doubled(p) * jax.nn.relu(a),
     "branch": lambda p, a: jax.lax.cond(TWELVE[1] > 0, lambda p: p * a, jnp.sin, p),
     "closure": lambda p, a: p * TWELVE.mean() + a * TWELVE[:1] + jnp.full_like(p, TWELVE[3]),
     "no tokens": lambda p, a: jnp.full_like(p, 2.0),
@@ -627,7 +636,8 @@ ELEMENTWISE: dict[str, Callable[..., Array]] = {
 @pytest.mark.parametrize("case", ELEMENTWISE)
 def test_what_is_elementwise_runs(case: str) -> None:
     arrays = simple() | {"token_loss": ELEMENTWISE[case]}
-    np.testing.assert_allclose(loss_of(arrays), unfused_loss(arrays), rtol=1e-5)
+    got, want = (gradients(loss, arrays, ("input", "per_token")) for loss in (loss_of, unfused_loss))
+    assert_close(got, want)
 
 
 RETURNS = r"token_loss must return the loss of each token, \(n,\) float32 for any n, got "
