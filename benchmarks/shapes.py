@@ -225,11 +225,13 @@ GRID = "grid"  # names all of the following in the place of shapes
 GRID_MODES = ("train", "tight")
 GRID_N, SMALL_N = 8192, 2048  # of every head
 SWEEP_N = (4096, 16384, 1024, 256, 65536, 512, 32768)
-_GRID = (
-    *((head, GRID_N) for head in HEADS),
-    *((head, SMALL_N) for head in HEADS),
-    *((head, n) for n, head in product(SWEEP_N, HEADS) if head.sweep),
-)
+FIRST_HEADS, FIRST_N = 32, 5  # all families are among the first 32 heads, and N from 256 to 65,536 among the first five
+_SWEPT = [(head, n) for n, head in product(SWEEP_N, HEADS) if head.sweep]
+_FIRST = [(head, n) for n, head in product((GRID_N, SMALL_N), HEADS[:FIRST_HEADS])]
+_FIRST += [(head, n) for head, n in _SWEPT if n in SWEEP_N[:FIRST_N]]
+_LATER = [(head, n) for n, head in product((GRID_N, SMALL_N), HEADS[FIRST_HEADS:])]
+_LATER += [(head, n) for head, n in _SWEPT if n not in SWEEP_N[:FIRST_N]]
+_GRID = (*_FIRST, *_LATER)
 _OF_HEADS = {shape.name: shape for shape in (head.shape(n) for head, n in _GRID)}
 
 NAMED = ("llama3-8b", "qwen2.5-0.5b", "gemma2-2b", "seed", "long")

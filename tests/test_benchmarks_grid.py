@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import jax_methods, linear_ce, tables, torch_methods
-from benchmarks.shapes import GRID, GRID_MODES, HEADS, MODES, SHAPES, SWEEP_N, plan, shape_named
+from benchmarks.shapes import FIRST_HEADS, FIRST_N, GRID, GRID_MODES, HEADS, MODES, SHAPES, SWEEP_N, plan, shape_named
 
 
 def test_the_grid_has_every_head_once_and_the_most_important_rows_first() -> None:
@@ -15,9 +15,15 @@ def test_the_grid_has_every_head_once_and_the_most_important_rows_first() -> Non
     items = [(shape, mode.name) for shape, mode, _ in plan([GRID])]
     assert len({(shape.n, shape.d, shape.v, mode) for shape, mode in items}) == len(items)
     sizes = [(shape.n, mode) for shape, mode in items]
-    heads = len(HEADS)
-    assert sizes[: 4 * heads] == [(n, mode) for n in (8192, 2048) for _ in HEADS for mode in ("train", "tight")]
-    swept = {(shape.d, shape.v): set() for shape, _ in items[4 * heads :]}
+    heads, modes = len(HEADS), ("train", "tight")
+    first = [(n, mode) for n in (8192, 2048) for _ in range(FIRST_HEADS) for mode in modes]
+    first += [(n, mode) for n in SWEEP_N[:FIRST_N] for _ in range(6) for mode in modes]
+    assert sizes[: len(first)] == first
+    assert FIRST_HEADS >= 30
+    assert {256, 65536} <= {*SWEEP_N[:FIRST_N]}
+    swept: dict[tuple[int, int], set[int]] = {
+        (shape.d, shape.v): set() for shape, _ in items if shape.n not in (8192, 2048)
+    }
     assert len(swept) == 6
     for shape, _ in items:
         assert shape_named(shape.name) == shape
