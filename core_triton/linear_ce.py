@@ -9,7 +9,7 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     reduction="none", frozen head           `loss_and_gradients`, rows scaled backward  2 matmuls
     reduction="none", any other; log-probs  `losses`, `log_probs`, backward recomputes  plan C, 4 matmuls
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
-    token loss, reduction="none"            `token_loss_rows`, through `log_probs`      plan C, 4 matmuls
+    token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
 `recompute.py` with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`,
@@ -296,15 +296,17 @@ def linear_token_loss(
     `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
 
     The forward pass calls token_loss and differentiates it with autograd, for one chunk of rows at a time. With
-    reduction "none" the upstream gradients are not known there. The loss then goes through `linear_log_probs`, whose
-    backward pass recomputes the logits: four matmuls.
+    reduction "none" the upstream gradients are not known there, and the backward pass computes the logits again: four
+    matmuls, or two if the head is frozen.
 
     Args:
         token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss of PyTorch operations.
             It takes and returns float32 tensors of shape (n,). It is called for some rows at a time, in any order, so
-            the loss of a row must depend on that row only. Tensors that it closes over get no gradient. For float16
-            inputs its derivative should be of order 1, because the gradients are stored before the upstream gradient
-            is known. Under torch.compile a named loss is part of the graph. Any other function breaks the graph.
+            the loss of a row must depend on that row only: `check_token_loss` finds out. log_prob is never above 0. A
+            tensor that the function closes over and that requires grad is an error, except with reduction "none",
+            where it gets its gradient. For float16 inputs the derivative should be of order 1e-4 to 1e4, because the
+            gradients are stored before the upstream gradient is known. Under torch.compile a named loss is part of the
+            graph. Any other function breaks the graph.
         per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32. Those
             that require grad get a gradient of their dtype.
         reduction: "mean", "sum" or "none".
@@ -313,7 +315,8 @@ def linear_token_loss(
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). Rows that do not contribute have no effect, even if
-        their per_token hold NaN. A target that is neither a class nor ignore_index makes the loss NaN.
+        their per_token hold NaN. Where log_prob is NaN (a target that is neither a class nor ignore_index, a NaN
+        logit), the loss and the gradients are NaN, whatever token_loss returns.
 
     Raises:
         TypeError: as `linear_cross_entropy`; token_loss is not callable, or returns anything but a float32 Tensor.
@@ -416,7 +419,7 @@ def check_token_loss(token_loss: TokenLoss, *per_token: Tensor) -> None:
     tokens = per_token[0] if per_token else torch.empty(64)
     if not isinstance(tokens, Tensor) or tokens.numel() < 2:
         raise ValueError(f"per_token[0] must be a Tensor of two tokens or more, got {_shape_or_kind(tokens)}")
-    flat = _check_per_token(token_loss, per_token, tokens)
+    flat = _check_per_token(token_loss, per_token, tokens, "per_token[0]")
     number = torch.arange(1, tokens.numel() + 1, device=tokens.device)
     log_prob = -8.0 * torch.frac(0.618 * number)  # between 0 and -8, in no order
     token_hook.check_elementwise(token_loss, [log_prob, *(one.detach().float() for one in flat)])
@@ -636,8 +639,11 @@ def _prepare(
     )
 
 
-def _check_per_token(token_loss: TokenLoss, per_token: tuple[Tensor, ...], target: Tensor) -> list[Tensor]:
-    """Checks the arguments of a token loss and flattens their axes."""
+def _check_per_token(
+    token_loss: TokenLoss, per_token: tuple[Tensor, ...], like: Tensor, name_of_like: str = "target"
+) -> list[Tensor]:
+    """Checks the arguments of a token loss, which must have the shape and the device of `like`, and flattens their
+    axes."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} tensors")
@@ -649,12 +655,12 @@ def _check_per_token(token_loss: TokenLoss, per_token: tuple[Tensor, ...], targe
             _check_kind(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must have a floating-point dtype, got {str(tensor.dtype).removeprefix('torch.')}")
-        if tensor.shape != target.shape:
+        if tensor.shape != like.shape:
             raise ValueError(
-                f"{name} must have shape {tuple(target.shape)} (target's shape), got {tuple(tensor.shape)}"
+                f"{name} must have shape {tuple(like.shape)} ({name_of_like}'s shape), got {tuple(tensor.shape)}"
             )
-        if tensor.device != target.device:
-            raise ValueError(f"{name} must be on input's device {target.device}, got {tensor.device}")
+        if tensor.device != like.device:
+            raise ValueError(f"{name} must be on {name_of_like}'s device {like.device}, got {tensor.device}")
     return [_flat(tensor, 1) for tensor in per_token]
 
 
@@ -702,9 +708,5 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
-    needs_grad = call.arrays.needs_grad()
-    d_head = needs_grad.d_weight or needs_grad.d_bias
-    scalar = call.spec.reduction != "none"
-    in_forward = (d_head and scalar) or (needs_grad.d_input and (scalar or not d_head))
-    run = ops.loss_and_gradients if in_forward else ops.losses
-    return run(call.arrays, call.weights, call.options, needs_grad, statistics=statistics, reduce=scalar)
+    reduce = call.spec.reduction != "none"
+    return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)

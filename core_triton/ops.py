@@ -130,6 +130,15 @@ def losses(
     return found._replace(loss=found.loss.sum()) if reduce else found
 
 
+def loss(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+    """Runs `loss_and_gradients` if the forward pass can compute the gradients that are needed, and `losses` if not."""
+    needs_grad = arrays.needs_grad()
+    d_head = needs_grad.d_weight or needs_grad.d_bias
+    in_forward = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
+    run = loss_and_gradients if in_forward else losses
+    return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce)
+
+
 def log_probs(arrays: Arrays, options: Options) -> LogProbs:
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()

@@ -24,9 +24,7 @@ class TokenHook:
     Args:
         token_loss: the function.
         per_token: (N,) each, its arguments besides the log-probabilities.
-        target: (N,) int64.
         row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
-        classes: K.
         d_logits: whether the gradients with respect to the logits are needed.
         d_per_token: which of the arguments are differentiated.
     """
@@ -35,18 +33,14 @@ class TokenHook:
         self,
         token_loss: TokenLoss,
         per_token: Sequence[Tensor],
-        target: Tensor,
         row_weight: Tensor,
-        classes: int,
         *,
         d_logits: bool,
         d_per_token: Sequence[bool],
     ) -> None:
         self.token_loss = token_loss
         self.per_token = per_token
-        self.target = target
         self.row_weight = row_weight
-        self.classes = classes
         self.loss = torch.empty_like(row_weight)  # (N,), times the row weight
         # (N,), the row weight in the gradients. It is also 0 where the derivative is 0.
         self.gradient_weight = torch.empty_like(row_weight) if d_logits else None
@@ -71,8 +65,8 @@ class TokenHook:
         """
         row_weight = self.row_weight[rows]
         contributes = row_weight != 0
-        kept = factors(self.target[rows], row_weight, self.classes)
-        log_prob = 0.0 - torch.where(contributes, nll, 0.0)  # nll is never below 0, so never positive; never -0.0
+        log_prob = log_prob_of(nll, contributes)
+        kept = factors(log_prob, row_weight)
         values = [torch.where(contributes, one[rows].float(), 0.0) for one in self.per_token]
         needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
         loss, (d_log_prob, *d_values) = call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
@@ -83,13 +77,19 @@ class TokenHook:
                 result[rows] = torch.where(contributes, kept * gradient, 0.0)
 
 
-def factors(target: Tensor, row_weight: Tensor, classes: int) -> Tensor:
-    """Returns what multiplies each row's token loss, (n,): row_weight, NaN where a target that counts is not a class.
+def log_prob_of(nll: Tensor, contributes: Tensor) -> Tensor:
+    """Returns the log-probabilities (n,), 0 in rows that do not contribute. nll is never below 0, so they are never
+    above 0, and never -0.0."""
+    return 0.0 - torch.where(contributes, nll, 0.0)
 
-    Then the loss of that row is NaN, and so are its gradients, also if the token loss replaces NaN.
+
+def factors(log_prob: Tensor, row_weight: Tensor) -> Tensor:
+    """Returns what multiplies each row's token loss, (n,): row_weight, NaN where log_prob is NaN.
+
+    That is where the target is not a class, or a logit is NaN. Then the loss of that row is NaN, and so are its
+    gradients, also if the token loss replaces NaN.
     """
-    is_class = (target >= 0) & (target < classes)
-    return torch.where(is_class | (row_weight == 0), row_weight, torch.nan)
+    return torch.where(log_prob.isnan(), torch.nan, row_weight)
 
 
 def call(token_loss: TokenLoss, log_prob: Tensor, values: Sequence[Tensor]) -> Tensor:
@@ -158,18 +158,36 @@ def call_and_differentiate(
     others."""
     log_prob, *values = arguments
     leaves = [argument for argument, needed in zip(arguments, needs_grad, strict=True) if needed]
-    with _plain_autograd(bool(leaves), log_prob.device.type):
+    with _plain_autograd(bool(leaves) or torch.is_grad_enabled(), log_prob.device.type):
         for leaf in leaves:
             leaf.requires_grad_()
         loss = call(token_loss, log_prob, values)
+        _check_closure(loss, leaves)
         found: list[Tensor] = [torch.zeros_like(leaf) for leaf in leaves]
-        if loss.requires_grad:
+        if leaves and loss.requires_grad:
             with _named("the backward pass of token_loss"):
                 # The loss of a row depends on no other row, so the gradient of the sum is each row's derivative.
                 given = torch.autograd.grad(loss, leaves, torch.ones_like(loss), allow_unused=True)
             found = [zero if one is None else one for one, zero in zip(given, found, strict=True)]
     derivatives = iter(found)
     return loss.detach(), [next(derivatives) if needed else None for needed in needs_grad]
+
+
+def _check_closure(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raises ValueError if the loss depends on a tensor that requires grad and is not an argument, so it gets none."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a node that accumulates the gradient of a leaf
+        if variable is not None and not any(variable is leaf for leaf in leaves):
+            raise ValueError(
+                "token_loss must not close over a tensor that requires grad, got one that depends on a tensor of shape "
+                f"{tuple(variable.shape)}: detach it, or expand it to target's shape and pass it in per_token"
+            )
+        waiting += [following for following, _ in node.next_functions]
 
 
 @contextmanager
@@ -184,10 +202,22 @@ def _plain_autograd(differentiates: bool, device: str) -> Iterator[None]:
         torch.set_grad_enabled(differentiates),
         # An operator runs below autograd, which would record nothing.
         torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False),
-        torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach),
+        torch.autograd.graph.saved_tensors_hooks(_save, _saved),
         torch.autocast(device, enabled=False) if autocast else nullcontext(),
     ):
         yield
+
+
+def _save(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+def _saved(saved: tuple[Tensor, int]) -> Tensor:
+    """Returns a saved tensor. PyTorch does not check whether tensors that hooks save are changed in place."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError("a tensor that the derivative needs was changed in place")
+    return tensor
 
 
 @contextmanager
@@ -195,5 +225,7 @@ def _named(what: str) -> Iterator[None]:
     """Says what raised an exception, which becomes the cause."""
     try:
         yield
+    except torch.OutOfMemoryError:  # programs catch it by its type
+        raise
     except Exception as error:
         raise RuntimeError(f"{what} raised {type(error).__name__}: {error}") from error

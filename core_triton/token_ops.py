@@ -1,7 +1,7 @@
 """Autograd around plans A and B with a token loss, a function of the log-probabilities in place of the cross-entropy.
 
     `token_loss`       the sum of the rows: gradients in the forward pass, scaled in the backward pass; 3 matmuls
-    `token_loss_rows`  the loss of each row: through `ops.log_probs`, whose backward pass recomputes; 4 matmuls
+    `token_loss_rows`  the loss of each row: through `ops.loss` of each row; 4 matmuls, 2 with a frozen head
 
 As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an operator of `operators.py` under
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
@@ -57,16 +57,16 @@ def token_loss(
 def token_loss_rows(
     arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
 ) -> Tensor:
-    """Returns the weighted token loss of each row (N,), through plan C's log-probabilities."""
+    """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
-    target = torch.where(contributes, arrays.target, options.ignore_index)  # rows of token weight 0 may hold NaN
-    log_prob = ops.log_probs(arrays._replace(target=target), options).log_prob
+    ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
+    nll = ops.loss(arrays, ones, options._replace(mean=False), statistics=False, reduce=False).loss
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
+    log_prob = token_hook.log_prob_of(nll, contributes)
     loss = token_hook.call(function, log_prob, values)
-    factors = token_hook.factors(arrays.target, row_weight, options.vocab_size)
-    return torch.where(contributes, factors * loss, 0.0)
+    return torch.where(contributes, token_hook.factors(log_prob, row_weight) * loss, 0.0)
 
 
 def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
@@ -101,9 +101,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
     hook = TokenHook(
         function,
         per_token,
-        arrays.target,
         row_weight,
-        options.vocab_size,
         d_logits=any(needs_grad),
         d_per_token=d_per_token,
     )

@@ -83,6 +83,16 @@ def test_a_loss_takes_three_matmuls() -> None:
     assert counter.get_total_flops() == 3 * 2 * 70 * 24 * 300
 
 
+def test_the_loss_of_each_row_takes_two_matmuls_with_a_frozen_head() -> None:
+    made = make_problem("custom", spec=LossSpec("none"))
+    for frozen, matmuls in ((False, 4), (True, 2)):
+        named, per_token = tensors(made)
+        named["linear_weight"].requires_grad_(not frozen)
+        with Meter() as meter:
+            call(made, named, per_token).sum().backward()
+        assert len(meter.matmuls) == matmuls
+
+
 def test_the_workspace_is_within_the_budget() -> None:
     made = make_problem("grpo-k3", "bfloat16", (257,), d=32)
     least = least_budget(lambda budget: outputs(made, memory_budget=budget))
@@ -369,7 +379,7 @@ NOT_A_LOSS: dict[str, tuple[Any, tuple[Any, ...], type[Exception], str]] = {
     ),
     "integers": (PPO, (ONES, ONES.long()), TypeError, r"per_token\[1\] must have a floating-point dtype, got int64"),
     "list": (PPO, (ONES, [0.0] * 12), TypeError, r"per_token\[1\] must be a Tensor, got list"),
-    "meta": (PPO, (ONES, ONES.to("meta")), ValueError, r"per_token\[1\] must be on input's device cpu, got meta"),
+    "meta": (PPO, (ONES, ONES.to("meta")), ValueError, r"per_token\[1\] must be on target's device cpu, got meta"),
     "number of": (
         PPO,
         (ONES,),
@@ -426,6 +436,64 @@ def test_options_of_the_cross_entropy_are_checked(change: dict[str, Any], messag
         core_triton.linear_token_loss(**arrays, token_loss=lambda log_prob: -log_prob, **change)
 
 
+# What would give a wrong gradient.
+
+
+def _in_place(log_prob: Tensor) -> Tensor:
+    return (log_prob * 0.1).exp().add_(1.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_change_in_place_is_found(reduction: Any) -> None:
+    arrays = problem(6, 8, 20, dtype=torch.float32)
+    named = arrays["input"], arrays["linear_weight"], arrays["target"]
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        core_triton.linear_token_loss(*named, _in_place, reduction=reduction).sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_closure_that_requires_grad_is_refused_or_differentiated(frozen: bool) -> None:
+    arrays = problem(6, 8, 20, dtype=torch.float32)
+    named = arrays["input"], arrays["linear_weight"], arrays["target"]
+    if frozen:
+        named = arrays["input"].detach(), arrays["linear_weight"].detach(), arrays["target"]
+    factor = torch.tensor(2.0, requires_grad=True)
+
+    def token_loss(log_prob: Tensor) -> Tensor:
+        return -(3 * factor) * log_prob
+
+    message = r"must not close over a tensor that requires grad, got one that depends on a tensor of shape \(\)"
+    with pytest.raises(ValueError, match=message):
+        core_triton.linear_token_loss(*named, token_loss)
+    with torch.no_grad():
+        mean = core_triton.linear_token_loss(*named, token_loss)
+    (found,) = torch.autograd.grad(core_triton.linear_token_loss(*named, token_loss, reduction="none").mean(), factor)
+    torch.testing.assert_close(found, mean / 2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_nan_logit_gives_nan_whatever_the_token_loss_returns(reduction: Any) -> None:
+    arrays = problem(6, 8, 20, dtype=torch.float32)
+    with torch.no_grad():
+        arrays["input"][1] = torch.nan
+    named = arrays["input"], arrays["linear_weight"], arrays["target"]
+    loss = core_triton.linear_token_loss(*named, lambda log_prob: -log_prob.nan_to_num(), reduction=reduction)
+    d_input, d_weight = torch.autograd.grad(loss.sum(), named[:2])
+    assert (loss[1] if reduction == "none" else loss).isnan()
+    assert d_input[1].isnan().all()
+    assert not d_input[2:].isnan().any()
+    assert d_weight.isnan().all()
+
+
+def test_running_out_of_memory_keeps_its_type() -> None:
+    def token_loss(log_prob: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    arrays = problem(6, 8, 20, dtype=torch.float32)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        core_triton.linear_token_loss(arrays["input"], arrays["linear_weight"], arrays["target"], token_loss)
+
+
 # check_token_loss.
 
 
@@ -467,3 +535,7 @@ def test_check_token_loss_needs_two_tokens() -> None:
         core_triton.check_token_loss(token_losses.weighted_nll(), torch.ones(1))
     with pytest.raises(TypeError, match="token_loss must be callable, got int"):
         core_triton.check_token_loss(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match=r"per_token\[1\] must have shape \(3,\) \(per_token\[0\]'s shape\), got \(4,\)"
+    ):
+        core_triton.check_token_loss(token_losses.ppo_clip(), torch.ones(3), torch.ones(4))

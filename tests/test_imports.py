@@ -144,6 +144,7 @@ ONE_FRAMEWORK_ONLY = {
         # An operator's schema needs flat lists, which have names in core_triton.
         *("Arrays", "TokenWeights", "Losses", "LogProbs"),
         *("loss_and_gradients", "losses", "log_probs"),  # variables in JAX, the results of custom_vjp
+        "loss",  # in JAX, each operator has its rule
         *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
@@ -167,7 +168,7 @@ ONE_FRAMEWORK_ONLY = {
     },
     # PyTorch differentiates the function with autograd, JAX its trace.
     "token_hook.py": {
-        *("TokenHook", "factors", "call", "call_and_differentiate", "check_elementwise"),
+        *("TokenHook", "log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),
         *("TokenFunction", "TokenLoss", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
     },
     "tile_config.py": {
