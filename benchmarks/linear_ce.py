@@ -278,14 +278,17 @@ def run(options: argparse.Namespace, *, floor: str | None = None, floor_code: st
     traces: list[tuple[dict[str, Any], host_modes.Later]] = []
     sources = results.source_hash(options.framework)
 
-    def hash_of(method: Method) -> str:
-        usual = code_hash(method, sources, bench.versions())
+    def hash_of(method: Method, mode: Mode) -> str:
+        of_mode = (
+            sources if mode.objective.name != "token-loss" else results.token_loss_hash(options.framework, sources)
+        )
+        usual = code_hash(method, of_mode, bench.versions())
         return usual if floor is None else results.short_hash(usual, floor_code)
 
     def rows_of(shape: Shape, mode: Mode, targets: str) -> list[dict[str, Any]]:
         rows = [
             row_of((shape, mode, targets), method, options)
-            | {"code_hash": hash_of(method)}
+            | {"code_hash": hash_of(method, mode)}
             | ({} if floor is None else {"floor": floor})
             for method in methods
             if method.applies(mode, named=options.methods is not None)

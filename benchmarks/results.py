@@ -78,6 +78,12 @@ def source_hash(framework: str, root: Path = ROOT, choices: Sequence[str] = CHOI
     return short_hash(code, str(sorted(own.items())))
 
 
+def token_loss_hash(framework: str, sources: str, root: Path = ROOT) -> str:
+    """Returns the hash of rows with a token loss: `sources`, and the code of token losses."""
+    package = root / KERNELS[framework]
+    return short_hash(sources, file_hash(*package.glob("token_*.py"), root=root))
+
+
 def kernel_files(framework: str, root: Path = ROOT) -> set[Path]:
     """Returns the files of a framework's package that its `PATHS` import, directly or not, and these paths.
 

@@ -90,6 +90,9 @@ def test_the_hash_covers_kernels_and_the_choice_of_chunks(tmp_path: Path) -> Non
         with mock.patch.dict(COEFFICIENTS, {(gpu, framework): changed}):
             assert (results.source_hash("torch", tmp_path) != before) == (framework == "torch")
             assert results.source_hash("torch", tmp_path, sweep.CHOICES) == of_sweep
+    with_token_loss = results.token_loss_hash("torch", before, tmp_path)
+    (tmp_path / "core_triton/token_hook.py").write_text(code.replace("return 1", "return 2"))
+    assert with_token_loss != results.token_loss_hash("torch", before, tmp_path) != before
     (tmp_path / "core_triton/kernels.py").rename(tmp_path / "core_triton/other.py")
     assert results.source_hash("torch", tmp_path) != before
 
