@@ -19,7 +19,7 @@ from jax import Array
 from jax_problem import problem
 from test_jax_pallas_transforms import matmuls_in
 
-from jax_pallas import check_token_loss, explain, linear_token_loss, token_losses
+from jax_pallas import check_token_loss, elementwise, explain, linear_token_loss, token_losses
 from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
 from linear_ce.spec import LossSpec
 from parity.tolerances import budget, error
@@ -438,6 +438,19 @@ def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> Non
         assert any("Compiling" in record.message for record in caplog.records) == (call == 0)
 
 
+FACTOR: Any = 3.0
+
+
+@pytest.mark.parametrize("kind", [float, jnp.float32])
+def test_a_rule_that_changed_is_compiled_again(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = simple() | {"token_loss": lambda p, a: with_vjp(lambda d: FACTOR * d)(p)}
+    found = []
+    for factor in (3.0, 6.0):
+        monkeypatch.setitem(globals(), "FACTOR", kind(factor))
+        found.append(gradients(loss_of, arrays, ("input",))[1]["input"])
+    assert_close(found[1], 2 * found[0])
+
+
 class Policy:
     """An object whose method is a token loss."""
 
@@ -606,6 +619,54 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+def with_jvp(rule: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Returns the identity with the derivative `rule`."""
+    function = jax.custom_jvp(lambda z: z)
+    function.defjvp(lambda primals, tangents: (primals[0], rule(tangents[0])))
+    return function
+
+
+def with_vjp(rule: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    function = jax.custom_vjp(lambda z: z)
+    function.defvjp(lambda z: (z, None), lambda _, d: (rule(d),))
+    return function
+
+
+RULE = "token_loss has a custom_jvp or custom_vjp rule that is not elementwise: "
+
+MIXING |= {
+    "jvp": (lambda p, a: with_jvp(lambda t: t - t.mean())(p), RULE + mixing("reduce_sum")),
+    "vjp": (lambda p, a: p * with_vjp(lambda t: t[::-1])(a), RULE + mixing("rev")),
+    "vjp in checkpoint": (lambda p, a: jax.checkpoint(with_vjp(jnp.cumsum))(p) * a, RULE + mixing("cumsum")),
+}
+
+LENGTH: dict[str, Callable[..., Array]] = {
+    "shape": lambda p, a: -p / p.shape[0],
+    "len": lambda p, a: jax.jit(lambda p: p * len(p))(p),
+    "power": lambda p, a: p**p.size,
+    "branch": lambda p, a: p if len(p) > 1 else -p,
+    "sum of ones": lambda p, a: p * jnp.ones_like(p).sum(),
+    "array": lambda p, a: p * jnp.asarray(np.full(1, len(p), np.float32)),
+    "branch of cond": lambda p, a: jax.lax.cond(TWELVE[0] > 0, lambda p: p / p.size, lambda p: p, p),
+    "vjp": lambda p, a: with_vjp(lambda t: t / t.size)(p) * a,
+}
+
+
+@pytest.mark.parametrize("case", LENGTH)
+def test_what_depends_on_the_number_of_tokens_is_refused(case: str) -> None:
+    for n in (12, 2, 1):
+        with pytest.raises(ValueError, match="token_loss must not depend on the number of tokens"):
+            check_token_loss(LENGTH[case], jnp.ones(n))
+
+
+def test_symbolic_number_of_tokens_is_not_used() -> None:
+    rows: Any = jax.export.symbolic_shape("n")[0]
+    for token_loss in ELEMENTWISE.values():
+        elementwise.trace_token_loss(token_loss, rows, 1)
+    with pytest.raises(ValueError, match="token_loss must not depend on the number of tokens"):
+        elementwise.trace_token_loss(LENGTH["shape"], rows, 1)
+
+
 @pytest.mark.parametrize("case", MIXING)
 def test_what_mixes_tokens_is_refused(case: str) -> None:
     token_loss, message = MIXING[case]
@@ -621,12 +682,22 @@ def doubled(a: Array) -> Array:
 
 doubled.defvjp(lambda a: (2 * a, None), lambda _, d: (3 * d,))
 
+
+@jax.custom_vjp
+def times(p: Array, factor: Array) -> Array:
+    return p * factor
+
+
+times.defvjp(lambda p, factor: (p * factor, (p, factor)), lambda saved, d: (d * saved[1], (d * saved[0]).sum()))
+
 ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "functions": lambda p, a: jnp.exp(p) * jnp.tanh(a) + jax.nn.softplus(p) + jax.nn.relu(a) + p**3 + jnp.abs(a) ** 0.5,
     "selection": lambda p, a: jnp.where(p > a, jnp.clip(p, -2.0, a), jnp.maximum(p, 0.5)) + jnp.sign(a),
     "casts": lambda p, a: jax.lax.stop_gradient(a).astype(jnp.bfloat16).astype(jnp.float32) * p + (a > 0),
     "calls": lambda p, a: jax.jit(jnp.sin)(p) + jax.checkpoint(jnp.cos)(a),
     "derivatives of its own": lambda p, a: doubled(p) * jax.nn.relu(a),
+    "sum in a derivative of the closure": lambda p, a: times(p, TWELVE[3]) * a,
+    "sum that is not used": lambda p, a: jax.grad(lambda p: (p**2 * a).sum())(p),
     "branch": lambda p, a: jax.lax.cond(TWELVE[1] > 0, lambda p: p * a, jnp.sin, p),
     "closure": lambda p, a: p * TWELVE.mean() + a * TWELVE[:1] + jnp.full_like(p, TWELVE[3]),
     "no tokens": lambda p, a: jnp.full_like(p, 2.0),
