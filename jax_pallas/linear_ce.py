@@ -336,8 +336,10 @@ def linear_token_loss(
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
-            token_loss is not callable, returns anything but (n,) float32, or is not elementwise.
-        RuntimeError: token_loss raised an exception, which is the cause of this one.
+            token_loss is not callable, returns anything but (n,) float32, is not elementwise, has a derivative rule
+            that is not, or depends on the number of tokens.
+        RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
+        NotImplementedError: a second derivative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -353,7 +355,7 @@ def linear_token_loss(
     spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    flat = _check_per_token(token_loss, per_token, call.leading)
+    flat = _check_per_token(token_loss, per_token, call.leading, "target's")
     function, closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
@@ -365,9 +367,9 @@ def linear_token_loss(
 
 
 def _check_per_token(
-    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...]
+    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
 ) -> ops.Arrays:
-    """Checks the per-token arrays of a token loss and flattens their axes."""
+    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
@@ -378,7 +380,7 @@ def _check_per_token(
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
         if values.shape != leading:
-            raise ValueError(f"{name} must have shape {leading} (target's shape), got {values.shape}")
+            raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
         _check_unsharded(name, jnp.asarray(values))
     return tuple(jnp.asarray(values).reshape(-1) for values in per_token)
 
@@ -431,7 +433,7 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
         >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
-    flat = _check_per_token(token_loss, per_token, leading)
+    flat = _check_per_token(token_loss, per_token, leading, "per_token[0]'s")
     elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
 
 

@@ -4,6 +4,7 @@ argument, rows that do not contribute, JAX's transformations, and what is refuse
 
 import gc
 import math
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -402,8 +403,17 @@ def test_closures() -> None:
         assert_close(run(*given), want)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_named_losses_as_arguments(transform: Callable[..., Any]) -> None:
+    arrays = simple() | {"token_loss": token_losses.weighted_nll()}
+    given = [arrays[name] for name in POSITIONAL[:-1]]
+    found = jax.grad(transform(linear_token_loss))(*given, *arrays["per_token"])
+    assert_close(found, gradients(unfused_loss, arrays, ("input",))[1]["input"])
+
+
 def test_named_losses_are_equal_and_hashable() -> None:
     assert token_losses.grpo(0.2, 0.3) == token_losses.grpo(0.2, 0.3)
+    assert pickle.loads(pickle.dumps(token_losses.grpo())) == token_losses.grpo()
     assert len({token_losses.grpo(), token_losses.grpo(), token_losses.grpo(beta=0.1), token_losses.ppo_clip()}) == 3
     with pytest.raises(ValueError, match=r"kl must be one of 'k1', 'k2', 'k3', got 'k4'"):
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
@@ -427,6 +437,9 @@ def test_check_token_loss() -> None:
     check_token_loss(lambda log_prob: -log_prob)
     with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got reduce_sum"):
         check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
+    shapes = "per_token[1] must have shape (3,) (per_token[0]'s shape), got (4,)"
+    with pytest.raises(ValueError, match=re.escape(shapes)):
+        check_token_loss(scaled, jnp.ones(3), jnp.ones(4))
 
 
 def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -580,7 +593,7 @@ def test_second_derivatives_are_refused() -> None:
     def slope(x: Array) -> Array:
         return jax.grad(lambda x: loss_of(arrays | {"input": x}))(x).sum()
 
-    with pytest.raises(NotImplementedError, match="no second derivative"):
+    with pytest.raises(NotImplementedError, match="linear_log_probs and linear_token_loss have no second derivative"):
         jax.grad(slope)(arrays["input"])
 
 
