@@ -25,6 +25,7 @@ from jax.sharding import get_abstract_mesh
 
 from jax_pallas.primitives import one_device
 from jax_pallas.token_hook import TokenFunction
+from jax_pallas.token_losses import Named
 
 # The names of primitives that compute each number from the numbers at the same place.
 ELEMENTWISE = frozenset((
@@ -104,7 +105,9 @@ def trace_token_loss(
 
 def _key(token_loss: Callable[..., Array]) -> Hashable:
     """Returns what stands for a function in JAX's caches. A weak reference keeps no array alive that the function, or
-    the object of a method, holds."""
+    the object of a method, holds. Named losses hold none, and equal ones are compiled once."""
+    if isinstance(token_loss, Named):
+        return token_loss
     try:
         try:
             key = weakref.WeakMethod(token_loss) if inspect.ismethod(token_loss) else weakref.ref(token_loss)
