@@ -204,7 +204,8 @@ def _kinds_of_equation(equation: Any, arguments: list[str], length: int) -> list
     if not elementwise and not (name in SAME_SHAPE and results[0].aval.shape == (length,)):
         raise ValueError(
             f"token_loss must be elementwise over tokens, got {name}: it is called with some of the tokens at a "
-            "time. Compute what needs several tokens before the call, and pass it in per_token"
+            "time. Only elementwise operations on (n,) arrays are recognized: for example, use jnp.where instead of "
+            "jnp.select. Compute what needs several tokens before the call, and pass it in per_token"
         )
     if others:
         raise _differs(others[0])

@@ -303,32 +303,32 @@ def linear_token_loss(
     implementation: str | None = None,
     vocab_axis: int = 0,
 ) -> Array:
-    r"""Any function of each target's log-probability as a loss: PPO, GRPO, CISPO, REINFORCE, weighted likelihoods.
+    r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math::
-        L = \frac{1}{d} \sum_i t_i \, f(\log p_{i,y_i},\, a_i,\, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
 
-    where :math:`f` is token_loss, :math:`a` the arrays in per_token, :math:`t` token_weight and :math:`d` the
-    denominator. `token_losses` has common token losses by name.
+    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
+    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
 
-    The gradients of a scalar reduction are computed in the forward pass. With three matmuls they cost as much as those
-    of `linear_cross_entropy`. token_loss is called with some of the tokens at a time, and differentiated there. With
-    reduction "none" the gradients take four matmuls: two if the head is frozen.
+    The gradients of a scalar reduction are computed in the forward pass: token_loss is called with some of the tokens
+    at a time, and differentiated there. With reduction "none" the gradients take four matmuls: two if the head is
+    frozen.
 
     Args:
-        input, linear_weight, target: as in `linear_cross_entropy`.
-        token_loss: `token_loss(log_prob, *per_token) -> loss` takes and returns (n,) float32 arrays, for any n. It must
-            be elementwise over tokens, which is checked: it may compute no sum, mean, maximum, order or shift over
-            tokens. It may close over arrays that are the same for all tokens, for example a learned factor. It is
-            differentiated with respect to log_prob, per_token and what it closes over. log_prob is never above 0.
-        per_token: (...,) arrays of target's shape and any float dtype. token_loss takes them in float32, without the
-            values in rows that do not contribute. Their gradients have their dtypes.
-        linear_bias, logit_scale, softcap: as in `linear_cross_entropy`.
+        token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss that takes and returns
+            (n,) float32 arrays, for any n. It must be elementwise over tokens, which is checked: it may compute no sum,
+            mean, maximum, order or shift over tokens, and must not depend on n. It may close over arrays that are the
+            same for all tokens, for example a learned factor. It is differentiated with respect to log_prob, per_token
+            and what it closes over. log_prob is never above 0. For float16 inputs its derivative should be of order
+            1e-4 to 1e4, because the gradients are stored before the upstream gradient is known.
+        per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32, without
+            the values in rows that do not contribute. Their gradients have their dtypes.
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
             Rows of weight 0 do not contribute: their input and per_token may hold any values.
         reduction: "mean", "sum" or "none".
-        normalizer, ignore_index, vocab_size: as in `linear_cross_entropy`.
-        memory_budget, implementation, vocab_axis: as in `linear_cross_entropy`.
+        memory_budget: bytes of workspace besides inputs, gradients and what token_loss computes for each token; None is
+            512 MiB.
+        input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). Where log_prob is NaN, for example because the target is

@@ -405,7 +405,7 @@ def test_closures() -> None:
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
 def test_named_losses_as_arguments(transform: Callable[..., Any]) -> None:
-    arrays = simple() | {"token_loss": token_losses.weighted_nll()}
+    arrays: dict[str, Any] = simple() | {"token_loss": token_losses.weighted_nll()}
     given = [arrays[name] for name in POSITIONAL[:-1]]
     found = jax.grad(transform(linear_token_loss))(*given, *arrays["per_token"])
     assert_close(found, gradients(unfused_loss, arrays, ("input",))[1]["input"])
@@ -630,6 +630,19 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "closure only": (lambda p, a: TWELVE, r"with an array of shape \(12,\) that it closes over"),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "token_loss"),
+    [
+        ("stack|select_and_gather_add|concatenate", lambda p, a: jnp.select([p > a], [p], a)),
+        ("stack|concatenate|broadcast_in_dim", lambda p, a: jnp.stack([p, a]).max(0)),
+        ("scan", lambda p, a: jnp.polyval(jnp.ones(3), p)),
+    ],
+)
+def test_unrecognized_operations_are_named(name: str, token_loss: Callable[..., Array]) -> None:
+    with pytest.raises(ValueError, match=rf"got ({name}): .*Only elementwise operations on \(n,\) arrays.*jnp.where"):
+        check_token_loss(token_loss, jnp.ones(12))
 
 
 def with_jvp(rule: Callable[[Array], Array]) -> Callable[[Array], Array]:
