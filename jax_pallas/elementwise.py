@@ -5,14 +5,17 @@ a mean, would silently compute something else. `trace_token_loss` traces the fun
 primitive that a value of a token reaches. Then it traces the function for one token, and compares the two traces: a
 function that uses the number of tokens has other equations or other numbers in the second trace. The chunks run the
 trace for one token under `jax.vmap`, so the length of a chunk does not matter. The same checks are made of the
-derivatives, which may have rules of their own. The arrays that the function closes over, traced or not, become
-arguments.
+derivatives, which may have rules of their own.
+
+The function may close over arrays, traced or not. What it computes from these only is the same for all tokens. It is
+computed once, outside of the chunks, and JAX differentiates it there. The trace for one token takes the values.
 """
 
 import inspect
 import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import get_abstract_mesh
 
 from jax_pallas.primitives import one_device
@@ -64,8 +67,8 @@ UNIFORM = ""  # the kind of a value that is the same for all tokens. Any other k
 
 def trace_token_loss(
     token_loss: Callable[..., Array], tokens: int, per_token: int
-) -> tuple[TokenFunction, tuple[Array, ...]]:
-    """Returns the trace of a token loss for one token, and the arrays that it closes over.
+) -> tuple[TokenFunction, Callable[[], Sequence[Array]]]:
+    """Returns the trace of a token loss for one token, and a function that computes the values of its closure.
 
     Args:
         token_loss: from log_prob and the per-token arrays, (n,) float32 each, to the loss, (n,) float32.
@@ -84,11 +87,12 @@ def trace_token_loss(
     _check_elementwise(of_all.jaxpr, arguments, length)
     traced = _traced(token_loss, 1, per_token)
     _check_same_program(of_all, traced, length)
-    program = _program(traced)
+    shared, of_tokens = _split(traced)
+    program = of_tokens if get_abstract_mesh().empty else _without_mesh(of_tokens)
     key, texts = _key(token_loss), [str(program)]
     if any(f"{kind}_call" in texts[0] for kind in ("custom_jvp", "custom_vjp")):
         rules_of_all = _derivative(_program(of_all), arguments, length)
-        rules = _derivative(program, arguments, 1)
+        rules = _derivative(_program(traced), arguments, 1)
         try:
             _check_elementwise(rules_of_all.jaxpr, arguments + 1, length)
             _check_same_program(rules_of_all, rules, length)
@@ -100,7 +104,7 @@ def trace_token_loss(
         if rules.consts:
             key = object()  # the text has no values of the arrays that a rule uses
     closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
-    return TokenFunction(key, "\n".join(texts), program), closure
+    return TokenFunction(key, "\n".join(texts), program), partial(jaxpr_as_fun(shared), *closure)
 
 
 def _key(token_loss: Callable[..., Array]) -> Hashable:
@@ -319,6 +323,57 @@ def _open(traced: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a trace whose constants are its first arguments, so that it does not hold the arrays of a closure."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+
+
+def _split(traced: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Splits a trace into what depends on its constants only and the rest.
+
+    Returns:
+        From the constants to the values that tokens meet, and from these and the arguments to the results. The values
+        are mostly single numbers. They are computed and differentiated outside, once, and not for each token.
+    """
+    jaxpr, equations = traced.jaxpr, []
+    results = _inlined(jaxpr, [*jaxpr.constvars, *jaxpr.invars], equations)
+    of_constants, of_tokens = set(jaxpr.constvars), set(jaxpr.invars)
+    shared, rest = [], []
+    for equation in equations:
+        operands = {atom for atom in equation.invars if not isinstance(atom, Literal)}
+        if not of_tokens.isdisjoint(operands):
+            of_tokens.update(equation.outvars)
+            rest.append(equation)
+            continue
+        shared.append(equation)
+        if of_constants.isdisjoint(operands):  # for example an index: in both
+            rest.append(equation)
+        else:
+            of_constants.update(equation.outvars)
+    atoms = [*(atom for equation in rest for atom in equation.invars), *results]
+    met = list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal) and atom in of_constants))
+
+    def closed(inputs: list[Any], equations: list[Any], outputs: list[Any]) -> ClosedJaxpr:
+        found = jaxpr.replace(constvars=[], invars=inputs, eqns=equations, outvars=outputs)
+        return ClosedJaxpr(found.replace(eqns=_needed(found)), [])
+
+    return closed(jaxpr.constvars, shared, met), closed([*met, *jaxpr.invars], rest, results)
+
+
+def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], equations: list[Any]) -> list[Any]:
+    """Appends the equations of a jaxpr, and of what it calls with `jax.jit`, to `equations`; returns the results."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [value(atom) for atom in equation.invars]
+        called: Any = equation.params.get("jaxpr")
+        if equation.primitive.name == "jit" and not called.consts:
+            results = _inlined(called.jaxpr, operands, equations)
+        else:
+            results = [Var(var.aval) for var in equation.outvars]  # new ones: a jaxpr may be called twice
+            equations.append(equation.replace(invars=operands, outvars=results))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
 
 
 def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:

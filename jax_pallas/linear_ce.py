@@ -337,7 +337,8 @@ def linear_token_loss(
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
             token_loss is not callable, returns anything but (n,) float32, is not elementwise, has a derivative rule
-            that is not, or depends on the number of tokens.
+            that is not, depends on the number of tokens, or differentiates an array of more than 64 numbers in
+            `jax.checkpoint`, in a branch or in a function with such a rule.
         RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
         NotImplementedError: a second derivative.
 
@@ -356,11 +357,11 @@ def linear_token_loss(
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     flat = _check_per_token(token_loss, per_token, call.leading, "target's")
-    function, closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
+    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         return jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
-    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *closure)
+    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *values_of_closure())
     if scalar:
         return ops.token_loss_and_gradients(token, *operands)[0]
     return ops.token_losses(token, *operands).reshape(call.leading)

@@ -411,6 +411,32 @@ def test_named_losses_as_arguments(transform: Callable[..., Any]) -> None:
     assert_close(found, gradients(unfused_loss, arrays, ("input",))[1]["input"])
 
 
+def test_gradients_of_large_closures_take_no_memory_for_each_token() -> None:
+    arrays, table = simple(), jnp.linspace(0.5, 1.0, 100_000)
+
+    def value(loss: Callable[..., Array], table: Array, x: Array) -> Array:
+        def token_loss(p: Array, a: Array) -> Array:
+            return p * table[3] + jax.jit(lambda p, table: a * p * table.mean())(p, table)
+
+        return loss(arrays | {"token_loss": token_loss, "input": x})
+
+    run = jax.jit(jax.grad(partial(value, loss_of))).lower(table, arrays["input"]).compile()
+    analysis: Any = run.memory_analysis()
+    assert analysis.temp_size_in_bytes < 3 * table.nbytes  # for 12 tokens
+    assert_close(run(table, arrays["input"]), jax.grad(partial(value, unfused_loss))(table, arrays["input"]))
+
+
+def test_large_closures_in_calls_are_not_differentiated() -> None:
+    arrays, table = simple(), jnp.ones(100)
+
+    def value(table: Array) -> Array:
+        return loss_of(arrays | {"token_loss": jax.checkpoint(lambda p, a: p * table[3] * a)})
+
+    value(table)
+    with pytest.raises(ValueError, match=r"an array of shape \(100,\) in jax.checkpoint.*Compute the number"):
+        jax.grad(value)(table)
+
+
 def test_named_losses_are_equal_and_hashable() -> None:
     assert token_losses.grpo(0.2, 0.3) == token_losses.grpo(0.2, 0.3)
     assert pickle.loads(pickle.dumps(token_losses.grpo())) == token_losses.grpo()
