@@ -2,14 +2,20 @@
 
 Plan A calls a token loss with one chunk of rows at a time, so a function that mixes tokens, for example by subtracting
 a mean, would silently compute something else. `trace_token_loss` traces the function for all tokens and looks at each
-primitive that a value of a token reaches. Then it traces the function for one token. The chunks run that trace under
-`jax.vmap`, so the length of a chunk does not matter. The arrays that the function closes over, traced or not, become
-arguments.
+primitive that a value of a token reaches. Then it traces the function for one token, and compares the two traces: a
+function that uses the number of tokens has other equations or other numbers in the second trace. The chunks run the
+trace for one token under `jax.vmap`, so the length of a chunk does not matter. The same checks are made of the
+derivatives, which may have rules of their own.
+
+The function may close over arrays, traced or not. What it computes from these only is the same for all tokens. It is
+computed once, outside of the chunks, and JAX differentiates it there. The trace for one token takes the values.
 """
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,22 +23,24 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.sharding import get_abstract_mesh
 
 from jax_pallas.primitives import one_device
 from jax_pallas.token_hook import TokenFunction
+from jax_pallas.token_losses import Named
 
 # The names of primitives that compute each number from the numbers at the same place.
 ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh",
-    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
-    "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-    "min", "mul", "name", "ne", "neg", "nextafter", "not", "optimization_barrier", "or", "polygamma", "pow",
-    "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub",
-    "tan", "tanh", "xor", "zeta",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "convert_element_type", "copy", "cos", "cosh",
+    "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma",
+    "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic",
+    "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square",
+    "optimization_barrier", "or", "polygamma", "population_count", "pow", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    "zeta",
 ))  # fmt: skip
 
 # What a mesh adds to a trace. The program of an operator has no mesh.
@@ -59,8 +67,8 @@ UNIFORM = ""  # the kind of a value that is the same for all tokens. Any other k
 
 def trace_token_loss(
     token_loss: Callable[..., Array], tokens: int, per_token: int
-) -> tuple[TokenFunction, tuple[Array, ...]]:
-    """Returns the trace of a token loss for one token, and the arrays that it closes over.
+) -> tuple[TokenFunction, Callable[[], Sequence[Array]]]:
+    """Returns the trace of a token loss for one token, and a function that computes the values of its closure.
 
     Args:
         token_loss: from log_prob and the per-token arrays, (n,) float32 each, to the loss, (n,) float32.
@@ -69,21 +77,41 @@ def trace_token_loss(
 
     Raises:
         TypeError, ValueError: token_loss is not callable, does not return an array (n,) float32, or is not elementwise.
-        RuntimeError: token_loss raised an exception, which is the cause of this one.
+        RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
     """
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
     length = tokens if not isinstance(tokens, int) else max(tokens, 2)  # the values of one token do not mix
-    _check_elementwise(_traced(token_loss, length, per_token), 1 + per_token, length)
+    arguments = 1 + per_token
+    of_all = _traced(token_loss, length, per_token)
+    _check_elementwise(of_all.jaxpr, arguments, length)
     traced = _traced(token_loss, 1, per_token)
+    _check_same_program(of_all, traced, length)
+    shared, of_tokens = _split(traced)
+    program = of_tokens if get_abstract_mesh().empty else _without_mesh(of_tokens)
+    key, texts = _key(token_loss), [str(program)]
+    if any(f"{kind}_call" in texts[0] for kind in ("custom_jvp", "custom_vjp")):
+        rules_of_all = _derivative(_program(of_all), arguments, length)
+        rules = _derivative(_program(traced), arguments, 1)
+        try:
+            _check_elementwise(rules_of_all.jaxpr, arguments + 1, length)
+            _check_same_program(rules_of_all, rules, length)
+        except ValueError as error:
+            raise ValueError(
+                f"token_loss has a custom_jvp or custom_vjp rule that is not elementwise: {error}"
+            ) from None
+        texts.append(str(rules))
+        if rules.consts:
+            key = object()  # the text has no values of the arrays that a rule uses
     closure = tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in traced.consts)
-    jaxpr = _open(traced) if get_abstract_mesh().empty else _without_mesh(traced)
-    return TokenFunction(_key(token_loss), str(jaxpr), jaxpr), closure
+    return TokenFunction(key, "\n".join(texts), program), partial(jaxpr_as_fun(shared), *closure)
 
 
 def _key(token_loss: Callable[..., Array]) -> Hashable:
     """Returns what stands for a function in JAX's caches. A weak reference keeps no array alive that the function, or
-    the object of a method, holds."""
+    the object of a method, holds. Named losses hold none, and equal ones are compiled once."""
+    if isinstance(token_loss, Named):
+        return token_loss
     try:
         try:
             key = weakref.WeakMethod(token_loss) if inspect.ismethod(token_loss) else weakref.ref(token_loss)
@@ -117,11 +145,31 @@ def _traced(token_loss: Callable[..., Array], length: int, per_token: int) -> Cl
     return jax.make_jaxpr(checked)(*[jax.ShapeDtypeStruct((length,), jnp.float32)] * (1 + per_token))
 
 
-def _check_elementwise(traced: ClosedJaxpr, arguments: int, length: int) -> None:
-    """Raises ValueError if the result of a trace with arguments (length,) is not elementwise."""
-    (result,) = _kinds(traced.jaxpr, [OF_TOKENS] * arguments, length)
-    if result not in (OF_TOKENS, UNIFORM):
-        raise _differs(result)
+def _derivative(program: ClosedJaxpr, arguments: int, length: int) -> ClosedJaxpr:
+    """Returns a trace of the derivatives with respect to the arguments, for `length` tokens."""
+    types: list[Any] = [var.aval for var in program.jaxpr.invars[:-arguments]]
+    closure = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
+    of_tokens = [jax.ShapeDtypeStruct((length,), jnp.float32)] * (arguments + 1)
+
+    def derivative(closure: Sequence[Array], values: Sequence[Array]) -> tuple[Array, ...]:
+        *values, d_loss = values
+        _, pull_back = jax.vjp(lambda *values: jaxpr_as_fun(program)(*closure, *values)[0], *values)
+        return pull_back(d_loss)
+
+    try:
+        with one_device():
+            return jax.make_jaxpr(derivative)(closure, of_tokens)
+    except Exception as error:
+        raise RuntimeError(
+            f"the derivative of token_loss raised {type(error).__name__} for arguments ({length},) float32: {error}"
+        ) from error
+
+
+def _check_elementwise(jaxpr: Jaxpr, arguments: int, length: int) -> None:
+    """Raises ValueError if a result of a jaxpr, whose last arguments are (length,), is not elementwise."""
+    for result in _kinds(jaxpr, [OF_TOKENS] * arguments, length):
+        if result not in (OF_TOKENS, UNIFORM):
+            raise _differs(result)
 
 
 def _kinds(jaxpr: Jaxpr, arguments: Sequence[str], length: int) -> list[str]:
@@ -136,7 +184,7 @@ def _kinds(jaxpr: Jaxpr, arguments: Sequence[str], length: int) -> list[str]:
     def kind(atom: Any) -> str:
         return UNIFORM if isinstance(atom, Literal) else kinds[atom]
 
-    for equation in jaxpr.eqns:
+    for equation in _needed(jaxpr):
         found = _kinds_of_equation(equation, [kind(atom) for atom in equation.invars], length)
         kinds.update(zip(equation.outvars, found, strict=True))
     return [kind(atom) for atom in jaxpr.outvars]
@@ -160,7 +208,8 @@ def _kinds_of_equation(equation: Any, arguments: list[str], length: int) -> list
     if not elementwise and not (name in SAME_SHAPE and results[0].aval.shape == (length,)):
         raise ValueError(
             f"token_loss must be elementwise over tokens, got {name}: it is called with some of the tokens at a "
-            "time. Compute what needs several tokens before the call, and pass it in per_token"
+            "time. Only elementwise operations on (n,) arrays are recognized: for example, use jnp.where instead of "
+            "jnp.select. Compute what needs several tokens before the call, and pass it in per_token"
         )
     if others:
         raise _differs(others[0])
@@ -189,15 +238,142 @@ def _differs(source: str) -> ValueError:
     )
 
 
+def _check_same_program(of_all: ClosedJaxpr, of_one: ClosedJaxpr, length: int) -> None:
+    """Raises ValueError if the traces for `length` tokens and for one do not compute the same from each token."""
+    if (
+        len(of_all.consts) != len(of_one.consts)
+        or not all(map(_same_constant, of_all.consts, of_one.consts))
+        or _steps_of(of_all.jaxpr) != _steps_of(of_one.jaxpr)
+    ):
+        raise ValueError(
+            f"token_loss must not depend on the number of tokens, but its traces for {length} tokens and for 1 token "
+            "differ: it is called with some of the tokens at a time. Close over a number such as target.size instead"
+        )
+
+
+def _steps_of(jaxpr: Jaxpr) -> tuple[list[Any], list[Any]]:
+    """Returns what a trace computes, without the number of tokens: its steps, and the names of its results there."""
+    steps: list[Any] = []
+    return steps, _steps(jaxpr, range(len(jaxpr.constvars) + len(jaxpr.invars)), steps)
+
+
+def _same_constant(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if isinstance(first, jax.core.Tracer) or isinstance(second, jax.core.Tracer):
+        return False
+    first, second = np.asarray(first), np.asarray(second)
+    return (first.shape, first.dtype, first.tobytes()) == (second.shape, second.dtype, second.tobytes())
+
+
+def _steps(jaxpr: Jaxpr, arguments: Sequence[Any], steps: list[Any]) -> list[Any]:
+    """Appends what a jaxpr computes to `steps`, and returns the names of its results there, given those of its
+    arguments. What only broadcasts or reshapes has no step: a value (1,) meets one token without that."""
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    constants = [("constant", len(steps), index) for index in range(len(variables) - len(arguments))]
+    names: dict[Any, Any] = dict(zip(variables, [*constants, *arguments], strict=True))
+
+    def name_of(atom: Any) -> Any:
+        if not isinstance(atom, Literal):
+            return names[atom]
+        value = np.asarray(atom.val)
+        return str(value.dtype), value.tobytes()
+
+    for equation in _needed(jaxpr):
+        name, parameters = equation.primitive.name, equation.params
+        operands = [name_of(atom) for atom in equation.invars]
+        results: Sequence[Any] = [(len(steps), index) for index in range(len(equation.outvars))]
+        if name in SAME_SHAPE or name in OF_A_MESH:
+            results = operands[: len(results)]
+        elif name in CALLS:
+            results = _steps(_opened(parameters[CALLS[name]]), operands, steps)
+        elif name == "cond":
+            steps.append((name, operands))
+            steps.append([_steps(_opened(branch), operands[1:], steps) for branch in parameters["branches"]])
+        else:
+            # The text of the parameters, without addresses of functions.
+            steps.append((name, operands, re.sub("0x[0-9a-f]+", "", str(parameters))))
+            if name not in ELEMENTWISE:
+                steps.append([atom.aval.shape for atom in equation.invars])
+        names.update(zip(equation.outvars, results, strict=True))
+    return [name_of(atom) for atom in jaxpr.outvars]
+
+
+def _needed(jaxpr: Jaxpr) -> list[Any]:
+    """Returns the equations that the results of a jaxpr need, and those that have effects."""
+    used, found = {var for var in jaxpr.outvars if not isinstance(var, Literal)}, []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or not used.isdisjoint(equation.outvars):
+            found.append(equation)
+            used.update(var for var in equation.invars if not isinstance(var, Literal))
+    return found[::-1]
+
+
 def _opened(jaxpr: Any) -> Jaxpr:
     """Returns a jaxpr whose constants, if any, are variables."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def _program(traced: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a trace whose constants are its first arguments, without what a mesh added to it."""
+    return _open(traced) if get_abstract_mesh().empty else _without_mesh(traced)
 
 
 def _open(traced: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a trace whose constants are its first arguments, so that it does not hold the arrays of a closure."""
     jaxpr = traced.jaxpr
     return ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), [])
+
+
+def _split(traced: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
+    """Splits a trace into what depends on its constants only and the rest.
+
+    Returns:
+        From the constants to the values that tokens meet, and from these and the arguments to the results. The values
+        are mostly single numbers. They are computed and differentiated outside, once, and not for each token.
+    """
+    jaxpr, equations = traced.jaxpr, []
+    results = _inlined(jaxpr, [*jaxpr.constvars, *jaxpr.invars], equations)
+    of_constants, of_tokens = set(jaxpr.constvars), set(jaxpr.invars)
+    shared, rest = [], []
+    for equation in equations:
+        operands = {atom for atom in equation.invars if not isinstance(atom, Literal)}
+        if not of_tokens.isdisjoint(operands):
+            of_tokens.update(equation.outvars)
+            rest.append(equation)
+            continue
+        shared.append(equation)
+        if of_constants.isdisjoint(operands):  # for example an index: in both
+            rest.append(equation)
+        else:
+            of_constants.update(equation.outvars)
+    atoms = [*(atom for equation in rest for atom in equation.invars), *results]
+    met = list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal) and atom in of_constants))
+
+    def closed(inputs: list[Any], equations: list[Any], outputs: list[Any]) -> ClosedJaxpr:
+        found = jaxpr.replace(constvars=[], invars=inputs, eqns=equations, outvars=outputs)
+        return ClosedJaxpr(found.replace(eqns=_needed(found)), [])
+
+    return closed(jaxpr.constvars, shared, met), closed([*met, *jaxpr.invars], rest, results)
+
+
+def _inlined(jaxpr: Jaxpr, arguments: Sequence[Any], equations: list[Any]) -> list[Any]:
+    """Appends the equations of a jaxpr, and of what it calls with `jax.jit`, to `equations`; returns the results."""
+    values: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+    def value(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else values[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [value(atom) for atom in equation.invars]
+        called: Any = equation.params.get("jaxpr")
+        if equation.primitive.name == "jit" and not called.consts:
+            results = _inlined(called.jaxpr, operands, equations)
+        else:
+            results = [Var(var.aval) for var in equation.outvars]  # new ones: a jaxpr may be called twice
+            equations.append(equation.replace(invars=operands, outvars=results))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [value(atom) for atom in jaxpr.outvars]
 
 
 def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:

@@ -303,32 +303,32 @@ def linear_token_loss(
     implementation: str | None = None,
     vocab_axis: int = 0,
 ) -> Array:
-    r"""Any function of each target's log-probability as a loss: PPO, GRPO, CISPO, REINFORCE, weighted likelihoods.
+    r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
-    .. math::
-        L = \frac{1}{d} \sum_i t_i \, f(\log p_{i,y_i},\, a_i,\, \ldots)
+    .. math:: L = \frac{1}{d} \sum_i t_i\, f(\log p_{i,y_i}, u_{i1}, u_{i2}, \ldots)
 
-    where :math:`f` is token_loss, :math:`a` the arrays in per_token, :math:`t` token_weight and :math:`d` the
-    denominator. `token_losses` has common token losses by name.
+    Here f is token_loss, u are per_token, t is token_weight and d is the denominator of `linear_cross_entropy`.
+    `token_losses` has common losses: PPO, GRPO, CISPO, REINFORCE and the weighted negative log-likelihood.
 
-    The gradients of a scalar reduction are computed in the forward pass. With three matmuls they cost as much as those
-    of `linear_cross_entropy`. token_loss is called with some of the tokens at a time, and differentiated there. With
-    reduction "none" the gradients take four matmuls: two if the head is frozen.
+    The gradients of a scalar reduction are computed in the forward pass: token_loss is called with some of the tokens
+    at a time, and differentiated there. With reduction "none" the gradients take four matmuls: two if the head is
+    frozen.
 
     Args:
-        input, linear_weight, target: as in `linear_cross_entropy`.
-        token_loss: `token_loss(log_prob, *per_token) -> loss` takes and returns (n,) float32 arrays, for any n. It must
-            be elementwise over tokens, which is checked: it may compute no sum, mean, maximum, order or shift over
-            tokens. It may close over arrays that are the same for all tokens, for example a learned factor. It is
-            differentiated with respect to log_prob, per_token and what it closes over. log_prob is never above 0.
-        per_token: (...,) arrays of target's shape and any float dtype. token_loss takes them in float32, without the
-            values in rows that do not contribute. Their gradients have their dtypes.
-        linear_bias, logit_scale, softcap: as in `linear_cross_entropy`.
+        token_loss: a named loss of `token_losses`, or a function (log_prob, *per_token) -> loss that takes and returns
+            (n,) float32 arrays, for any n. It must be elementwise over tokens, which is checked: it may compute no sum,
+            mean, maximum, order or shift over tokens, and must not depend on n. It may close over arrays that are the
+            same for all tokens, for example a learned factor. It is differentiated with respect to log_prob, per_token
+            and what it closes over. log_prob is never above 0. For float16 inputs its derivative should be of order
+            1e-4 to 1e4, because the gradients are stored before the upstream gradient is known.
+        per_token: (...) each, target's shape, any floating-point dtype. token_loss receives them as float32, without
+            the values in rows that do not contribute. Their gradients have their dtypes.
         token_weight: (...,) factor on each token's loss. It is not part of the denominator and is not differentiated.
             Rows of weight 0 do not contribute: their input and per_token may hold any values.
         reduction: "mean", "sum" or "none".
-        normalizer, ignore_index, vocab_size: as in `linear_cross_entropy`.
-        memory_budget, implementation, vocab_axis: as in `linear_cross_entropy`.
+        memory_budget: bytes of workspace besides inputs, gradients and what token_loss computes for each token; None is
+            512 MiB.
+        input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). Where log_prob is NaN, for example because the target is
@@ -336,8 +336,11 @@ def linear_token_loss(
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
-            token_loss is not callable, returns anything but (n,) float32, or is not elementwise.
-        RuntimeError: token_loss raised an exception, which is the cause of this one.
+            token_loss is not callable, returns anything but (n,) float32, is not elementwise, has a derivative rule
+            that is not, depends on the number of tokens, or differentiates an array of more than 64 numbers in
+            `jax.checkpoint`, in a branch or in a function with such a rule.
+        RuntimeError: token_loss or a derivative rule raised an exception, which is the cause of this one.
+        NotImplementedError: a second derivative.
 
     Example:
         >>> import jax.numpy as jnp
@@ -353,21 +356,21 @@ def linear_token_loss(
     spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    flat = _check_per_token(token_loss, per_token, call.leading)
-    function, closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
+    flat = _check_per_token(token_loss, per_token, call.leading, "target's")
+    function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         return jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
-    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *closure)
+    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *values_of_closure())
     if scalar:
         return ops.token_loss_and_gradients(token, *operands)[0]
     return ops.token_losses(token, *operands).reshape(call.leading)
 
 
 def _check_per_token(
-    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...]
+    token_loss: Callable[..., Array], per_token: Sequence[Any], leading: tuple[int, ...], whose: str
 ) -> ops.Arrays:
-    """Checks the per-token arrays of a token loss and flattens their axes."""
+    """Checks the per-token arrays of a token loss and flattens their axes. `leading` is `whose` shape."""
     if isinstance(token_loss, Named) and len(per_token) != len(token_loss.per_token):
         names = ", ".join(token_loss.per_token)
         raise ValueError(f"per_token of token_losses.{token_loss.name} must be {names}, got {len(per_token)} arrays")
@@ -378,7 +381,7 @@ def _check_per_token(
         if not jnp.issubdtype(values.dtype, jnp.floating):
             raise TypeError(f"{name} must have a floating-point dtype, got {values.dtype}")
         if values.shape != leading:
-            raise ValueError(f"{name} must have shape {leading} (target's shape), got {values.shape}")
+            raise ValueError(f"{name} must have shape {leading} ({whose} shape), got {values.shape}")
         _check_unsharded(name, jnp.asarray(values))
     return tuple(jnp.asarray(values).reshape(-1) for values in per_token)
 
@@ -431,7 +434,7 @@ def check_token_loss(token_loss: Callable[..., Array], *per_token: Array) -> Non
         >>> jax_pallas.check_token_loss(lambda log_prob, advantage: -advantage * log_prob, jnp.ones(8))
     """
     leading = np.shape(per_token[0]) if per_token else (2,)
-    flat = _check_per_token(token_loss, per_token, leading)
+    flat = _check_per_token(token_loss, per_token, leading, "per_token[0]'s")
     elementwise.trace_token_loss(token_loss, math.prod(leading), len(flat))
 
 

@@ -46,6 +46,10 @@ from linear_ce.spec import LossSpec
 # The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
 RESIDUAL = "linear_ce_residual"
 
+# The gradient of an array that a token loss closes over takes at most this many float32 numbers for each token of a
+# chunk. That is less than a token's hidden states.
+MOST_OF_CLOSURE = 64
+
 Arrays = tuple[Array, ...]  # input (N, D), linear_weight, target (N,), row_weight (N,), then linear_bias, class_weight
 
 
@@ -273,6 +277,13 @@ _token_rows.defvjp(_token_rows_fwd, _token_rows_bwd, symbolic_zeros=True)
 
 def _token_needs_grad(per_token: Sequence[Any], closure: Sequence[Any]) -> TokenNeedsGrad:
     """Returns which arrays of a token loss are differentiated, from the primals of a forward rule."""
+    for primal in closure:  # `elementwise` leaves single numbers, but for arrays that are arguments of such functions
+        if primal.perturbed and primal.value.size > MOST_OF_CLOSURE:
+            raise ValueError(
+                f"token_loss must not differentiate an array of shape {primal.value.shape} in jax.checkpoint, in a "
+                "branch or in a function with a custom_jvp or custom_vjp rule: its gradient would be computed for each "
+                "token. Compute the number that the loss needs outside, for example b[3] or b.mean(), and close over it"
+            )
     return TokenNeedsGrad(*(tuple(primal.perturbed for primal in primals) for primals in (per_token, closure)))
 
 

@@ -115,7 +115,9 @@ def opaque(name: str) -> Callable[[Function], Function]:
             return results, [0] * len(results)
 
         def jvp(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError("linear_cross_entropy and linear_log_probs have no second derivative")
+            raise NotImplementedError(
+                "linear_cross_entropy, linear_log_probs and linear_token_loss have no second derivative"
+            )
 
         ad.primitive_jvps[primitive] = jvp
         batching.primitive_batchers[primitive] = batch

@@ -35,8 +35,8 @@ class TokenFunction:
     Args:
         function: the token loss, or what stands for it.
         text: the jaxpr as text.
-        jaxpr: from the arrays of the closure, and log_prob and the per-token values, (1,) float32 each, to the loss,
-            (1,) float32.
+        jaxpr: from the values of the closure that tokens meet, and log_prob and the per-token values, (1,) float32
+            each, to the loss, (1,) float32.
     """
 
     function: Hashable

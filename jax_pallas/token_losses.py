@@ -9,7 +9,8 @@ compiled once. In all equations :math:`p = \log p_{y}` is the log-probability of
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,12 @@ from linear_ce.spec import check_choice
 KLS = ("k1", "k2", "k3")
 
 
-class Named(NamedTuple):
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Named:
     """A token loss of this module. Call it as `loss(log_prob, *per_token)`, all (n,) float32.
+
+    As an argument of a function under `jax.jit` or `jax.checkpoint` it is static.
 
     Args:
         name: of the function that returned it.

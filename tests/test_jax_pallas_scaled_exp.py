@@ -173,11 +173,11 @@ def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = problem(n, 64, 320, 310, vocab_axis, {"softcap": 3.0, "logit_scale": 0.7})
     plan = plan_of(planned(ours, "loss_and_gradients", "mosaic", EVERYTHING))
     ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
-    function, closure = trace_token_loss(clipped, n, 1)
+    function, values_of_closure = trace_token_loss(clipped, n, 1)
     random = np.random.default_rng(1)
     advantage = jnp.where(ours.row_weight == 0, jnp.nan, jnp.asarray(random.standard_normal(n), jnp.float32))
     needs_grad = TokenNeedsGrad(per_token=(True,), closure=(True,))
-    token_loss = TokenLoss(function, needs_grad, (advantage,), closure)
+    token_loss = TokenLoss(function, needs_grad, (advantage,), tuple(values_of_closure()))
     found, gradients = scaled_exp.token_loss_and_gradients(ours, EVERYTHING, token_loss)
 
     exact = in_float32(ours)

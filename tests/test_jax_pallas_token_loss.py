@@ -4,6 +4,7 @@ argument, rows that do not contribute, JAX's transformations, and what is refuse
 
 import gc
 import math
+import pickle
 import re
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from jax import Array
 from jax_problem import problem
 from test_jax_pallas_transforms import matmuls_in
 
-from jax_pallas import check_token_loss, explain, linear_token_loss, token_losses
+from jax_pallas import check_token_loss, elementwise, explain, linear_token_loss, token_losses
 from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
 from linear_ce.spec import LossSpec
 from parity.tolerances import budget, error
@@ -402,8 +403,43 @@ def test_closures() -> None:
         assert_close(run(*given), want)
 
 
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint])
+def test_named_losses_as_arguments(transform: Callable[..., Any]) -> None:
+    arrays: dict[str, Any] = simple() | {"token_loss": token_losses.weighted_nll()}
+    given = [arrays[name] for name in POSITIONAL[:-1]]
+    found = jax.grad(transform(linear_token_loss))(*given, *arrays["per_token"])
+    assert_close(found, gradients(unfused_loss, arrays, ("input",))[1]["input"])
+
+
+def test_gradients_of_large_closures_take_no_memory_for_each_token() -> None:
+    arrays, table = simple(), jnp.linspace(0.5, 1.0, 100_000)
+
+    def value(loss: Callable[..., Array], table: Array, x: Array) -> Array:
+        def token_loss(p: Array, a: Array) -> Array:
+            return p * table[3] + jax.jit(lambda p, table: a * p * table.mean())(p, table)
+
+        return loss(arrays | {"token_loss": token_loss, "input": x})
+
+    run = jax.jit(jax.grad(partial(value, loss_of))).lower(table, arrays["input"]).compile()
+    analysis: Any = run.memory_analysis()
+    assert analysis.temp_size_in_bytes < 3 * table.nbytes  # for 12 tokens
+    assert_close(run(table, arrays["input"]), jax.grad(partial(value, unfused_loss))(table, arrays["input"]))
+
+
+def test_large_closures_in_calls_are_not_differentiated() -> None:
+    arrays, table = simple(), jnp.ones(100)
+
+    def value(table: Array) -> Array:
+        return loss_of(arrays | {"token_loss": jax.checkpoint(lambda p, a: p * table[3] * a)})
+
+    value(table)
+    with pytest.raises(ValueError, match=r"an array of shape \(100,\) in jax.checkpoint.*Compute the number"):
+        jax.grad(value)(table)
+
+
 def test_named_losses_are_equal_and_hashable() -> None:
     assert token_losses.grpo(0.2, 0.3) == token_losses.grpo(0.2, 0.3)
+    assert pickle.loads(pickle.dumps(token_losses.grpo())) == token_losses.grpo()
     assert len({token_losses.grpo(), token_losses.grpo(), token_losses.grpo(beta=0.1), token_losses.ppo_clip()}) == 3
     with pytest.raises(ValueError, match=r"kl must be one of 'k1', 'k2', 'k3', got 'k4'"):
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
@@ -427,6 +463,9 @@ def test_check_token_loss() -> None:
     check_token_loss(lambda log_prob: -log_prob)
     with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got reduce_sum"):
         check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
+    shapes = "per_token[1] must have shape (3,) (per_token[0]'s shape), got (4,)"
+    with pytest.raises(ValueError, match=re.escape(shapes)):
+        check_token_loss(scaled, jnp.ones(3), jnp.ones(4))
 
 
 def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -436,6 +475,19 @@ def test_calls_without_jit_compile_once(caplog: pytest.LogCaptureFixture) -> Non
             caplog.clear()
             gradients(loss_of, arrays, ARGUMENTS)
         assert any("Compiling" in record.message for record in caplog.records) == (call == 0)
+
+
+FACTOR: Any = 3.0
+
+
+@pytest.mark.parametrize("kind", [float, jnp.float32])
+def test_a_rule_that_changed_is_compiled_again(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = simple() | {"token_loss": lambda p, a: with_vjp(lambda d: FACTOR * d)(p)}
+    found = []
+    for factor in (3.0, 6.0):
+        monkeypatch.setitem(globals(), "FACTOR", kind(factor))
+        found.append(gradients(loss_of, arrays, ("input",))[1]["input"])
+    assert_close(found[1], 2 * found[0])
 
 
 class Policy:
@@ -567,7 +619,7 @@ def test_second_derivatives_are_refused() -> None:
     def slope(x: Array) -> Array:
         return jax.grad(lambda x: loss_of(arrays | {"input": x}))(x).sum()
 
-    with pytest.raises(NotImplementedError, match="no second derivative"):
+    with pytest.raises(NotImplementedError, match="linear_log_probs and linear_token_loss have no second derivative"):
         jax.grad(slope)(arrays["input"])
 
 
@@ -606,6 +658,67 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "token_loss"),
+    [
+        ("stack|select_and_gather_add|concatenate", lambda p, a: jnp.select([p > a], [p], a)),
+        ("stack|concatenate|broadcast_in_dim", lambda p, a: jnp.stack([p, a]).max(0)),
+        ("scan", lambda p, a: jnp.polyval(jnp.ones(3), p)),
+    ],
+)
+def test_unrecognized_operations_are_named(name: str, token_loss: Callable[..., Array]) -> None:
+    with pytest.raises(ValueError, match=rf"got ({name}): .*Only elementwise operations on \(n,\) arrays.*jnp.where"):
+        check_token_loss(token_loss, jnp.ones(12))
+
+
+def with_jvp(rule: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Returns the identity with the derivative `rule`."""
+    function = jax.custom_jvp(lambda z: z)
+    function.defjvp(lambda primals, tangents: (primals[0], rule(tangents[0])))
+    return function
+
+
+def with_vjp(rule: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    function = jax.custom_vjp(lambda z: z)
+    function.defvjp(lambda z: (z, None), lambda _, d: (rule(d),))
+    return function
+
+
+RULE = "token_loss has a custom_jvp or custom_vjp rule that is not elementwise: "
+
+MIXING |= {
+    "jvp": (lambda p, a: with_jvp(lambda t: t - t.mean())(p), RULE + mixing("reduce_sum")),
+    "vjp": (lambda p, a: p * with_vjp(lambda t: t[::-1])(a), RULE + mixing("rev")),
+    "vjp in checkpoint": (lambda p, a: jax.checkpoint(with_vjp(jnp.cumsum))(p) * a, RULE + mixing("cumsum")),
+}
+
+LENGTH: dict[str, Callable[..., Array]] = {
+    "shape": lambda p, a: -p / p.shape[0],
+    "len": lambda p, a: jax.jit(lambda p: p * len(p))(p),
+    "power": lambda p, a: p**p.size,
+    "branch": lambda p, a: p if len(p) > 1 else -p,
+    "sum of ones": lambda p, a: p * jnp.ones_like(p).sum(),
+    "array": lambda p, a: p * jnp.asarray(np.full(1, len(p), np.float32)),
+    "branch of cond": lambda p, a: jax.lax.cond(TWELVE[0] > 0, lambda p: p / p.size, lambda p: p, p),
+    "vjp": lambda p, a: with_vjp(lambda t: t / t.size)(p) * a,
+}
+
+
+@pytest.mark.parametrize("case", LENGTH)
+def test_what_depends_on_the_number_of_tokens_is_refused(case: str) -> None:
+    for n in (12, 2, 1):
+        with pytest.raises(ValueError, match="token_loss must not depend on the number of tokens"):
+            check_token_loss(LENGTH[case], jnp.ones(n))
+
+
+def test_symbolic_number_of_tokens_is_not_used() -> None:
+    rows: Any = jax.export.symbolic_shape("n")[0]
+    for token_loss in ELEMENTWISE.values():
+        elementwise.trace_token_loss(token_loss, rows, 1)
+    with pytest.raises(ValueError, match="token_loss must not depend on the number of tokens"):
+        elementwise.trace_token_loss(LENGTH["shape"], rows, 1)
+
+
 @pytest.mark.parametrize("case", MIXING)
 def test_what_mixes_tokens_is_refused(case: str) -> None:
     token_loss, message = MIXING[case]
@@ -621,12 +734,22 @@ def doubled(a: Array) -> Array:
 
 doubled.defvjp(lambda a: (2 * a, None), lambda _, d: (3 * d,))
 
+
+@jax.custom_vjp
+def times(p: Array, factor: Array) -> Array:
+    return p * factor
+
+
+times.defvjp(lambda p, factor: (p * factor, (p, factor)), lambda saved, d: (d * saved[1], (d * saved[0]).sum()))
+
 ELEMENTWISE: dict[str, Callable[..., Array]] = {
     "functions": lambda p, a: jnp.exp(p) * jnp.tanh(a) + jax.nn.softplus(p) + jax.nn.relu(a) + p**3 + jnp.abs(a) ** 0.5,
     "selection": lambda p, a: jnp.where(p > a, jnp.clip(p, -2.0, a), jnp.maximum(p, 0.5)) + jnp.sign(a),
     "casts": lambda p, a: jax.lax.stop_gradient(a).astype(jnp.bfloat16).astype(jnp.float32) * p + (a > 0),
     "calls": lambda p, a: jax.jit(jnp.sin)(p) + jax.checkpoint(jnp.cos)(a),
     "derivatives of its own": lambda p, a: doubled(p) * jax.nn.relu(a),
+    "sum in a derivative of the closure": lambda p, a: times(p, TWELVE[3]) * a,
+    "sum that is not used": lambda p, a: jax.grad(lambda p: (p**2 * a).sum())(p),
     "branch": lambda p, a: jax.lax.cond(TWELVE[1] > 0, lambda p: p * a, jnp.sin, p),
     "closure": lambda p, a: p * TWELVE.mean() + a * TWELVE[:1] + jnp.full_like(p, TWELVE[3]),
     "no tokens": lambda p, a: jnp.full_like(p, 2.0),
