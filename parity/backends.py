@@ -125,7 +125,7 @@ class _Run(NamedTuple):
     results: dict[str, tuple[np.ndarray, str]]
 
 
-def _options(case: Case, implementation: str | None) -> dict[str, Any]:
+def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
     """Returns the keyword arguments that are not arrays, by their public names."""
     spec = case.spec
     options: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _dtype_names(case: Case, arrays: Arrays) -> dict[str, str]:
     return {name: names.get(name, "float32") for name in arrays}
 
 
-def _function(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
+def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
     """Returns the public function of a case. It takes all arguments by name, and returns the forward outputs by
     name."""
 
@@ -178,7 +178,7 @@ def _function(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
     return {"loss": loss, "log_probs": log_probs, "token_loss": token_loss}[case.function]
 
 
-def _roots(case: Case, outputs: Mapping[str, Any]) -> list[Any]:
+def roots_of(case: Case, outputs: Mapping[str, Any]) -> list[Any]:
     """Returns the outputs that have an upstream gradient."""
     return [outputs[name] for name in (("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",))]
 
@@ -201,12 +201,12 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
     for name in argument_of.values():
         tensors[name].requires_grad_()
-    outputs = _function(core_triton, case)(**tensors, **_options(case, implementation))
+    outputs = function_of(core_triton, case)(**tensors, **options_of(case, implementation))
     if argument_of:
         leaves = [tensors[name] for name in argument_of.values()]
         # A token loss may be constant in an array. Autograd then gives no gradient of it.
         zeros = case.function == "token_loss"
-        gradients = torch.autograd.grad(_roots(case, outputs), leaves, upstream, materialize_grads=zeros)
+        gradients = torch.autograd.grad(roots_of(case, outputs), leaves, upstream, materialize_grads=zeros)
         outputs |= dict(zip(argument_of, gradients, strict=True))
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
@@ -233,12 +233,12 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         operands["linear_weight"] = operands["linear_weight"].T
     upstream = [operands.pop(name) for name in arrays if name.startswith("d_")]
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
-    function = _function(jax_pallas, case)
-    options = _options(case, implementation) | {"vocab_axis": case.vocab_axis}
+    function = function_of(jax_pallas, case)
+    options = options_of(case, implementation) | {"vocab_axis": case.vocab_axis}
 
     def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         outputs = function(**differentiated, **others, **options)
-        return _roots(case, outputs), outputs
+        return roots_of(case, outputs), outputs
 
     @jax.jit
     def run(differentiated: dict[str, Any], others: dict[str, Any], upstream: list[Any]) -> dict[str, Any]:
