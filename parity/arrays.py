@@ -4,8 +4,10 @@ import zlib
 
 import numpy as np
 
+from linear_ce.reference import reference_log_probs
 from linear_ce.rounding import round_to
 from parity.cases import POISONS, Case
+from parity.token_losses import FORMS
 
 
 def make_arrays(case: Case) -> dict[str, np.ndarray]:
@@ -20,7 +22,8 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
 
     Returns:
         A dict with input (..., D), linear_weight (V, D), target (...), the upstream gradients (d_loss, or d_log_prob,
-        d_entropy and d_lse), and those of linear_bias, weight, token_weight and normalizer that the case has.
+        d_entropy and d_lse), and those of linear_bias, weight, token_weight and normalizer that the case has. A token
+        loss also has the arrays of `Case.per_token`.
 
     Raises:
         ValueError: the case asks for an unknown poison.
@@ -74,6 +77,8 @@ def make_arrays(case: Case) -> dict[str, np.ndarray]:
         arrays["token_weight"] = t.astype(np.float32).reshape(case.lead)
     if case.normalizer is not None:
         arrays["normalizer"] = np.asarray(case.normalizer, np.float32)
+    if case.per_token:
+        arrays |= _per_token(case, arrays, rng)
     return arrays | _upstream(case, rng)
 
 
@@ -107,6 +112,28 @@ def _poison(
             x[5, 2] = np.inf
 
 
+def _per_token(case: Case, arrays: dict[str, np.ndarray], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns the arrays of a token loss: advantages, and log-probabilities of policies near the one of the case."""
+    b, w = arrays.get("linear_bias"), round_to(arrays["linear_weight"], case.dtype)
+    log_prob = reference_log_probs(arrays["input"], w, arrays["target"], linear_bias=b, spec=case.spec).log_prob
+    log_prob = np.where(np.isfinite(log_prob), log_prob, -5.0)  # no target, or one that is masked
+    excluded = np.zeros(case.lead, bool)
+    if "ignored_rows" in case.poison:
+        excluded |= arrays["target"] == case.spec.ignore_index
+    if "masked_rows" in case.poison:
+        excluded |= arrays["token_weight"] == 0
+    draws = {name: rng.standard_normal(case.lead) for name in case.per_token}
+    values = {"advantage": draws["advantage"] + 0.5}  # of both signs, but their sum is not near 0
+    if "old_log_prob" in draws:
+        old = round_to(log_prob + 0.3 * draws["old_log_prob"], case.per_token_dtype)
+        # If a ratio were near a bound of the clip, rounding errors would decide on which side it is.
+        ratio, bounds = np.exp(log_prob - old), FORMS[case.token_loss].clip_bounds
+        values["old_log_prob"] = np.where(np.any([abs(ratio - bound) < 0.01 for bound in bounds], axis=0), old - 1, old)
+    if "ref_log_prob" in draws:
+        values["ref_log_prob"] = log_prob + 0.3 * draws["ref_log_prob"]
+    return {name: round_to(np.where(excluded, np.nan, value), case.per_token_dtype) for name, value in values.items()}
+
+
 def _upstream(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Returns the upstream gradients, under the case's loss scale."""
     per_token = case.function == "log_probs" or case.spec.reduction == "none"
@@ -117,6 +144,6 @@ def _upstream(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
         value = value if case.upstream == "random" else np.ones(shape)
         return np.asarray(case.loss_scale * value, np.float32)
 
-    if case.function == "loss":
+    if case.function != "log_probs":
         return {"d_loss": draw()}
     return {"d_log_prob": draw(), "d_entropy": draw(), "d_lse": draw()}

@@ -20,7 +20,8 @@ import numpy as np
 
 from parity.arrays import make_arrays
 from parity.cases import Case, select
-from parity.expected import GRADIENT_OF, outputs_of
+from parity.expected import GRADIENT_OF, dtype_of, outputs_of
+from parity.token_losses import FORMS
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -104,15 +105,14 @@ def run_case(name: str, case: Case, arrays: Arrays) -> Outcome:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     backend = BACKENDS[name]
     run = _RUNNERS[backend.framework](backend.implementation, case, arrays)
-    dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
     outputs = {}
     for output in outputs_of(case):
         outputs[output], dtype = run.results[output]
         if output == "n_valid":
             if not dtype.startswith("int"):
                 raise TypeError(f"n_valid must be an integer, got {dtype}")
-        elif dtype != dtypes.get(output, "float32"):
-            raise TypeError(f"{output} must be {dtypes.get(output, 'float32')}, got {dtype}")
+        elif dtype != dtype_of(case, output):
+            raise TypeError(f"{output} must be {dtype_of(case, output)}, got {dtype}")
     return Outcome(run.implementation, run.platform, run.device, outputs)
 
 
@@ -125,7 +125,7 @@ class _Run(NamedTuple):
     results: dict[str, tuple[np.ndarray, str]]
 
 
-def _options(case: Case, implementation: str | None) -> dict[str, Any]:
+def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
     """Returns the keyword arguments that are not arrays, by their public names."""
     spec = case.spec
     options: dict[str, Any] = {
@@ -136,12 +136,10 @@ def _options(case: Case, implementation: str | None) -> dict[str, Any]:
         "memory_budget": case.memory_budget,
         "implementation": implementation,
     }
+    if case.function != "log_probs":
+        options["reduction"] = spec.reduction
     if case.function == "loss":
-        options |= {
-            "reduction": spec.reduction,
-            "label_smoothing": spec.label_smoothing,
-            "z_loss_weight": spec.z_loss_weight,
-        }
+        options |= {"label_smoothing": spec.label_smoothing, "z_loss_weight": spec.z_loss_weight}
     return options
 
 
@@ -153,15 +151,36 @@ def _dtype_names(case: Case, arrays: Arrays) -> dict[str, str]:
         "linear_bias": case.weight_dtype,
         "weight": case.dtype,
         "target": case.target_dtype,
+        **dict.fromkeys(case.per_token, case.per_token_dtype),
     }
     return {name: names.get(name, "float32") for name in arrays}
 
 
-def _outputs(case: Case, returned: Any) -> dict[str, Any]:
-    """Returns the forward outputs of a public function by name."""
-    if case.function == "log_probs":
-        return returned._asdict()
-    return {"loss": returned[0], **returned[1]._asdict()} if case.with_stats else {"loss": returned}
+def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
+    """Returns the public function of a case. It takes all arguments by name, and returns the forward outputs by
+    name."""
+
+    def loss(**arguments: Any) -> dict[str, Any]:
+        if not case.with_stats:
+            return {"loss": package.linear_cross_entropy(**arguments)}
+        loss, stats = package.linear_cross_entropy_with_stats(**arguments)
+        return {"loss": loss, **stats._asdict()}
+
+    def log_probs(**arguments: Any) -> dict[str, Any]:
+        return package.linear_log_probs(**arguments)._asdict()
+
+    def token_loss(**arguments: Any) -> dict[str, Any]:
+        first = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
+        per_token = [arguments.pop(name) for name in case.per_token]
+        named = FORMS[case.token_loss].named(package.token_losses)
+        return {"loss": package.linear_token_loss(*first, named, *per_token, **arguments)}
+
+    return {"loss": loss, "log_probs": log_probs, "token_loss": token_loss}[case.function]
+
+
+def roots_of(case: Case, outputs: Mapping[str, Any]) -> list[Any]:
+    """Returns the outputs that have an upstream gradient."""
+    return [outputs[name] for name in (("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",))]
 
 
 def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
@@ -182,15 +201,12 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
     for name in argument_of.values():
         tensors[name].requires_grad_()
-    function = {
-        ("loss", True): core_triton.linear_cross_entropy_with_stats,
-        ("loss", False): core_triton.linear_cross_entropy,
-        ("log_probs", True): core_triton.linear_log_probs,
-    }[case.function, case.with_stats]
-    outputs = _outputs(case, function(**tensors, **_options(case, implementation)))
+    outputs = function_of(core_triton, case)(**tensors, **options_of(case, implementation))
     if argument_of:
-        roots = [outputs[name] for name in (("loss",) if case.function == "loss" else ("log_prob", "entropy", "lse"))]
-        gradients = torch.autograd.grad(roots, [tensors[name] for name in argument_of.values()], upstream)
+        leaves = [tensors[name] for name in argument_of.values()]
+        # A token loss may be constant in an array. Autograd then gives no gradient of it.
+        zeros = case.function == "token_loss"
+        gradients = torch.autograd.grad(roots_of(case, outputs), leaves, upstream, materialize_grads=zeros)
         outputs |= dict(zip(argument_of, gradients, strict=True))
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
@@ -207,7 +223,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     import jax
     import jax.numpy as jnp
 
-    from jax_pallas import linear_ce
+    import jax_pallas
 
     dtypes = _dtype_names(case, arrays)
     # Without the x64 switch JAX has no int64; every value of a case fits int32.
@@ -217,17 +233,12 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         operands["linear_weight"] = operands["linear_weight"].T
     upstream = [operands.pop(name) for name in arrays if name.startswith("d_")]
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
-    function: Callable[..., Any] = {
-        ("loss", True): linear_ce.linear_cross_entropy_with_stats,
-        ("loss", False): linear_ce.linear_cross_entropy,
-        ("log_probs", True): linear_ce.linear_log_probs,
-    }[case.function, case.with_stats]
-    options = _options(case, implementation) | {"vocab_axis": case.vocab_axis}
+    function = function_of(jax_pallas, case)
+    options = options_of(case, implementation) | {"vocab_axis": case.vocab_axis}
 
     def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        outputs = _outputs(case, function(**differentiated, **others, **options))
-        roots = [outputs[name] for name in (("loss",) if case.function == "loss" else ("log_prob", "entropy", "lse"))]
-        return roots, outputs
+        outputs = function(**differentiated, **others, **options)
+        return roots_of(case, outputs), outputs
 
     @jax.jit
     def run(differentiated: dict[str, Any], others: dict[str, Any], upstream: list[Any]) -> dict[str, Any]:
@@ -240,7 +251,7 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     differentiated = {name: operands[name] for name in argument_of.values()}
     others = {name: value for name, value in operands.items() if name not in differentiated}
     outputs = run(differentiated, others, upstream)
-    ran = linear_ce.explain(
+    ran = jax_pallas.explain(
         operands["input"], operands["linear_weight"], vocab_axis=case.vocab_axis, implementation=implementation
     )
 

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from linear_ce.spec import FLOAT_DTYPES, REDUCTIONS, LossSpec
 from parity.pairwise import pairwise
+from parity.token_losses import FORMS
 
-Function = Literal["loss", "log_probs"]
+Function = Literal["loss", "log_probs", "token_loss"]
 
 DTYPE_LABELS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -26,8 +27,8 @@ SHAPES = (((123,), 32, 507), ((4, 63), 64, 123), ((50,), 128, 1001))  # (leading
 
 # What a row of `Case.poison` puts where (arrays.py).
 POISONS = (
-    "ignored_rows",  # NaN and inf in the input (and NaN in token_weight) of rows whose target is ignore_index
-    "masked_rows",  # NaN and inf in the input of rows of token_weight 0
+    "ignored_rows",  # NaN and inf in the input (and NaN in per-token arrays) of rows whose target is ignore_index
+    "masked_rows",  # NaN and inf in the input (and NaN in other per-token arrays) of rows of token_weight 0
     "padding",  # NaN and inf in the head's rows past vocab_size
     "bias_neg_inf",  # a masked vocabulary: -inf in a third of the bias, never at a target
     "bias_neg_inf_target",  # the same, with two targets inside the mask
@@ -47,6 +48,8 @@ class Case:
 
     name: str
     function: Function = "loss"
+    token_loss: str = ""  # of `token_losses.FORMS`, where the function is "token_loss"
+    per_token_dtype: str = "float32"  # of its per-token arrays
     lead: tuple[int, ...] = (123,)  # target's shape
     hidden: int = 32  # D
     vocab: int = 507  # V, rows of the head
@@ -81,6 +84,11 @@ class Case:
         return self.spec.classes(self.vocab)
 
     @property
+    def per_token(self) -> tuple[str, ...]:
+        """The names of the arrays that a token loss takes, in order."""
+        return FORMS[self.token_loss].per_token if self.token_loss else ()
+
+    @property
     def checks_rows(self) -> bool:
         """Whether the gradients of single classes and tokens have separate budgets (`tolerances.row_errors`)."""
         return self.target == "one_class"
@@ -92,19 +100,25 @@ class Case:
         Under a tight budget a 16-bit d_weight may be summed over the chunks in its own dtype. The k-th of n chunks
         rounds a sum of variance k / n of the whole: together (n + 1) / 2, of which the unfused computation has 1.
         """
-        chunks = 4 if self.tight_memory and self.weight_dtype != "float32" else 1
+        chunks = self.fractions if self.tight_memory and self.weight_dtype != "float32" else 1
         return (chunks + 1) / 2 - 1
 
     @property
+    def fractions(self) -> int:
+        """For which part of the tokens a tight budget has room. A token loss must be called for three chunks."""
+        return 8 if self.function == "token_loss" else 4
+
+    @property
     def memory_budget(self) -> int | None:
-        """Bytes of workspace: the default, or as much as a quarter of the tokens needs, so that work comes in pieces.
+        """Bytes of workspace: the default, or as much as a part of the tokens needs, so that work comes in pieces.
 
         A float32 row of logits, a few rows of hidden size, one narrow tile of the vocabulary, and what is per token.
         """
         if not self.tight_memory:
             return None
-        rows = max(16, self.n // 4)
-        return 16384 + 64 * self.n + 8 * self.classes + rows * (4 * self.classes + 64 * self.hidden + 2048)
+        rows = max(16, self.n // self.fractions)
+        per_token = 64 + (16 * (3 + len(self.per_token)) if self.function == "token_loss" else 0)
+        return 16384 + per_token * self.n + 8 * self.classes + rows * (4 * self.classes + 64 * self.hidden + 2048)
 
     @property
     def weight_dtype(self) -> str:
@@ -154,8 +168,20 @@ LOG_PROBS_FACTORS: dict[str, tuple[Any, ...]] = {
     )
 }
 
+# One table serves all token losses, dtypes and reductions. Plain "reinforce" is left out: it is "weighted_nll".
+TOKEN_LOSS_FACTORS: dict[str, tuple[Any, ...]] = {
+    "token_loss": tuple(name for name in FORMS if name != "reinforce"),
+    "dtype": FLOAT_DTYPES,
+    "reduction": REDUCTIONS,
+    **{name: LOSS_FACTORS[name] for name in LOG_PROBS_FACTORS if name not in ("head_dtype", "strided", "target")},
+    "token_weight": LOSS_FACTORS["token_weight"],
+    "upstream": LOSS_FACTORS["upstream"],
+    "per_token_dtype": ("float32", "bfloat16"),
+}
+
 # Factors that change the meaning; exhaustive cases combine all of these, while the others rotate.
 MEANING = (
+    *("token_loss", "dtype", "reduction"),  # of token losses; the others have a table for each dtype and reduction
     *("label_smoothing", "z_loss_weight", "softcap", "logit_scale", "padded", "has_bias", "has_class_weight"),
     *("token_weight", "normalizer", "ignored"),
 )
@@ -179,6 +205,7 @@ _LABELS: dict[str, dict[Any, str]] = {
     "with_stats": {False: "nostats"},
     "head_dtype": {"float32": "head32"},
     "strided": {True: "strided"},
+    "per_token_dtype": {"bfloat16": "tokens16"},
 }
 
 _SPEC_FIELDS = ("label_smoothing", "z_loss_weight", "softcap", "logit_scale")
@@ -196,7 +223,7 @@ def _factors(function: str, dtype: str, reduction: str) -> dict[str, tuple[Any, 
 
 def _case(function: Function, dtype: str, reduction: Any, row: Mapping[str, Any]) -> Case:
     """Returns the case of one row of a table, named for what it has."""
-    first = reduction if function == "loss" else function
+    first = function if function == "log_probs" else reduction
     labels = [_LABELS[name].get(value, "") for name, value in row.items() if name != "shape"]
     name = "-".join([first, DTYPE_LABELS[dtype], *filter(None, labels), _LABELS["shape"][row["shape"]]])
     lead, hidden, vocab = row["shape"]
@@ -244,32 +271,51 @@ def sharp_cases() -> tuple[Case, ...]:
     return tuple(found)
 
 
+def _token_loss_case(row: Mapping[str, Any]) -> Case:
+    options = dict(row)
+    token_loss, dtype, reduction = (options.pop(name) for name in ("token_loss", "dtype", "reduction"))
+    case = _case("token_loss", dtype, reduction, options)
+    return replace(case, name=f"token_loss-{token_loss}-{case.name}", token_loss=token_loss)
+
+
+@cache
+def token_loss_table() -> list[dict[str, Any]]:
+    """Returns the pairwise rows of token losses."""
+    return pairwise(TOKEN_LOSS_FACTORS)
+
+
 @cache
 def cases() -> tuple[Case, ...]:
-    """Returns the every-day cases, about 300: pairwise tables, sharp logits, then the edges."""
+    """Returns the every-day cases, about 370: pairwise tables, sharp logits, token losses, then the edges."""
     table = [
         _case(function, dtype, reduction, row)
         for stratum, (function, dtype, reduction) in enumerate(STRATA)
         for row in stratum_table(stratum)[1]
     ]
-    return (*table, *sharp_cases(), *_edges())
+    return (*table, *sharp_cases(), *map(_token_loss_case, token_loss_table()), *_edges())
 
 
 def exhaustive_cases() -> Iterator[Case]:
     """Yields all combinations of the options that change the meaning, sharp logits, the edges: thousands of cases."""
     for function, dtype, reduction in STRATA:
-        factors = _factors(function, dtype, reduction)
-        meaning = [name for name in factors if name in MEANING]
-        turns = [name for name in factors if name not in MEANING]
-        for index, values in enumerate(product(*(factors[name] for name in meaning))):
-            # A mixed radix on a scrambled counter, or the rotation would be in step with that of the combinations.
-            counter, row = index * 7919, dict(zip(meaning, values, strict=True))
-            for name in turns:
-                counter, digit = divmod(counter, len(factors[name]))
-                row[name] = factors[name][digit]
-            yield _case(function, dtype, reduction, {name: row[name] for name in factors})
+        for row in _combinations(_factors(function, dtype, reduction)):
+            yield _case(function, dtype, reduction, row)
     yield from sharp_cases()
+    yield from map(_token_loss_case, _combinations(TOKEN_LOSS_FACTORS))
     yield from _edges()
+
+
+def _combinations(factors: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
+    """Yields rows with all combinations of the factors that change the meaning, while the others rotate."""
+    meaning = [name for name in factors if name in MEANING]
+    turns = [name for name in factors if name not in MEANING]
+    for index, values in enumerate(product(*(factors[name] for name in meaning))):
+        # A mixed radix on a scrambled counter, or the rotation would be in step with that of the combinations.
+        counter, row = index * 7919, dict(zip(meaning, values, strict=True))
+        for name in turns:
+            counter, digit = divmod(counter, len(factors[name]))
+            row[name] = factors[name][digit]
+        yield {name: row[name] for name in factors}
 
 
 def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
@@ -404,17 +450,47 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("no_gradient", {"frozen": ("input", "linear_weight"), "spec": LossSpec(softcap=5.0)}, _TWO),
     ("tight", {"tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _ALL),
 )
+_CLIP = {"token_loss": "ppo_clip"}
+_KL = {"token_loss": "grpo-k3"}
+_TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
+    ("empty-mean", {**_CLIP, "lead": (0,), "has_bias": True}, _ONE),
+    ("empty-none", {**_CLIP, "lead": (2, 0), "spec": _NONE}, _BF16),
+    ("one_token", {"token_loss": "weighted_nll", "lead": (1,)}, _ONE),
+    ("ignored_all", {**_KL, "ignored": "all", "poison": ("ignored_rows",), "has_bias": True}, _BF16),
+    ("normalizer", {**_KL, "normalizer": 41.5, "ignored": "some", "has_bias": True}, _TWO),
+    ("zero_normalizer", {**_CLIP, "normalizer": 0.0}, _ONE),
+    ("nan_ignored-mean", {**_KL, "poison": ("ignored_rows",), "ignored": "some", "has_bias": True}, _BF16),
+    ("nan_masked-none", {**_KL, "poison": ("masked_rows",), "token_weight": "mask", "spec": _NONE}, _ONE),
+    ("nan_padding", {**_KL, "poison": ("padding",), "spec": LossSpec("sum", vocab_size=500), "has_bias": True}, _BF16),
+    ("target_range-mean", {**_KL, "poison": ("target_range",), "has_bias": True}, _16_BITS),
+    ("target_range-none", {**_KL, "poison": ("target_range",), "spec": LossSpec("none", vocab_size=500)}, _ONE),
+    ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
+    ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
+    ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
+    ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
+    ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
+    ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),
+    ("no_gradient", {**_CLIP, "frozen": ("input", "linear_weight", "advantage", "old_log_prob")}, _BF16),
+    ("hidden64", {**_KL, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _16_BITS),
+    ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
+    ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
+    ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
+)
 
 
 def _edges() -> Iterator[Case]:
-    tables: tuple[tuple[Function, Any], ...] = (("loss", _LOSS_EDGES), ("log_probs", _LOG_PROBS_EDGES))
+    tables: tuple[tuple[Function, Any], ...] = (
+        ("loss", _LOSS_EDGES),
+        ("log_probs", _LOG_PROBS_EDGES),
+        ("token_loss", _TOKEN_LOSS_EDGES),
+    )
     for function, edges in tables:
         for label, fields, dtypes in edges:
             for dtype in dtypes:
-                reduction = fields.get("spec", _MEAN).reduction if function == "loss" else "none"
+                reduction = "none" if function == "log_probs" else fields.get("spec", _MEAN).reduction
                 scale = FP16_LOSS_SCALE[reduction] if dtype == "float16" else 1.0
                 upstream = "random" if function == "log_probs" else "one"
-                prefix = "edge" if function == "loss" else "edge-log_probs"
+                prefix = "edge" if function == "loss" else f"edge-{function}"
                 settings = {"loss_scale": scale, "upstream": upstream, **fields}
                 name = f"{prefix}-{label}-{DTYPE_LABELS[dtype]}"
                 yield Case(name=name, function=function, dtype=dtype, **settings)

@@ -1,7 +1,8 @@
 """The float64 values and error budgets of a case, and the comparison of a backend's outputs with them."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,16 +11,27 @@ from linear_ce.reference import (
     Arithmetic,
     LogProbsResult,
     LossResult,
+    TokenLossResult,
+    ValueAndDerivatives,
     reference_log_probs,
     reference_loss,
+    reference_token_loss,
     unfused,
 )
 from linear_ce.rounding import round_to
 from parity.cases import Case
+from parity.token_losses import FORMS, conditions
 from parity.tolerances import ROW_NAMES, ZERO_NORM, RowErrors, budget, distance, error, row_errors
 
 STATS = ("lse", "target_logit", "z_loss", "accuracy", "n_valid")
-GRADIENT_OF = {"d_input": "input", "d_weight": "linear_weight", "d_bias": "linear_bias"}
+GRADIENT_OF = {
+    "d_input": "input",
+    "d_weight": "linear_weight",
+    "d_bias": "linear_bias",
+    **{f"d_{name}": name for name in ("advantage", "old_log_prob", "ref_log_prob")},  # of token losses
+}
+
+Result = LossResult | LogProbsResult | TokenLossResult
 
 
 class Expected(NamedTuple):
@@ -44,12 +56,17 @@ class Comparison(NamedTuple):
 
 def outputs_of(case: Case) -> tuple[str, ...]:
     """Returns the names of the outputs that a backend must give for a case."""
-    if case.function == "loss":
-        names = ("loss", *GRADIENT_OF, *(STATS if case.with_stats else ()))
-    else:
-        names = ("log_prob", "entropy", "lse", *GRADIENT_OF)
-    absent = {name for name, argument in GRADIENT_OF.items() if argument in case.frozen}
-    return tuple(name for name in names if name not in absent and (name != "d_bias" or case.has_bias))
+    forward = ("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",)
+    statistics = STATS if case.function == "loss" and case.with_stats else ()
+    arguments = {"input", "linear_weight", *(["linear_bias"] if case.has_bias else []), *case.per_token}
+    gradients = (name for name, argument in GRADIENT_OF.items() if argument in arguments - {*case.frozen})
+    return (*forward, *gradients, *statistics)
+
+
+def dtype_of(case: Case, output: str) -> str:
+    """Returns the dtype that a floating-point output must have."""
+    dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
+    return dtypes.get(output, case.per_token_dtype if output in GRADIENT_OF else "float32")
 
 
 def expected(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Expected]:
@@ -64,13 +81,14 @@ def expected(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Expected
     """
     exact = _evaluate(case, arrays, EXACT)
     same_dtype = _unfused_gradients(case, arrays)
-    conditions = _conditions(case, arrays, exact)
+    condition_of = _conditions(case, arrays, exact)
 
     def entry(name: str) -> Expected:
-        want = np.asarray(getattr(exact, name), np.float64)
+        want = np.asarray(_named(case, exact)[name], np.float64)
         unfused_error = max(error(np.asarray(outputs[name]), want) for outputs in same_dtype)
         extra = case.extra_roundings if name in ("d_weight", "d_bias") else 0
-        limit = budget(name, case.dtype, unfused_error, extra, conditions.get(name, 1.0))
+        dtype = case.per_token_dtype if GRADIENT_OF.get(name) in case.per_token else case.dtype
+        limit = budget(name, dtype, unfused_error, extra, condition_of.get(name, 1.0))
         if not case.checks_rows or name not in ROW_NAMES:
             return Expected(want, limit)
         of_rows = [row_errors(np.asarray(outputs[name]), want) for outputs in same_dtype]
@@ -92,13 +110,29 @@ def _unfused_gradients(case: Case, arrays: Mapping[str, np.ndarray]) -> list[dic
     factor, exponent = np.frexp(arrays.get("d_loss", np.ones(1)))
     if factor.ndim == 0 and factor != 0.5:
         after = evaluate_unfused(case, {**arrays, "d_loss": np.ldexp(np.float32(1), exponent)})
-        dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
-        outputs.append({n: round_to(factor * value, dtypes[n]) if n in dtypes else value for n, value in after.items()})
+        outputs.append(
+            {
+                n: round_to(factor * value, dtype_of(case, n)) if n in GRADIENT_OF else value
+                for n, value in after.items()
+            }
+        )
     return outputs
 
 
-def _conditions(case: Case, arrays: Mapping[str, np.ndarray], exact: LossResult | LogProbsResult) -> dict[str, float]:
-    """Returns by how much the terms of a scalar exceed their sum, where token weights of both signs let them cancel."""
+def _conditions(case: Case, arrays: Mapping[str, np.ndarray], exact: Result) -> dict[str, float]:
+    """Returns the condition numbers of outputs by name: `tolerances.budget`. Token weights of both signs let the terms
+    of a scalar cancel."""
+    if isinstance(exact, TokenLossResult):
+        rows = replace(case, spec=replace(case.spec, reduction="none"))
+
+        def evaluate(token_loss: ValueAndDerivatives) -> TokenLossResult:
+            result = _evaluate(rows, arrays, EXACT, token_loss)
+            assert isinstance(result, TokenLossResult)
+            return result
+
+        found = conditions(FORMS[case.token_loss], evaluate)
+        of_tokens = dict(zip((f"d_{name}" for name in case.per_token), found.d_per_token, strict=True))
+        return of_tokens | {"loss": found.rows if exact.loss.ndim else found.total}
     if not isinstance(exact, LossResult) or exact.loss.ndim or "token_weight" not in arrays:
         return {}
     terms = _evaluate(case, {**arrays, "token_weight": np.abs(arrays["token_weight"])}, EXACT)
@@ -148,13 +182,29 @@ def compare_pair(
 
 def evaluate_unfused(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the outputs of the unfused computation in the case's dtype, as a backend would give them."""
-    result = _evaluate(case, arrays, unfused(case.dtype, case.weight_dtype))
-    return {name: np.asarray(getattr(result, name)) for name in outputs_of(case)}
+    found = _named(case, _evaluate(case, arrays, unfused(case.dtype, case.weight_dtype)))
+    for name in case.per_token:
+        found[f"d_{name}"] = round_to(found[f"d_{name}"], case.per_token_dtype)
+    return {name: found[name] for name in outputs_of(case)}
 
 
-def _evaluate(case: Case, arrays: Mapping[str, np.ndarray], arithmetic: Arithmetic) -> LossResult | LogProbsResult:
-    arguments = dict(arrays)
+def _named(case: Case, result: Result) -> dict[str, np.ndarray]:
+    """Returns the outputs by name."""
+    found = {name: np.asarray(value) for name, value in result._asdict().items() if name != "d_per_token"}
+    if isinstance(result, TokenLossResult):
+        found |= {f"d_{name}": value for name, value in zip(case.per_token, result.d_per_token, strict=True)}
+    return found
+
+
+def _evaluate(
+    case: Case, arrays: Mapping[str, np.ndarray], arithmetic: Arithmetic, token_loss: ValueAndDerivatives | None = None
+) -> Result:
+    arguments: dict[str, Any] = {**arrays, "spec": case.spec, "arithmetic": arithmetic}
     # A float32 head is used in the input's dtype: that rounding belongs to the meaning, not to the error.
     arguments["linear_weight"] = round_to(arguments["linear_weight"], case.dtype)
+    if case.function == "token_loss":
+        arguments["token_loss"] = token_loss or FORMS[case.token_loss]
+        named = [arguments.pop(name) for name in ("input", "linear_weight", "target", "token_loss", *case.per_token)]
+        return reference_token_loss(*named, **arguments)
     function = reference_loss if case.function == "loss" else reference_log_probs
-    return function(**arguments, spec=case.spec, arithmetic=arithmetic)
+    return function(**arguments)

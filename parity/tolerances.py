@@ -34,7 +34,7 @@ FLOAT32_FLOOR = 1e-6  # the every-day cases use 5e-7: a scalar's unfused error c
 # A norm this small is the float64 reference's own rounding of an exact zero: the error is then absolute.
 ZERO_NORM = 1e-12
 
-GRADIENTS = ("d_input", "d_weight", "d_bias")
+GRADIENTS = ("d_input", "d_weight", "d_bias", "d_advantage", "d_old_log_prob", "d_ref_log_prob")
 
 # What the errors of a gradient's rows are called: a row of d_weight is a class, a row of d_input is a token.
 ROW_NAMES = {"d_input": "d_input_row", "d_weight": "d_weight_class"}
@@ -54,10 +54,11 @@ def budget(
 
     Args:
         quantity: name of the output, "loss", "d_input", ...; the output's for errors of its rows.
-        dtype: the input's dtype, which d_logits are rounded to.
+        dtype: the input's dtype, which d_logits are rounded to; that of a gradient by a per-token array.
         unfused_error: `error` of the unfused computation of that output.
         extra_roundings: beyond those of the unfused computation (`Case.extra_roundings`).
-        condition: sum of the terms' magnitudes over the magnitude of their sum, where the output is one sum.
+        condition: by how much the output amplifies relative errors. Where it is one sum, that is the sum of the terms'
+            magnitudes over the magnitude of their sum; for token losses see `token_losses.conditions`.
 
     Returns:
         The budget, in the units of `error`.

@@ -343,6 +343,43 @@ PALLAS_KERNELS = (
         tests("jax_pallas_kernels", "test_sort_by_target"),
     ),
 )
+TORCH_TOKENS = tests("core_triton_numeric", "test_case and token_loss")
+KERNEL_TOKENS = tests("core_triton_interpreted", "token_losses")
+JAX_TOKENS = tests("jax_pallas_numeric", "token_loss")
+TOKEN_LOSSES = (
+    Mutation("core_triton/token_hook.py", "None if d_log_prob is None else -d_log_prob", "d_log_prob", TORCH_TOKENS),
+    Mutation(
+        "core_triton/token_hook.py",
+        "return torch.where(is_class | (row_weight == 0)",
+        "return torch.where(row_weight.isfinite()",
+        tests("core_triton_token_loss", "not_a_class"),
+    ),
+    Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
+    Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
+    Mutation("core_triton/chunked.py", "target, differentiated.row_weight[chunk]", "target, row_weight", TORCH_TOKENS),
+    Mutation("core_triton/scaled_exp.py", "hook.process(order,", "hook.process(chunk,", KERNEL_TOKENS),
+    Mutation("core_triton/scaled_exp.py", "hook.gradient_weight[order]", "hook.gradient_weight[chunk]", KERNEL_TOKENS),
+    Mutation("jax_pallas/token_hook.py", "jnp.nan, -weighted(d_log_prob)", "jnp.nan, weighted(d_log_prob)", JAX_TOKENS),
+    Mutation(
+        "jax_pallas/token_hook.py",
+        "jnp.where(jnp.isnan(log_prob), jnp.nan, row_weight * loss)",
+        "row_weight * loss",
+        tests("jax_pallas_token_loss", "makes_the_row_nan and chunked"),
+    ),
+    Mutation(
+        "jax_pallas/elementwise.py",
+        "keeps = not others and (elementwise or name in SAME_SHAPE)",
+        "keeps = not others",
+        tests("jax_pallas_token_loss", "what_mixes_tokens"),
+    ),
+    Mutation("jax_pallas/ops.py", "(gradient * d_loss).astype(like.dtype)", "gradient.astype(like.dtype)", JAX_TOKENS),
+    Mutation(
+        "jax_pallas/ops.py",
+        "row_weight * _dense(cotangents[0]), 0.0)",
+        "_dense(cotangents[0]), 0.0)",
+        JAX_TOKENS,
+    ),
+)
 REPLAY = tests("core_triton_replay", "driver or recording")
 LAUNCHES = (
     Mutation(
@@ -358,7 +395,7 @@ LAUNCHES = (
         tests("core_triton_replay", "side_by_side"),
     ),
 )
-MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS)
+MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES)
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
-from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table
+from parity.cases import DTYPE_LABELS, STRATA, Case, cases, stratum_table, token_loss_table
 
 FEW_OF_NONE = ("target_range-none", "nan_masked-none", "tight-none")
 
@@ -32,6 +32,9 @@ OF_JAX = (
 )
 
 
+# The edge cases of token losses that backends with kernels or compiled programs run. Tests of token losses have more.
+OF_TOKEN_LOSSES = ("token_loss-nan_ignored-mean", "token_loss-target_range-mean", "token_loss-tight-mean")
+
 # Cases with sharp logits: one computes gradients in the forward pass, one in the backward pass. Their standard
 # deviations differ.
 QUICK_SHARP = frozenset({"sharp8-mean-bf16-n123", "sharp3.5-none-bf16-padded-bias-axis1-tight-nostats-n123"})
@@ -44,9 +47,13 @@ def quick_parameters(names: frozenset[str]) -> list[Any]:
 
 @cache
 def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> frozenset[str]:
-    """Returns `pairwise_names`, QUICK_SHARP, and one case of each edge in the dtype that suits the backend."""
+    """Returns the quick cases of the tables, and one case of each edge in the dtype that suits the backend."""
     dtype_of = {"jax-chunked": shared_dtype, "torch-triton": interpreted_dtype}[implementation]
-    names = {*pairwise_names("all" if implementation == "torch-triton" else "strata"), *QUICK_SHARP}
+    names = {
+        *pairwise_names("all" if implementation == "torch-triton" else "strata"),
+        *QUICK_SHARP,
+        *token_loss_names(),
+    }
     for edge, variants in edges().items():
         if not is_left_out(implementation, edge):
             dtypes = {case.dtype: case.name for case in variants}
@@ -56,6 +63,8 @@ def quick_names(implementation: Literal["jax-chunked", "torch-triton"]) -> froze
 
 def is_left_out(implementation: str, edge: str) -> bool:
     """Returns whether the quick suite omits an edge because another case covers it."""
+    if "token_loss" in edge:
+        return edge.removeprefix("edge-") not in OF_TOKEN_LOSSES
     if "hidden64" in edge:  # for the Hopper kernels, which run only on a GPU
         return implementation == "jax-chunked" or not edge.endswith("hidden64")
     if implementation == "jax-chunked":
@@ -111,6 +120,22 @@ def pairwise_names(among: Literal["all", "strata"] = "all") -> frozenset[str]:
         name = max(candidates, key=lambda name: len(candidates[name] & missing))
         chosen.append(name)
         missing -= candidates[name]
+    return frozenset(chosen)
+
+
+@cache
+def token_loss_names() -> frozenset[str]:
+    """Returns the names of a few cases that together have every value of every factor of token losses, and every
+    reduction in every dtype."""
+    tables = [case.name for case in cases() if case.name.startswith("token_loss")]
+    values: dict[str, set[Any]] = {
+        name: {*row.items(), (row["dtype"], row["reduction"])}
+        for name, row in zip(tables, token_loss_table(), strict=True)
+    }
+    missing, chosen = set[Any]().union(*values.values()), []
+    while missing:
+        chosen.append(max(values, key=lambda name: len(values[name] & missing)))
+        missing -= values[chosen[-1]]
     return frozenset(chosen)
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from benchmarks.methods import Method
 from benchmarks.shapes import MODES, OBJECTIVE_MODES, OBJECTIVE_SHAPES, SHAPES, Mode, Objective, plan
 from linear_ce.reference import reference_loss, reference_token_loss
 from linear_ce.spec import LossSpec
-from tests.token_loss_problem import Values, ppo_clip, with_kl
+from parity.token_losses import Values, grpo
 
 
 def run(framework: str, folder: Path, *arguments: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -65,8 +66,8 @@ def test_references_equal_those_in_float64(framework: str) -> None:
         for array, dtype in zip((problem.input, problem.weight, problem.target, problem.upstream), "ddid", strict=True)
     )
 
-    def grpo(p: np.ndarray, advantage: np.ndarray, old: np.ndarray, ref: np.ndarray) -> Values:
-        return with_kl(ppo_clip(p, advantage, old, data.EPSILON_LOW, data.EPSILON_HIGH), data.BETA, "k3", p, ref)
+    parameters: dict[str, Any] = {"epsilon_low": data.EPSILON_LOW, "epsilon_high": data.EPSILON_HIGH}
+    token_loss = partial(grpo, **parameters, beta=data.BETA, kl="k3")
 
     def identity(p: np.ndarray) -> Values:
         return p, (np.ones_like(p),)
@@ -80,7 +81,7 @@ def test_references_equal_those_in_float64(framework: str) -> None:
         if objective.name == "cross-entropy":
             expected = reference_loss(x, w, y, spec=spec)
         else:
-            function = grpo if objective.name == "token-loss" else identity
+            function = token_loss if objective.name == "token-loss" else identity
             expected = reference_token_loss(x, w, y, function, *per_token, spec=spec, d_loss=d_loss)
         found = problem.reference(mode)
         losses, d_input, d_weight = (found.losses, found.d_input, found.d_weight) if framework == "torch" else found

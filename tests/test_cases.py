@@ -2,11 +2,13 @@
 
 from collections import Counter
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from quick_cases import QUICK_SHARP
 
+from linear_ce.reference import reference_log_probs
 from linear_ce.rounding import round_to
 from linear_ce.spec import FLOAT_DTYPES
 from parity.arrays import make_arrays
@@ -14,21 +16,24 @@ from parity.cases import (
     POISONS,
     SHAPES,
     STRATA,
+    TOKEN_LOSS_FACTORS,
     Case,
     cases,
     exhaustive_cases,
     select,
     sharp_cases,
     stratum_table,
+    token_loss_table,
 )
 from parity.expected import expected, outputs_of
 from parity.pairwise import pairs, pairwise
+from parity.token_losses import FORMS
 
 
-def test_there_are_about_300_cases_of_distinct_names() -> None:
+def test_there_are_about_380_cases_of_distinct_names() -> None:
     names = [case.name for case in cases()]
     assert len(set(names)) == len(names)
-    assert 250 <= len(names) <= 350
+    assert 330 <= len(names) <= 430
 
 
 def test_exhaustive_names_are_distinct_and_hold_the_edges() -> None:
@@ -37,9 +42,12 @@ def test_exhaustive_names_are_distinct_and_hold_the_edges() -> None:
     assert {case.name for case in cases() if case.name.startswith("edge")} <= set(names)
 
 
-@pytest.mark.parametrize("stratum", range(len(STRATA)), ids=["-".join(stratum) for stratum in STRATA])
-def test_every_pair_of_options_occurs(stratum: int) -> None:
-    factors, rows = stratum_table(stratum)
+@pytest.mark.parametrize(
+    ("factors", "rows"),
+    [*map(stratum_table, range(len(STRATA))), (TOKEN_LOSS_FACTORS, token_loss_table())],
+    ids=[*("-".join(stratum) for stratum in STRATA), "token_loss"],
+)
+def test_every_pair_of_options_occurs(factors: dict[str, tuple[Any, ...]], rows: list[dict[str, Any]]) -> None:
     covered = {
         frozenset(((a, factors[a].index(row[a])), (b, factors[b].index(row[b]))))
         for row in rows
@@ -63,6 +71,24 @@ def test_sharp_cases_have_every_pair_of_options_and_few_likely_classes() -> None
     assert not any(case.checks_rows for case in cases() if not case.name.startswith("sharp"))
 
 
+def test_token_losses_have_clipped_tokens_but_no_ratio_near_a_bound() -> None:
+    for case in cases():
+        if "old_log_prob" not in case.per_token or case.n < 50 or case.ignored == "all":
+            continue
+        arrays, form = make_arrays(case), FORMS[case.token_loss]
+        head = round_to(arrays["linear_weight"], case.dtype)
+        bias = arrays.get("linear_bias")
+        log_prob = reference_log_probs(
+            arrays["input"], head, arrays["target"], linear_bias=bias, spec=case.spec
+        ).log_prob
+        with np.errstate(invalid="ignore"):
+            ratio = np.exp(log_prob - arrays["old_log_prob"])
+        for bound in form.clip_bounds:
+            beyond = (ratio > bound) == (bound > 1)
+            assert bound == 0 or beyond.sum() >= 3
+            assert not (abs(ratio - bound) < 1e-3).any(), case.name
+
+
 def test_pairwise_repeats_and_is_shorter_than_the_product() -> None:
     factors = {"a": (0, 1, 2), "b": "xy", "c": (None, 1.5), "d": (False, True)}
     assert pairwise(factors, seed=3) == pairwise(factors, seed=3)
@@ -76,7 +102,7 @@ def test_every_dtype_has_every_edge_of_numbers(dtype: str) -> None:
     poisons = Counter(poison for case in mine for poison in case.poison)
     always = {"ignored_rows", "masked_rows", "padding", "bias_neg_inf", "target_range"}
     assert (set(POISONS) if dtype != "float16" else always) <= set(poisons)
-    assert {case.function for case in mine if case.tight_memory} == {"loss", "log_probs"}
+    assert {case.function for case in mine if case.tight_memory} == {"loss", "log_probs", "token_loss"}
 
 
 def test_arrays_repeat() -> None:
@@ -118,6 +144,8 @@ def test_poison_is_in_place() -> None:
             np.testing.assert_array_equal(clean, ~ignored)
         if "masked_rows" in case.poison:
             np.testing.assert_array_equal(clean, arrays["token_weight"].reshape(-1) != 0)
+        for name in case.per_token:
+            np.testing.assert_array_equal(np.isfinite(arrays[name]).reshape(-1), clean)
         if "padding" in case.poison:
             assert not np.isfinite(arrays["linear_weight"][case.classes :]).any()
             assert np.isfinite(arrays["linear_weight"][: case.classes]).all()

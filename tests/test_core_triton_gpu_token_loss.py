@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from token_loss_problem import (
-    FORMS,
+    LOSSES,
     TokenProblem,
     assert_within_budget,
     call,
@@ -28,7 +28,7 @@ BUDGET = 2**21 + 2**20  # three chunks or more
 
 @pytest.mark.parametrize("implementation", KERNELS)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_several_chunks(name: str, dtype: str, implementation: str) -> None:
     made = make_problem(name, dtype, **LARGE, spec=LossSpec("sum"))
     with counted_chunks() as chunks:

@@ -19,6 +19,7 @@ from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.spec import LossSpec
 from parity.arrays import make_arrays
+from parity.backends import function_of, options_of, roots_of
 from parity.cases import Case
 from parity.expected import GRADIENT_OF, outputs_of
 from parity.tolerances import error
@@ -45,17 +46,11 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     """Returns the outputs of a call and of its backward pass."""
     upstream = [tensor for name, tensor in tensors.items() if name.startswith("d_")]
     arguments: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith("d_")}
-    options: dict[str, Any] = vars(case.spec) | {"memory_budget": budget}
-    if case.function == "log_probs":
-        for name in ("reduction", "label_smoothing", "z_loss_weight"):
-            del options[name]
-        results = core_triton.linear_log_probs(**arguments, **options)
-        found = results._asdict()
-    else:
-        loss, stats = core_triton.linear_cross_entropy_with_stats(**arguments, **options)
-        results, found = (loss,), {"loss": loss, **stats._asdict()}
+    found = function_of(core_triton, case)(**arguments, **options_of(case, None) | {"memory_budget": budget})
+    results = roots_of(case, found)
     differentiated = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
-    gradients = torch.autograd.grad(results, [arguments[name] for name in differentiated.values()], upstream)
+    leaves = [arguments[name] for name in differentiated.values()]
+    gradients = torch.autograd.grad(results, leaves, upstream, materialize_grads=case.function == "token_loss")
     found |= dict(zip(differentiated, gradients, strict=True))
     return {name: found[name].detach().float().numpy() for name in outputs_of(case)}
 
@@ -73,6 +68,7 @@ def check_call(case: Case, input_layout: Any, weight_layout: Any, factor: float)
     arrays = make_arrays(case)
     head = getattr(torch, case.weight_dtype)
     dtypes = {"input": getattr(torch, case.dtype), "linear_weight": head, "linear_bias": head}
+    dtypes |= dict.fromkeys(case.per_token, getattr(torch, case.per_token_dtype))
     tensors = {name: torch.tensor(array) for name, array in arrays.items()}
     tensors |= {name: tensors[name].to(dtype) for name, dtype in dtypes.items() if name in tensors}
     tensors["input"] = input_layout(tensors["input"])

@@ -9,7 +9,8 @@ import torch
 from allocations import Meter, bytes_of
 from assertions import least_budget
 from token_loss_problem import (
-    FORMS,
+    LOSSES,
+    NAMED,
     TokenProblem,
     assert_within_budget,
     call,
@@ -33,7 +34,7 @@ PPO = token_losses.ppo_clip()
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_within_its_error_budget(name: str, dtype: str) -> None:
     made = make_problem(name, dtype)
     assert_within_budget(made, outputs(made))
@@ -319,7 +320,7 @@ def test_opcheck() -> None:
     arrays = named["input"].detach().nan_to_num().requires_grad_(), named["linear_weight"], None, named["target"], None
     options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked"
     per_token = [one.detach().nan_to_num().requires_grad_() for one in per_token]
-    loss = made.form.token_loss
+    loss = made.token_loss
     rest = loss.name, list(loss.parameters), loss.kl, per_token, True, True, False, [True, False, True]
     torch.library.opcheck(
         torch.ops.linear_ce.token_loss.default,
@@ -333,11 +334,13 @@ def test_opcheck() -> None:
 
 
 def test_named_losses_are_values() -> None:
-    losses = [form.token_loss for form in FORMS.values() if form.token_loss is not FORMS["custom"].token_loss]
+    losses = list(NAMED.values())
     assert len(set(losses)) == len(losses)
     for loss in losses:
         assert pickle.loads(pickle.dumps(loss)) == loss
     assert token_losses.ppo_clip() == token_losses.ppo_clip(0.2, 0.2)
+    assert token_losses.cispo() == token_losses.cispo(1.0, 0.28)
+    assert token_losses.grpo() == token_losses.grpo(0.2, 0.2, 0.0, "k3")
     assert token_losses.grpo().per_token == ("advantage", "old_log_prob")
     assert token_losses.grpo(beta=0.1).per_token == ("advantage", "old_log_prob", "ref_log_prob")
 

@@ -20,7 +20,6 @@ from jax import Array, export
 from markov_data import markov_tokens
 from programs import Command, Printed, each, python, run_checks
 from run_cases import assert_passed, commands
-from test_jax_pallas_token_loss import ppo_clip
 
 from jax_pallas import launch, linear_token_loss, token_losses
 from jax_pallas.hopper_gradients import add_d_weight
@@ -30,6 +29,7 @@ from jax_pallas.tile_config import padded
 from linear_ce.reference import reference_log_probs
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET
 from parity.cases import Case, cases
+from parity.token_losses import FORMS
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_default_cases_cover_the_contract() -> None:
     served = [case for case in OFTEN if limits(case) is None]
     assert {case.dtype for case in served} == {"bfloat16", "float16"}
     assert {case.vocab_axis for case in OFTEN} == {0, 1}
-    assert {case.function for case in served} == {"loss", "log_probs"}
+    assert {case.function for case in served} == {"loss", "log_probs", "token_loss"}
     assert {case.spec.reduction for case in served} == {"mean", "sum", "none"}
 
 
@@ -256,13 +256,14 @@ def token_loss_in_three_chunks() -> None:
     log_prob = reference_log_probs(exact_x, exact_w, np.asarray(y)).log_prob
     random = np.random.default_rng(0)
     advantage, old = random.choice([-1.0, 0.5], 900), log_prob + random.normal(0, 0.3, 900)
-    losses, *slopes = ppo_clip(log_prob, advantage, old)
+    losses, slopes = FORMS["ppo_clip"](log_prob, advantage, old)
     d_log_prob, *d_per_token = (np.where(counted, slope, 0) / counted.sum() for slope in slopes)
     want = reference_log_probs(exact_x, exact_w, np.asarray(y), d_log_prob=d_log_prob)
 
     def mean(x: Array, w: Array, *per_token: Array) -> Array:
-        return linear_token_loss(x, w, y, token_losses.ppo_clip(), *per_token, **options)
+        return linear_token_loss(x, w, y, token_loss, *per_token, **options)
 
+    token_loss = FORMS["ppo_clip"].named(token_losses)
     options: dict[str, Any] = {"implementation": IMPLEMENTATION, "memory_budget": 2**20}
     plan = explain(x, w, **options).plan
     assert (plan.path, -(-900 // plan.chunks.rows)) == ("scaled_exp", 3)

@@ -11,12 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from quick_cases import QUICK_SHARP, edges, pairwise_names, quick_parameters
+from token_loss_problem import counted_chunks
 from torch import Tensor
 
+import jax_pallas
 from core_triton import chunked
 from linear_ce.spec import LossSpec
 from parity import __main__ as command
@@ -26,6 +29,7 @@ from parity.backends import BACKENDS, expected_default, run_case
 from parity.cases import Case, cases, select, sharp_cases
 from parity.expected import compare, compare_pair, evaluate_unfused, expected
 from parity.report import ROW_FIGURES
+from parity.token_losses import FORMS
 
 ROOT = Path(__file__).parents[1]
 
@@ -82,11 +86,13 @@ def test_row_errors_are_relative_to_the_norm_of_each_row() -> None:
 # Comparison.
 
 
+TOKEN_LOSSES = {case.name for case in cases() if case.name.startswith("token_loss")}
+
 # One dtype for each edge, in rotation.
 EDGES = {variants[number % len(variants)].name for number, variants in enumerate(edges().values())}
 
 
-@pytest.mark.parametrize("case", quick_parameters(pairwise_names() | QUICK_SHARP | EDGES))
+@pytest.mark.parametrize("case", quick_parameters(pairwise_names() | QUICK_SHARP | TOKEN_LOSSES | EDGES))
 def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     arrays = make_arrays(case)
     rng = np.random.default_rng(0)
@@ -106,7 +112,7 @@ def test_another_order_of_summation_is_within_budget(case: Case) -> None:
     for name in ("linear_bias", "weight"):
         if name in arrays:
             permuted[name] = arrays[name][classes]
-    per_token = ("token_weight", "d_loss", "d_log_prob", "d_entropy", "d_lse")
+    per_token = ("token_weight", "d_loss", "d_log_prob", "d_entropy", "d_lse", *case.per_token)
     for name in per_token:
         if name in arrays:
             whole = name == "d_loss" and case.spec.reduction != "none"
@@ -163,6 +169,50 @@ def test_an_omitted_option_exceeds_the_budget(option: str, every: bool) -> None:
         assert max(comparison.percent for comparison in comparisons.values()) > 200, f"{case.name}: {used(comparisons)}"
         seen += 1
     assert seen > (15 if every else 4)
+
+
+# Another value of each parameter, where the difference shows.
+OTHER_PARAMETERS: dict[str, dict[str, Any]] = {
+    "reinforce-k1": {"beta": 0.2, "kl": "k2"},
+    "ppo_clip": {"epsilon_low": 0.1, "epsilon_high": 0.2},
+    "grpo-k1": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k3"},
+    "grpo-k2": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k1"},
+    "grpo-k3": {"epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.1, "kl": "k2"},
+    "cispo": {"epsilon_low": 0.2, "epsilon_high": 0.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"), [(name, parameter) for name, others in OTHER_PARAMETERS.items() for parameter in others]
+)
+def test_a_wrong_parameter_of_a_token_loss_exceeds_the_budget(
+    name: str, parameter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form, seen = FORMS[name], 0
+    for case in (case for case in cases() if case.name in TOKEN_LOSSES and case.token_loss == name):
+        arrays = make_arrays(case)
+        want = expected(case, arrays)
+        with monkeypatch.context() as scope:
+            parameters = {**form.parameters, parameter: OTHER_PARAMETERS[name][parameter]}
+            scope.setitem(FORMS, name, form._replace(parameters=parameters))
+            comparisons = compare(case, want, evaluate_unfused(case, arrays))
+        assert max(comparison.percent for comparison in comparisons.values()) > 200, f"{case.name}: {used(comparisons)}"
+        seen += 1
+    assert seen >= 3
+
+
+TIGHT = [case for case in select("edge-token_loss") if case.tight_memory and case.spec.reduction != "none"]
+
+
+@pytest.mark.parametrize("case", TIGHT, ids=lambda case: case.name)
+def test_token_losses_with_a_tight_budget_run_in_three_chunks(case: Case) -> None:
+    arrays = make_arrays(case)
+    with counted_chunks() as chunks:
+        run_case("torch-chunked", case, arrays)
+    assert chunks.call_count >= 3
+    x, w = (jnp.asarray(arrays[name], case.dtype) for name in ("input", "linear_weight"))
+    plan = jax_pallas.explain(x, w, memory_budget=case.memory_budget, implementation="chunked").plan
+    assert 2 * plan.chunks.rows < case.n
 
 
 def two_bits(exponentials: Tensor) -> Tensor:

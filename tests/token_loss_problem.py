@@ -1,8 +1,9 @@
-"""Token losses in NumPy with their derivatives, and the comparison of `core_triton.linear_token_loss` with the float64
-reference."""
+"""Problems for `core_triton.linear_token_loss`, and the comparison of its results with the float64 reference: the named
+losses of parity/token_losses.py, and another one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -13,43 +14,19 @@ from torch import Tensor
 import core_triton
 from core_triton import token_losses
 from core_triton.token_hook import TokenHook
-from linear_ce.reference import EXACT, Arithmetic, TokenLossResult, reference_log_probs, reference_token_loss, unfused
+from linear_ce.reference import (
+    EXACT,
+    Arithmetic,
+    TokenLossResult,
+    ValueAndDerivatives,
+    reference_log_probs,
+    reference_token_loss,
+    unfused,
+)
 from linear_ce.rounding import round_to
 from linear_ce.spec import LossSpec
-from parity.tolerances import ZERO_NORM, budget, error
-
-Values = tuple[np.ndarray, tuple[np.ndarray, ...]]
-
-
-def weighted_nll(p: np.ndarray, weight: np.ndarray) -> Values:
-    return -weight * p, (-weight, -p)
-
-
-def ppo_clip(p: np.ndarray, advantage: np.ndarray, old: np.ndarray, low: float, high: float) -> Values:
-    ratio = np.exp(p - old)
-    bound = np.clip(ratio, p.dtype.type(1 - low), p.dtype.type(1 + high))
-    unclipped = ratio * advantage <= bound * advantage
-    d_p = np.where(unclipped, -ratio * advantage, 0)
-    return -np.minimum(ratio * advantage, bound * advantage), (d_p, -np.where(unclipped, ratio, bound), -d_p)
-
-
-def cispo(p: np.ndarray, advantage: np.ndarray, old: np.ndarray, low: float, high: float) -> Values:
-    bound = np.clip(np.exp(p - old), p.dtype.type(1 - low), p.dtype.type(1 + high))
-    return -bound * advantage * p, (-bound * advantage, -bound * p, np.zeros_like(p))
-
-
-def kl(kind: str, p: np.ndarray, ref: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the estimate and its derivative with respect to p."""
-    d = p - ref
-    if kind == "k1":
-        return d, np.ones_like(d)
-    return (d * d / 2, d) if kind == "k2" else (np.exp(-d) - 1 + d, 1 - np.exp(-d))
-
-
-def with_kl(values: Values, beta: float, kind: str, p: np.ndarray, ref: np.ndarray) -> Values:
-    (loss, (d_p, *others)), (estimate, slope) = values, kl(kind, p, ref)
-    beta = p.dtype.type(beta)
-    return loss + beta * estimate, (d_p + beta * slope, *others, -beta * slope)
+from parity.token_losses import FORMS, Form, Values, conditions
+from parity.tolerances import budget, error
 
 
 def custom(p: np.ndarray, u: np.ndarray, v: np.ndarray) -> Values:
@@ -62,42 +39,15 @@ def custom_in_torch(log_prob: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return u * (log_prob / 4).exp() + torch.tanh(v * log_prob / 64)
 
 
-class Form(NamedTuple):
-    """A token loss in both forms."""
-
-    token_loss: Any
-    in_numpy: Callable[..., Values]
-    per_token: tuple[str, ...]
-
-
-PPO = ("advantage", "old")
-FORMS = {
-    "weighted_nll": Form(token_losses.weighted_nll(), weighted_nll, ("advantage",)),
-    "reinforce": Form(token_losses.reinforce(), lambda p, a: weighted_nll(p, a), ("advantage",)),
-    "reinforce-k1": Form(
-        token_losses.reinforce(0.3, "k1"),
-        lambda p, a, ref: with_kl(weighted_nll(p, a), 0.3, "k1", p, ref),
-        ("advantage", "ref"),
-    ),
-    "ppo_clip": Form(token_losses.ppo_clip(), lambda p, a, old: ppo_clip(p, a, old, 0.2, 0.2), PPO),
-    "grpo-k3": Form(
-        token_losses.grpo(0.1, 0.28, beta=0.2),
-        lambda p, a, old, ref: with_kl(ppo_clip(p, a, old, 0.1, 0.28), 0.2, "k3", p, ref),
-        (*PPO, "ref"),
-    ),
-    "grpo-k2": Form(
-        token_losses.grpo(beta=0.2, kl="k2"),
-        lambda p, a, old, ref: with_kl(ppo_clip(p, a, old, 0.2, 0.2), 0.2, "k2", p, ref),
-        (*PPO, "ref"),
-    ),
-    "cispo": Form(token_losses.cispo(), lambda p, a, old: cispo(p, a, old, 1.0, 0.28), PPO),
-    "custom": Form(custom_in_torch, custom, ("advantage", "ref")),
-}
+NAMED = {name: form.named(token_losses) for name, form in FORMS.items()}
+LOSSES: dict[str, Any] = {**NAMED, "custom": custom_in_torch}
+IN_NUMPY = {**FORMS, "custom": Form(custom, ("advantage", "ref_log_prob"), {})}
 
 
 class TokenProblem(NamedTuple):
     """A problem in NumPy. All values are values of the dtypes that a call has."""
 
+    token_loss: Any
     form: Form
     arrays: dict[str, np.ndarray]  # input, linear_weight, target, and linear_bias, token_weight, normalizer if any
     per_token: list[np.ndarray]
@@ -149,10 +99,10 @@ def make_problem(
     ).log_prob
     named = {
         "advantage": rng.standard_normal(n),
-        "old": log_prob + 0.3 * rng.standard_normal(n),
-        "ref": log_prob + 0.3 * rng.standard_normal(n),
+        "old_log_prob": log_prob + 0.3 * rng.standard_normal(n),
+        "ref_log_prob": log_prob + 0.3 * rng.standard_normal(n),
     }
-    form = FORMS[name]
+    form = IN_NUMPY[name]
     per_token = [round_to(named[one].astype(np.float32), per_token_dtype) for one in form.per_token]
     if out_of_range:
         arrays["target"][np.flatnonzero(~excluded)[[1, 4]]] = -1, v
@@ -162,7 +112,8 @@ def make_problem(
     for one in ("target", "token_weight"):
         if one in arrays:
             arrays[one] = arrays[one].reshape(lead)
-    return TokenProblem(form, arrays, [one.reshape(lead) for one in per_token], spec, dtype, per_token_dtype)
+    shaped = [one.reshape(lead) for one in per_token]
+    return TokenProblem(LOSSES[name], form, arrays, shaped, spec, dtype, per_token_dtype)
 
 
 def tensors(problem: TokenProblem, device: str = "cpu") -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -189,7 +140,7 @@ def call(problem: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor
     named = dict(named)
     first = named.pop("input"), named.pop("linear_weight"), named.pop("target")
     return core_triton.linear_token_loss(
-        *first, problem.form.token_loss, *per_token, **named, **options_of(problem.spec), **options
+        *first, problem.token_loss, *per_token, **named, **options_of(problem.spec), **options
     )
 
 
@@ -220,12 +171,14 @@ def outputs(problem: TokenProblem, device: str = "cpu", **options: Any) -> dict[
     return found
 
 
-def reference(problem: TokenProblem, arithmetic: Arithmetic = EXACT) -> TokenLossResult:
+def reference(
+    problem: TokenProblem, arithmetic: Arithmetic = EXACT, token_loss: ValueAndDerivatives | None = None
+) -> TokenLossResult:
     arguments: dict[str, Any] = dict(problem.arrays)
     first = arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target")
     return reference_token_loss(
         *first,
-        problem.form.in_numpy,
+        token_loss or problem.form,
         *problem.per_token,
         **arguments,
         spec=problem.spec,
@@ -238,41 +191,18 @@ def used_of_budget(problem: TokenProblem, found: dict[str, np.ndarray], chunks: 
     """Returns the percentage of its budget that each output used: `parity.tolerances`. The head's gradients may be
     rounded once for each chunk of rows."""
     exact, same_dtype = (named_outputs(problem, reference(problem, a)) for a in (EXACT, unfused(problem.dtype)))
-    none = reference(problem._replace(spec=LossSpec("none", **rest_of(problem.spec))))
+    rows = problem._replace(spec=replace(problem.spec, reduction="none"))
+    found_conditions = conditions(problem.form, lambda token_loss: reference(rows, token_loss=token_loss))
+    condition_of = {f"d_per_token[{index}]": one for index, one in enumerate(found_conditions.d_per_token)}
+    condition_of["loss"] = found_conditions.rows if exact["loss"].ndim else found_conditions.total
     used = {}
     for name, want in exact.items():
-        condition = 1.0
-        if not want.ndim and abs(want) > ZERO_NORM:  # terms of both signs cancel in a sum
-            condition = float(np.nansum(np.abs(none.loss)) / abs(np.nansum(none.loss)))
-        if name.startswith("d_per_token"):
-            condition = max(1.0, condition_of(problem, int(name[len("d_per_token[") : -1])))
         quantity = "d_input" if name[0] == "d" else name
         dtype = problem.per_token_dtype if name.startswith("d_per_token") else problem.dtype
         extra = chunks - 1 if name in ("d_weight", "d_bias") else 0
-        limit = budget(quantity, dtype, error(same_dtype[name], want), extra, condition)
+        limit = budget(quantity, dtype, error(same_dtype[name], want), extra, condition_of.get(name, 1.0))
         used[name] = 100 * error(found[name], want) / limit
     return used
-
-
-def condition_of(problem: TokenProblem, index: int) -> float:
-    """Returns how much larger than the relative error of log_prob that of a derivative by per_token is: the derivatives
-    of KL divergences are differences of log-probabilities."""
-    first = [problem.arrays[name] for name in ("input", "linear_weight", "target")]
-    bias = problem.arrays.get("linear_bias")
-    log_prob = reference_log_probs(*first, linear_bias=bias, spec=problem.spec).log_prob.reshape(-1)
-    counts = (problem.arrays["target"].reshape(-1) != problem.spec.ignore_index) & (log_prob < 0)
-    values = [one.reshape(-1)[counts].astype(np.float64) for one in problem.per_token]
-    step = 1e-7
-
-    def derivative(scale: float) -> np.ndarray:
-        return problem.form.in_numpy(scale * log_prob[counts], *values)[1][1 + index]
-
-    change = np.nan_to_num(derivative(1 + step) - derivative(1 - step))
-    return float(np.linalg.norm(change) / (2 * step * max(np.linalg.norm(np.nan_to_num(derivative(1.0))), ZERO_NORM)))
-
-
-def rest_of(spec: LossSpec) -> dict[str, Any]:
-    return {name: value for name, value in options_of(spec).items() if name != "reduction"}
 
 
 def named_outputs(problem: TokenProblem, result: TokenLossResult) -> dict[str, np.ndarray]:
