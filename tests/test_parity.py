@@ -2,6 +2,7 @@
 both."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -201,18 +202,29 @@ def test_a_wrong_parameter_of_a_token_loss_exceeds_the_budget(
     assert seen >= 3
 
 
-TIGHT = [case for case in select("edge-token_loss") if case.tight_memory and case.spec.reduction != "none"]
-
-
-@pytest.mark.parametrize("case", TIGHT, ids=lambda case: case.name)
-def test_token_losses_with_a_tight_budget_run_in_three_chunks(case: Case) -> None:
+@pytest.mark.parametrize("name", [f"edge-token_loss-tight-mean-{dtype}" for dtype in ("fp32", "bf16", "fp16")])
+def test_token_losses_with_a_tight_budget_run_in_three_chunks(name: str) -> None:
+    (case,) = select(name)
     arrays = make_arrays(case)
     with counted_chunks() as chunks:
         run_case("torch-chunked", case, arrays)
     assert chunks.call_count >= 3
-    x, w = (jnp.asarray(arrays[name], case.dtype) for name in ("input", "linear_weight"))
-    plan = jax_pallas.explain(x, w, memory_budget=case.memory_budget, implementation="chunked").plan
-    assert 2 * plan.chunks.rows < case.n
+    assert chunks_in_jax(case, "chunked") >= 3
+
+
+@pytest.mark.parametrize("implementation", ["mosaic", "pallas_triton"])
+def test_a_token_loss_runs_in_three_chunks_of_scaled_exponentials(implementation: str) -> None:
+    (case,) = select("edge-token_loss-hidden64-tight")
+    assert chunks_in_jax(case, implementation, path="scaled_exp") >= 3
+
+
+def chunks_in_jax(case: Case, implementation: str, path: str = "chunked") -> int:
+    """Returns the number of chunks of a case in the plan for an H100."""
+    x, w = (jnp.zeros(shape, case.dtype) for shape in ((case.n, case.hidden), (case.vocab, case.hidden)))
+    options: dict[str, Any] = {"memory_budget": case.memory_budget, "implementation": implementation}
+    plan = jax_pallas.explain(x, w, **options, device="h100").plan
+    assert plan.path == path
+    return math.ceil(case.n / plan.chunks.rows)
 
 
 def two_bits(exponentials: Tensor) -> Tensor:
