@@ -4,9 +4,9 @@
     python examples/grpo.py --loss fused unfused --seed 0 1 2 3 4 --json grpo.jsonl  # adds a line for each run
     python examples/grpo.py --json grpo.jsonl --plot grpo.png                        # draws and compares these runs
 
-A run takes about a minute on two CPU cores. The model learns the form of an answer from a few supervised batches, such
-as "12+7=" and "19". It then samples several answers to each problem. The reward of an answer is 1 if it is exactly
-right, else 0, and the advantage of an answer is its reward relative to the other answers to the same problem.
+A run takes one to two minutes on two CPU cores. The model learns the form of an answer from a few supervised batches,
+such as "12+7=" and "19". It then samples several answers to each problem. The reward of an answer is 1 if it is exactly
+right, else 0. Its advantage is its reward relative to those of the other answers to the same problem.
 
 Both losses are the same function of the parameters. The fused one never stores the (tokens, vocabulary) logits. The
 unfused one computes them with plain JAX. Runs of one seed start from the same parameters and draw with the same random
@@ -182,11 +182,7 @@ def train(loss: str, model: Decoder, seed: int, updates: int) -> tuple[list[floa
 
 def final_rewards(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     """Returns the mean reward of the last batches of every run, under its loss."""
-    return {
-        loss: [float(np.mean(row["rewards"][-LAST:])) for row in rows if row["loss"] == loss]
-        for loss in LOSSES
-        if any(row["loss"] == loss for row in rows)
-    }
+    return {loss: [float(np.mean(r["rewards"][-LAST:])) for r in rows if r["loss"] == loss] for loss in LOSSES}
 
 
 def compare(fused: Sequence[float], unfused: Sequence[float]) -> tuple[float, float]:
@@ -238,12 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.json is None or not chosen.json.is_file():
             options.error(f"--plot needs --json with a file of runs, got {chosen.json}")
         rows = [json.loads(line) for line in chosen.json.read_text().splitlines()]
+        if len({row["updates"] for row in rows}) != 1:
+            options.error(f"--plot needs runs with the same number of updates in {chosen.json}")
         plot(chosen.plot, rows)
         found = final_rewards(rows)
         for loss, final in found.items():
-            each = " ".join(f"{reward:.3f}" for reward in final)
-            print(f"{loss}: mean final reward {np.mean(final):.4f}, of each seed {each}")
-        if all(len(found.get(loss, ())) > 1 for loss in LOSSES):
+            print(f"{loss}: final reward of each seed {' '.join(f'{reward:.3f}' for reward in final)}")
+        if all(len(final) > 1 for final in found.values()):
             difference, error = compare(**found)
             print(f"difference {difference:+.4f}, standard error {error:.4f}")
         return

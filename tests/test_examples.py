@@ -118,6 +118,19 @@ def test_grpo_records_its_runs_and_draws_them(small_grpo, tmp_path, capsys):
         assert stopped.value.code == 2
 
 
+def test_recorded_runs_of_grpo_learn_the_same_with_both_losses(small_grpo):
+    """The criterion of docs/objectives.md: the mean final rewards differ by at most two standard errors."""
+    path = EXAMPLES.parent / "benchmarks" / "results" / "cpu" / "grpo.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = small_grpo.final_rewards(rows)
+    assert {loss: len(final) for loss, final in found.items()} == {"fused": 5, "unfused": 5}
+    for row in rows:
+        before, after = np.mean(row["rewards"][:5]), np.mean(row["rewards"][-20:])
+        assert after > max(0.8, before + 0.1), (row["loss"], row["seed"])
+    difference, error = small_grpo.compare(**found)
+    assert abs(difference) < 2 * error
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["fused", "unfused"])
 def test_grpo_learns_to_add(loss):
