@@ -8,7 +8,10 @@ import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 import flax_models.train.main as program
 from flax_models import generate
@@ -59,6 +62,81 @@ def test_finetune_instructions_learns_answers_in_full_and_by_adapters(place, mon
     assert (place / "adapter" / "adapter_model.safetensors").is_file()
     arguments = ["--chat", "--weights", str(place / "full"), "--prompt", "Sort this word: horse", "--length", "2"]
     assert generate.main(arguments) == 0
+
+
+@pytest.fixture
+def small_grpo(monkeypatch) -> SimpleNamespace:
+    """The example with sums of numbers below 4 and a model of one layer."""
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "grpo.py")))
+    small = {
+        "MODEL": ModelConfig(len(example.ALPHABET), 16, 1, 2, 1, 8, 24, 10),
+        "NUMBERS": 4,
+        "SUPERVISED_STEPS": 40,
+        "SUPERVISED_ROWS": 64,
+        "PROBLEMS": 8,
+        "SAMPLES": 4,
+        "MEMORY_BUDGET": 2**16,  # 4 chunks
+        "LEARNING_RATE": 1e-2,  # large enough that ratios are clipped within the first updates
+    }
+    for name, value in small.items():
+        monkeypatch.setitem(example.main.__globals__, name, value)
+    return example
+
+
+def test_the_first_updates_of_grpo_are_the_same_with_both_losses(small_grpo):
+    model = small_grpo.supervised_start(0)
+    start = flat(nnx.state(model))
+    (rewards, fused), (same, unfused) = (small_grpo.train(loss, model, 0, 6) for loss in ("fused", "unfused"))
+    assert rewards == same, "the samples must be the same"
+    assert 0 < min(rewards) <= max(rewards) < 1, "without both rewards there is no advantage"
+    moved, apart = np.linalg.norm(flat(fused) - start), np.linalg.norm(flat(fused) - flat(unfused))
+    assert moved > 0.1
+    # 6e-7 on a CPU. With another clipping bound, without the KL divergence, or with k1 or k2, at least 5e-2.
+    assert apart < 2e-5 * moved
+
+
+def flat(params: nnx.State) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+def test_grpo_records_its_runs_and_draws_them(small_grpo, tmp_path, capsys):
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "picture.png"
+    small_grpo.main(["--loss", "fused", "unfused", "--updates", "3", "--json", str(rows)])
+    assert "unfused, seed 0  update    3/3  reward " in capsys.readouterr().out
+    recorded = [json.loads(line) for line in rows.read_text().splitlines()]
+    found = [(row["loss"], row["seed"], len(row["rewards"])) for row in recorded]
+    assert found == [("fused", 0, 2), ("unfused", 0, 2)]
+    with rows.open("a") as file:  # another seed
+        for row in recorded:
+            file.write(json.dumps({**row, "seed": 1, "rewards": [0.5, 1.0]}) + "\n")
+    small_grpo.main(["--json", str(rows), "--plot", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "difference +0.0000, standard error 0." in capsys.readouterr().out
+    for wrong in (["--plot", str(picture)], ["--json", str(tmp_path / "absent" / "rows.jsonl")], ["--updates", "0"]):
+        with pytest.raises(SystemExit) as stopped:
+            small_grpo.main(wrong)
+        assert stopped.value.code == 2
+
+
+def test_recorded_runs_of_grpo_learn_the_same_with_both_losses(small_grpo):
+    """The criterion of docs/objectives.md: the mean final rewards differ by at most two standard errors."""
+    path = EXAMPLES.parent / "benchmarks" / "results" / "cpu" / "grpo.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = small_grpo.final_rewards(rows)
+    assert {loss: len(final) for loss, final in found.items()} == {"fused": 5, "unfused": 5}
+    for row in rows:
+        before, after = np.mean(row["rewards"][:5]), np.mean(row["rewards"][-20:])
+        assert after > max(0.8, before + 0.1), (row["loss"], row["seed"])
+    difference, error = small_grpo.compare(**found)
+    assert abs(difference) < 2 * error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["fused", "unfused"])
+def test_grpo_learns_to_add(loss):
+    example = SimpleNamespace(**runpy.run_path(str(EXAMPLES / "grpo.py")))
+    rewards, _ = example.train(loss, example.supervised_start(0), 0, 100)
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.1
 
 
 @pytest.mark.slow
