@@ -5,7 +5,7 @@ a mean, would silently compute something else. `trace_token_loss` traces the fun
 primitive that a value of a token reaches. Then it traces the function for one token, and compares the two traces: a
 function that uses the number of tokens has other equations or other numbers in the second trace. The chunks run the
 trace for one token under `jax.vmap`, so the length of a chunk does not matter. The same checks are made of the
-derivatives, which may have rules of their own.
+derivatives, which custom_jvp and custom_vjp may replace.
 
 The function may close over arrays, traced or not. What it computes from these only is the same for all tokens. It is
 computed once, outside of the chunks, and JAX differentiates it there. The trace for one token takes the values.
