@@ -119,7 +119,8 @@ def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor]) -> Non
     number = torch.arange(len(arguments[0]), device=arguments[0].device)
     half, even = len(number) // 2, number % 2 == 0
     others = [torch.where(even, one, 0.5 * one.flip(0) - 0.25) for one in arguments]
-    names = ["loss", *(f"derivative of the loss by argument {index}" for index in range(len(arguments)))]
+    names = ["loss", "derivative with respect to log_prob"]
+    names += [f"derivative with respect to per_token[{index}]" for index in range(len(arguments) - 1)]
     expected = _results(token_loss, arguments)
 
     def of_every_second(*arguments: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ def check_elementwise(token_loss: TokenLoss, arguments: Sequence[Tensor]) -> Non
             if wrong:
                 token = int(tokens[wrong[0]])
                 raise ValueError(
-                    f"token_loss must be elementwise, got one whose {name} of token {token} is "
+                    f"token_loss must be elementwise, but the {name} of token {token} is "
                     f"{float(of_all[token]):g} with all tokens and {float(result[wrong[0]]):g} {what}"
                 )
 

@@ -153,7 +153,9 @@ def _reinforce(loss: Named, log_prob: Tensor, advantage: Tensor, *ref: Tensor) -
 
 def _ppo_clip(loss: Named, log_prob: Tensor, advantage: Tensor, old_log_prob: Tensor) -> Tensor:
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.minimum(ratio * advantage, _clipped(loss, ratio) * advantage)
+    bound = _clipped(loss, ratio).detach()
+    # Not torch.minimum and the derivative of clamp: where both are equal, they divide the gradient between them.
+    return -torch.where(bound * advantage < ratio * advantage, bound, ratio) * advantage
 
 
 def _grpo(loss: Named, log_prob: Tensor, advantage: Tensor, old_log_prob: Tensor, *ref: Tensor) -> Tensor:

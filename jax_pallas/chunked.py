@@ -28,7 +28,7 @@ from jax_pallas import row_math
 from jax_pallas.problem import Gradients, HeadSums, NeedsGrad, Problem, add_d_weight, float32_matmul
 from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from jax_pallas.slicing import Slice, over_slices
-from jax_pallas.token_hook import TokenLoss, TokenRows
+from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.chunking import ChunkConfig
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
@@ -292,7 +292,7 @@ def token_loss_and_gradients(
     config: ChunkConfig,
     needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
-    token_loss: TokenLoss,
+    token_loss: TokenHook,
 ) -> tuple[TokenRows, Gradients]:
     """Plan A with a token loss: the results of all rows and the gradients of the sum of their losses, times `scales`.
 
@@ -304,7 +304,7 @@ def token_loss_and_gradients(
     ) -> tuple[TokenRows, Array, tuple[Array | None, ...]]:
         assert part.nll is not None
         found = token_loss.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
-        return found._replace(d_closure=()), found.g, jax.tree.map(jnp.add, d_closure, found.d_closure)
+        return found._replace(d_closure=()), found.gradient_weight, jax.tree.map(jnp.add, d_closure, found.d_closure)
 
     rows, gradients, d_closure = _plan_a(
         tiles, problem, config, needs_grad, scales, middle, token_loss.zeros_of_closure()

@@ -43,8 +43,8 @@ ELEMENTWISE = frozenset((
     "zeta",
 ))  # fmt: skip
 
-# What a mesh adds to a trace. The program of an operator has no mesh.
-OF_A_MESH = frozenset(("pvary", "pcast", "reshard", "sharding_constraint"))
+# Primitives that JAX adds to a trace under a mesh. The trace is stored without them: an operator runs on one device.
+MESH_PRIMITIVES = frozenset(("pvary", "pcast", "reshard", "sharding_constraint"))
 
 # Elementwise where they do not change the shape.
 SAME_SHAPE = frozenset(("broadcast_in_dim", "reshape", "squeeze"))
@@ -200,23 +200,24 @@ def _kinds_of_equation(equation: Any, arguments: list[str], length: int) -> list
         branches = [_kinds(_opened(branch), arguments[1:], length) for branch in equation.params["branches"]]
         return [max(kinds, key=_rank) for kinds in zip(*branches, strict=True)]
     others = [kind for kind in arguments if kind not in (OF_TOKENS, UNIFORM)]
-    elementwise = name in ELEMENTWISE or name in OF_A_MESH
+    elementwise = name in ELEMENTWISE or name in MESH_PRIMITIVES
     if not of_tokens:
         keeps = not others and (elementwise or name in SAME_SHAPE)
         source = others[0] if others else f"{name} makes"
         return [UNIFORM if keeps or var.aval.size == 1 else source for var in results]
     if not elementwise and not (name in SAME_SHAPE and results[0].aval.shape == (length,)):
         raise ValueError(
-            f"token_loss must be elementwise over tokens, got {name}: it is called with some of the tokens at a "
-            "time. Only elementwise operations on (n,) arrays are recognized: for example, use jnp.where instead of "
-            "jnp.select. Compute what needs several tokens before the call, and pass it in per_token"
+            f"token_loss must be elementwise over tokens, got the operation {name}. token_loss is called with some of "
+            "the tokens at a time. Only elementwise operations on (n,) arrays are recognized: for example, use "
+            "jnp.where instead of jnp.select. Compute what needs several tokens before the call, and pass it in "
+            "per_token"
         )
     if others:
         raise _differs(others[0])
     if any(var.aval.shape != (length,) for var in results):
         raise ValueError(
-            f"token_loss must be elementwise over tokens, got {name}, whose result has shape {results[0].aval.shape} "
-            f"for {length} tokens"
+            f"token_loss must be elementwise over tokens, got the operation {name}, whose result has shape "
+            f"{results[0].aval.shape} for {length} tokens"
         )
     return [OF_TOKENS] * len(results)
 
@@ -233,8 +234,8 @@ def _kind_of_constant(var: Any) -> str:
 def _differs(source: str) -> ValueError:
     kind = source if source.startswith("of shape") else f"that {source}"
     return ValueError(
-        f"token_loss must not combine tokens with an array {kind}: it is called with some of the tokens at a time. "
-        "Pass an array with a number for each token in per_token"
+        f"token_loss must not combine tokens with an array {kind}. token_loss is called with some of the tokens "
+        "at a time. Pass an array with a number for each token in per_token"
     )
 
 
@@ -247,7 +248,8 @@ def _check_same_program(of_all: ClosedJaxpr, of_one: ClosedJaxpr, length: int) -
     ):
         raise ValueError(
             f"token_loss must not depend on the number of tokens, but its traces for {length} tokens and for 1 token "
-            "differ: it is called with some of the tokens at a time. Close over a number such as target.size instead"
+            "differ. token_loss is called with some of the tokens at a time. Close over a number such as target.size "
+            "instead"
         )
 
 
@@ -283,7 +285,7 @@ def _steps(jaxpr: Jaxpr, arguments: Sequence[Any], steps: list[Any]) -> list[Any
         name, parameters = equation.primitive.name, equation.params
         operands = [name_of(atom) for atom in equation.invars]
         results: Sequence[Any] = [(len(steps), index) for index in range(len(equation.outvars))]
-        if name in SAME_SHAPE or name in OF_A_MESH:
+        if name in SAME_SHAPE or name in MESH_PRIMITIVES:
             results = operands[: len(results)]
         elif name in CALLS:
             results = _steps(_opened(parameters[CALLS[name]]), operands, steps)
@@ -387,7 +389,7 @@ def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:
 
         for equation in jaxpr.eqns:
             operands, name = [value(atom) for atom in equation.invars], equation.primitive.name
-            if name in OF_A_MESH:
+            if name in MESH_PRIMITIVES:
                 found = operands
             elif name == "jit":
                 called = equation.params["jaxpr"]
@@ -409,7 +411,7 @@ def _without_mesh(traced: ClosedJaxpr) -> ClosedJaxpr:
 def _refuse_mesh(equation: Any) -> None:
     """Raises ValueError if an equation calls something that has a primitive of a mesh in it."""
     text = str(equation)
-    if any(f"= {name}[" in text or f"= {name} " in text for name in OF_A_MESH):
+    if any(f"= {name}[" in text or f"= {name} " in text for name in MESH_PRIMITIVES):
         raise ValueError(
             "token_loss closes over an array that varies over mesh axes, and uses it in a function with derivatives "
             "of its own or in a branch: broadcast it to target's shape and pass it in per_token"

@@ -35,7 +35,7 @@ from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layo
 from jax_pallas.row_math import Coefficients
 from jax_pallas.token_hook import (
     TokenFunction,
-    TokenLoss,
+    TokenHook,
     TokenNeedsGrad,
     TokenRows,
     row_token_gradients,
@@ -269,7 +269,7 @@ def _token_rows_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any
     rows = _token_derivatives((token.function, needs_grad), log_prob, upstream, per_token, closure)
     found = (*rows.d_per_token, *rows.d_closure)
     typed = (None if d is None else d.astype(array.dtype) for d, array in zip(found, arrays, strict=True))
-    return (0.0 - rows.g, None, *typed)
+    return (0.0 - rows.gradient_weight, None, *typed)
 
 
 _token_rows.defvjp(_token_rows_fwd, _token_rows_bwd, symbolic_zeros=True)
@@ -369,7 +369,7 @@ def _token_plan_a(
     token, needs_grad, token_needs_grad = static
     of_call, per_token, closure = token.split(arrays)
     problem = _problem("loss_and_gradients", token.options, of_call, needs_grad, platform)
-    plan, token_loss = plan_of(problem), TokenLoss(token.function, token_needs_grad, per_token, closure)
+    plan, token_loss = plan_of(problem), TokenHook(token.function, token_needs_grad, per_token, closure)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import token_loss_and_gradients

@@ -36,7 +36,7 @@ from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, Tar
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
-from jax_pallas.token_hook import TokenLoss, TokenRows
+from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.gpus import share_added_in_l2
 
 
@@ -63,7 +63,7 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
 
 
 def token_loss_and_gradients(
-    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenLoss
+    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenHook
 ) -> tuple[TokenRows, Gradients]:
     """Runs plan A with a token loss: (29)-(33), (35).
 
@@ -76,7 +76,7 @@ def token_loss_and_gradients(
 
 
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenLoss | None, *, statistics: bool
+    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenHook | None, *, statistics: bool
 ) -> tuple[CallRows, Gradients, TokenRows | None]:
     """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
     closure (chunks, ...) are those of each chunk."""
@@ -170,7 +170,7 @@ def _chunk(
     carry: Carry,
     chunk: Slice,
     places: Array | None,
-    token_loss: TokenLoss | None,
+    token_loss: TokenHook | None,
     *,
     first: bool,
     gradients: bool,
@@ -209,7 +209,7 @@ def _chunk(
 
 def _call_token_loss(
     problem: Problem,
-    token_loss: TokenLoss,
+    token_loss: TokenHook,
     rows: CallRows,
     chunk: Slice,
     place: Array,
@@ -228,7 +228,7 @@ def _call_token_loss(
     of_call, *_ = row_kernels.finish_rows(problem, of_call, place, size, without_e, places, joined, repaired, None)
     log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
     of_tokens = token_loss.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
-    rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.g), theta=rows.theta)
+    rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
     d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
     return rows, of_tokens._replace(d_closure=d_closure)
 

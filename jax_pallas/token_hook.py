@@ -6,11 +6,11 @@ gradient with respect to the logits is that of the negative log-likelihood, with
     g_i = -row_weight_i * d token_loss_i / d log_prob_i
 
 So plan A calls the token loss once the first pass over a chunk has computed its log-probabilities, differentiates it,
-and continues with g in place of the row weights.
+and continues with these in place of the row weights.
 
 Each token's loss is differentiated separately. Rows that do not contribute are then excluded by selection from every
 result, from the sums over tokens too. If a log-probability is NaN, because the target is not a class or the logits
-are NaN, then the loss and g are NaN, even if the token loss does not propagate NaN.
+are NaN, then the loss and this weight are NaN, even if the token loss does not propagate NaN.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_pallas.slicing import Slice
 
-Chosen = tuple[Array | None, ...]  # arrays, or their gradients; None for those that are not differentiated
+OptionalArrays = tuple[Array | None, ...]  # arrays, or their gradients; None for those that are not differentiated
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class TokenRows(NamedTuple):
     """The results of n rows; None for gradients that are not needed."""
 
     loss: Array  # (n,) row_weight * token_loss, 0 for rows that do not contribute
-    g: Array  # (n,) the row weight that replaces row_weight in the gradients of the logits
-    d_per_token: Chosen  # (n,) float32 each
-    d_closure: Chosen  # the sum over the rows, in the shape of the array, float32
+    gradient_weight: Array  # (n,) the row weight that replaces row_weight in the gradients of the logits
+    d_per_token: OptionalArrays  # (n,) float32 each
+    d_closure: OptionalArrays  # the sum over the rows, in the shape of the array, float32
 
 
-class TokenLoss(NamedTuple):
+class TokenHook(NamedTuple):
     """The token loss of one call, for plan A."""
 
     function: TokenFunction
@@ -73,7 +73,7 @@ class TokenLoss(NamedTuple):
     per_token: tuple[Array, ...]  # (N,) each, of any float dtype
     closure: tuple[Array, ...]
 
-    def zeros_of_closure(self) -> Chosen:
+    def zeros_of_closure(self) -> OptionalArrays:
         """Returns what the gradients of the closure are added to."""
         needed = _chosen(self.needs_grad.closure, self.closure)
         return jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), needed)
@@ -106,7 +106,7 @@ def row_token_gradients(
     closure = tuple(closure)
 
     def of_token(log_prob: Array, per_token: tuple[Array, ...]) -> tuple[Array, Any]:
-        def value(log_prob: Array, of_token: Chosen, shared: Chosen) -> Array:
+        def value(log_prob: Array, of_token: OptionalArrays, shared: OptionalArrays) -> Array:
             return function.of_token(log_prob, _completed(of_token, per_token), _completed(shared, closure))
 
         chosen = _chosen(needs_grad.per_token, per_token), _chosen(needs_grad.closure, closure)
@@ -120,10 +120,10 @@ def row_token_gradients(
         product = row_weight.reshape(rows) * derivative.astype(jnp.float32)
         return jnp.where(contributes.reshape(rows), product, 0.0)
 
-    g = jnp.where(contributes & jnp.isnan(log_prob), jnp.nan, -weighted(d_log_prob))
+    gradient_weight = jnp.where(contributes & jnp.isnan(log_prob), jnp.nan, -weighted(d_log_prob))
     return TokenRows(
         loss=_weighted(loss, log_prob, row_weight, contributes),
-        g=g,
+        gradient_weight=gradient_weight,
         d_per_token=jax.tree.map(weighted, d_per_token),
         d_closure=jax.tree.map(lambda derivative: weighted(derivative).sum(0), d_closure),
     )
@@ -143,11 +143,11 @@ def _weighted(loss: Array, log_prob: Array, row_weight: Array, contributes: Arra
     return jnp.where(contributes, loss, 0.0)
 
 
-def _chosen(needed: Sequence[bool], arrays: Sequence[Array]) -> Chosen:
+def _chosen(needed: Sequence[bool], arrays: Sequence[Array]) -> OptionalArrays:
     """Returns the arrays that are differentiated."""
     return tuple(array if need else None for array, need in zip(arrays, needed, strict=True))
 
 
-def _completed(chosen: Chosen, arrays: Sequence[Array]) -> tuple[Array, ...]:
+def _completed(chosen: OptionalArrays, arrays: Sequence[Array]) -> tuple[Array, ...]:
     """Returns `chosen` with the other arrays."""
     return tuple(other if array is None else array for array, other in zip(chosen, arrays, strict=True))

@@ -159,7 +159,9 @@ def _reinforce(loss: Named, log_prob: Array, advantage: Array, *ref: Array) -> A
 
 def _ppo_clip(loss: Named, log_prob: Array, advantage: Array, old_log_prob: Array) -> Array:
     ratio = jnp.exp(log_prob - old_log_prob)
-    return -jnp.minimum(ratio * advantage, _clipped(loss, ratio) * advantage)
+    bound = jax.lax.stop_gradient(_clipped(loss, ratio))
+    # Not jnp.minimum and the derivative of jnp.clip: where both are equal, JAX divides the gradient between them.
+    return -jnp.where(bound * advantage < ratio * advantage, bound, ratio) * advantage
 
 
 def _grpo(loss: Named, log_prob: Array, advantage: Array, old_log_prob: Array, *ref: Array) -> Array:

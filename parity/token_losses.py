@@ -99,7 +99,7 @@ _ADVANTAGE, _POLICY = ("advantage",), ("advantage", "old_log_prob")
 _REF = ("ref_log_prob",)
 
 FORMS = {
-    "weighted_nll": Form(weighted_nll, _ADVANTAGE, {}),  # the weights are advantages here: weight is of classes
+    "weighted_nll": Form(weighted_nll, _ADVANTAGE, {}),  # `weight` is the class weights in a case
     "reinforce": Form(reinforce, _ADVANTAGE, {"beta": 0.0, "kl": "k3"}),
     "reinforce-k1": Form(reinforce, _ADVANTAGE + _REF, {"beta": 0.3, "kl": "k1"}),
     "ppo_clip": Form(ppo_clip, _POLICY, {"epsilon_low": 0.2, "epsilon_high": 0.28}),

@@ -358,6 +358,15 @@ BAD_PARAMETERS: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (0.0, 0.2), (0.2, 0.0)])
+def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
+    for given in (torch.tensor([1.0, -1.0]), torch.zeros(2)):
+        log_prob, advantage = torch.zeros(2, requires_grad=True), given.clone().requires_grad_()
+        loss = token_losses.ppo_clip(low, high)(log_prob, advantage, torch.zeros(2))
+        found = torch.autograd.grad(loss.sum(), [log_prob, advantage])
+        torch.testing.assert_close(found, (-given, -torch.ones(2)))
+
+
 @pytest.mark.parametrize(("make", "kind", "message"), BAD_PARAMETERS, ids=["low", "high", "beta", "kl"])
 def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
@@ -524,7 +533,7 @@ def test_check_token_loss_accepts_what_is_elementwise() -> None:
     ("token_loss", "message"),
     [
         (_mean, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ without the first half"),
-        (_derivative_of_the_mean, r"derivative of the loss by argument 0 of token \d+"),
+        (_derivative_of_the_mean, r"derivative with respect to log_prob of token \d+"),
         (_order, r"loss of token \d+ is [-.\de]+ with all tokens and [-.\de]+ in reverse order"),
     ],
 )

@@ -168,8 +168,8 @@ ONE_FRAMEWORK_ONLY = {
     },
     # PyTorch differentiates the function with autograd, JAX its trace.
     "token_hook.py": {
-        *("TokenHook", "log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),
-        *("TokenFunction", "TokenLoss", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
+        *("log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),
+        *("TokenFunction", "TokenNeedsGrad", "TokenRows", "row_token_losses", "row_token_gradients"),
     },
     "tile_config.py": {
         "padded_hidden",  # JAX makes no padded copies for TMA

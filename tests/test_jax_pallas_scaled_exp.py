@@ -31,7 +31,7 @@ from jax_pallas.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, plan
 from jax_pallas.row_math import Coefficients
 from jax_pallas.slicing import Slice
 from jax_pallas.tile_config import ScaledExpConfig
-from jax_pallas.token_hook import TokenLoss, TokenNeedsGrad
+from jax_pallas.token_hook import TokenHook, TokenNeedsGrad
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
 
@@ -177,7 +177,7 @@ def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(1)
     advantage = jnp.where(ours.row_weight == 0, jnp.nan, jnp.asarray(random.standard_normal(n), jnp.float32))
     needs_grad = TokenNeedsGrad(per_token=(True,), closure=(True,))
-    token_loss = TokenLoss(function, needs_grad, (advantage,), tuple(values_of_closure()))
+    token_loss = TokenHook(function, needs_grad, (advantage,), tuple(values_of_closure()))
     found, gradients = scaled_exp.token_loss_and_gradients(ours, EVERYTHING, token_loss)
 
     exact = in_float32(ours)
@@ -186,7 +186,7 @@ def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
-    assert (want.g[ours.row_weight != 0] == 0).any()
+    assert (want.gradient_weight[ours.row_weight != 0] == 0).any()
     assert_close(gradients, exact_gradients)
 
 

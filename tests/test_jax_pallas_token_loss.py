@@ -399,6 +399,14 @@ def test_named_losses_are_equal_and_hashable() -> None:
         token_losses.reinforce(0.1, "k4")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (0.0, 0.2), (0.2, 0.0)])
+def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
+    loss, zeros, advantage = token_losses.ppo_clip(low, high), jnp.zeros(2), jnp.array([1.0, -1.0])
+    for given in (advantage, jnp.zeros(2)):
+        found = jax.grad(lambda p, a: loss(p, a, zeros).sum(), (0, 1))(zeros, given)
+        assert_close(found, (-given, -jnp.ones(2)))
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -415,7 +423,7 @@ def test_bad_parameters(make: Any, kind: type[Exception], message: str) -> None:
 def test_check_token_loss() -> None:
     check_token_loss(token_losses.grpo(beta=0.1), *(jnp.ones((2, 6)) for _ in range(3)))
     check_token_loss(lambda log_prob: -log_prob)
-    with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got reduce_sum"):
+    with pytest.raises(ValueError, match="token_loss must be elementwise over tokens, got the operation reduce_sum"):
         check_token_loss(lambda log_prob, a: -(a - a.mean()) * log_prob, jnp.ones(12))
     shapes = "per_token[1] must have shape (3,) (per_token[0]'s shape), got (4,)"
     with pytest.raises(ValueError, match=re.escape(shapes)):
@@ -583,7 +591,7 @@ TWELVE = jnp.arange(12.0)
 
 
 def mixing(*names: str) -> str:
-    return rf"token_loss must be elementwise over tokens, got ({'|'.join(names)}): it is called with some of the tokens"
+    return rf"token_loss must be elementwise over tokens, got the operation ({'|'.join(names)})\. token_loss is called"
 
 
 MIXING: dict[str, tuple[Callable[..., Any], str]] = {
@@ -621,7 +629,9 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     ],
 )
 def test_unrecognized_operations_are_named(name: str, token_loss: Callable[..., Array]) -> None:
-    with pytest.raises(ValueError, match=rf"got ({name}): .*Only elementwise operations on \(n,\) arrays.*jnp.where"):
+    with pytest.raises(
+        ValueError, match=rf"got the operation ({name})\. .*Only elementwise operations on \(n,\) arrays.*jnp.where"
+    ):
         check_token_loss(token_loss, jnp.ones(12))
 
 
