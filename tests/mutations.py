@@ -350,9 +350,9 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_hook.py", "None if d_log_prob is None else -d_log_prob", "d_log_prob", TORCH_TOKENS),
     Mutation(
         "core_triton/token_hook.py",
-        "return torch.where(is_class | (row_weight == 0)",
-        "return torch.where(row_weight.isfinite()",
-        tests("core_triton_token_loss", "not_a_class"),
+        "torch.where(log_prob.isnan(), torch.nan, row_weight)",
+        "row_weight",
+        tests("core_triton_token_loss", "not_a_class or nan_logit"),
     ),
     Mutation("core_triton/token_ops.py", "(one * d_loss).to(dtype)", "one.to(dtype)", TORCH_TOKENS),
     Mutation("core_triton/token_ops.py", "torch.where(contributes, one.float(), 0.0)", "one.float()", TORCH_TOKENS),
