@@ -6,17 +6,14 @@ with a named loss is one operator. In all equations :math:`p = \log p_{y}` is th
 .. math:: r = e^{\,p - p_\mathrm{old}}, \qquad d = p - p_\mathrm{ref}
 """
 
-import math
-import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from linear_ce.spec import check_choice
-
-KLS = ("k1", "k2", "k3")
+from linear_ce.spec import check_choice, check_not_negative
+from linear_ce.token_losses import KLS, PER_TOKEN, check_epsilons
 
 
 class Named(NamedTuple):
@@ -38,7 +35,7 @@ class Named(NamedTuple):
     @property
     def per_token(self) -> tuple[str, ...]:
         """What the arguments besides log_prob are, in order."""
-        names = _PER_TOKEN[self.name]
+        names = PER_TOKEN[self.name]
         return (*names, "ref_log_prob") if self.kl and self.parameters[-1] else names
 
 
@@ -75,7 +72,7 @@ def reinforce(beta: float = 0.0, kl: str = "k3") -> Named:
         Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
         KL: Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html.
     """
-    return Named("reinforce", (_not_negative("beta", beta),), check_choice("kl", kl, KLS))
+    return Named("reinforce", (check_not_negative("beta", beta),), check_choice("kl", kl, KLS))
 
 
 def ppo_clip(epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Named:
@@ -96,7 +93,7 @@ def ppo_clip(epsilon_low: float = 0.2, epsilon_high: float = 0.2) -> Named:
         Schulman et al., "Proximal policy optimization algorithms", 2017, arXiv:1707.06347, equation (7). Two bounds:
         Yu et al., "DAPO", 2025, arXiv:2503.14476, section 3.1.
     """
-    return Named("ppo_clip", _epsilons(epsilon_low, epsilon_high))
+    return Named("ppo_clip", check_epsilons(epsilon_low, epsilon_high))
 
 
 def grpo(epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.0, kl: str = "k3") -> Named:
@@ -116,7 +113,7 @@ def grpo(epsilon_low: float = 0.2, epsilon_high: float = 0.2, beta: float = 0.0,
     Source:
         Shao et al., "DeepSeekMath", 2024, arXiv:2402.03300, section 4.1.
     """
-    parameters = *_epsilons(epsilon_low, epsilon_high), _not_negative("beta", beta)
+    parameters = *check_epsilons(epsilon_low, epsilon_high), check_not_negative("beta", beta)
     return Named("grpo", parameters, check_choice("kl", kl, KLS))
 
 
@@ -140,7 +137,7 @@ def cispo(epsilon_low: float = 1.0, epsilon_high: float = 0.28) -> Named:
     Source:
         MiniMax, "MiniMax-M1", 2025, arXiv:2506.13585, section 3.1.
     """
-    return Named("cispo", _epsilons(epsilon_low, epsilon_high))
+    return Named("cispo", check_epsilons(epsilon_low, epsilon_high))
 
 
 def _weighted_nll(_: Named, log_prob: Tensor, weight: Tensor) -> Tensor:
@@ -196,24 +193,3 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "grpo": _grpo,
     "cispo": _cispo,
 }
-
-_PER_TOKEN: dict[str, tuple[str, ...]] = {
-    "weighted_nll": ("weight",),
-    "reinforce": ("advantage",),
-    "ppo_clip": ("advantage", "old_log_prob"),
-    "grpo": ("advantage", "old_log_prob"),
-    "cispo": ("advantage", "old_log_prob"),
-}
-
-
-def _epsilons(epsilon_low: Any, epsilon_high: Any) -> tuple[float, float]:
-    return _not_negative("epsilon_low", epsilon_low), _not_negative("epsilon_high", epsilon_high)
-
-
-def _not_negative(name: str, value: Any) -> float:
-    """Returns `value` as a finite float that is not negative; names the argument otherwise."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a Python number, got {type(value).__name__}")
-    if not 0 <= cast(float, value) < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {value}")
-    return float(value)

@@ -292,7 +292,7 @@ def token_loss_and_gradients(
     config: ChunkConfig,
     needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
-    token_loss: TokenHook,
+    hook: TokenHook,
 ) -> tuple[TokenRows, Gradients]:
     """Plan A with a token loss: the results of all rows and the gradients of the sum of their losses, times `scales`.
 
@@ -303,12 +303,10 @@ def token_loss_and_gradients(
         rows: ChunkRows, part: RowStatistics, d_closure: tuple[Array | None, ...]
     ) -> tuple[TokenRows, Array, tuple[Array | None, ...]]:
         assert part.nll is not None
-        found = token_loss.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
+        found = hook.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
         return found._replace(d_closure=()), found.gradient_weight, jax.tree.map(jnp.add, d_closure, found.d_closure)
 
-    rows, gradients, d_closure = _plan_a(
-        tiles, problem, config, needs_grad, scales, middle, token_loss.zeros_of_closure()
-    )
+    rows, gradients, d_closure = _plan_a(tiles, problem, config, needs_grad, scales, middle, hook.zeros_of_closure())
     return rows._replace(d_closure=d_closure), gradients
 
 

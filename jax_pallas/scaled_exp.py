@@ -14,8 +14,8 @@ the reference exponents of all rows and copies the rows of the input that contri
     d_weight += E^T (rho x)                               `_add_d_weight`
     d_input = rho (E W) + theta w_target                  `_store_d_input`
 
-A token loss is called between the first two steps (`_call_token_loss`). Its gradients take the place of the row weights
-in the steps after it.
+A token loss is called between the first two steps (`_call_token_loss`). The weights of (35) take the place of the row
+weights in the steps after it.
 
 At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first two steps, in any
 dtype. It stores only the sums.
@@ -62,27 +62,25 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     return loss, RowStatistics(lse, target_logit, None, largest, None, None), gradients
 
 
-def token_loss_and_gradients(
-    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenHook
-) -> tuple[TokenRows, Gradients]:
+def token_loss_and_gradients(problem: Problem, needs_grad: NeedsGrad, hook: TokenHook) -> tuple[TokenRows, Gradients]:
     """Runs plan A with a token loss: (29)-(33), (35).
 
     Returns:
         The results of all rows, and the gradients of the sum of their losses.
     """
-    _, gradients, found = _run(problem, needs_grad, token_loss, statistics=False)
+    _, gradients, found = _run(problem, needs_grad, hook, statistics=False)
     assert found is not None
     return found._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), found.d_closure)), gradients
 
 
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, token_loss: TokenHook | None, *, statistics: bool
+    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, *, statistics: bool
 ) -> tuple[CallRows, Gradients, TokenRows | None]:
     """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
     closure (chunks, ...) are those of each chunk."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
-    if token_loss is not None:  # until `_call_token_loss` replaces them
+    if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
     chunks = -(-tokens // config.rows)
     rows, held = row_kernels.pick(
@@ -98,7 +96,7 @@ def _run(
     places = _call_places(problem, target, chunks)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
-        return _chunk(problem, carry, chunk, places, token_loss, first=first, gradients=any(needs_grad))
+        return _chunk(problem, carry, chunk, places, hook, first=first, gradients=any(needs_grad))
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
@@ -170,7 +168,7 @@ def _chunk(
     carry: Carry,
     chunk: Slice,
     places: Array | None,
-    token_loss: TokenHook | None,
+    hook: TokenHook | None,
     *,
     first: bool,
     gradients: bool,
@@ -192,9 +190,9 @@ def _chunk(
         problem, rows, chunk, size, place, x, chunk_places, stores=gradients
     )
     of_tokens = None
-    if token_loss is not None:
+    if hook is not None:
         rows, of_tokens = _call_token_loss(
-            problem, token_loss, rows, chunk, place, size, found, chunk_places, joined, repaired
+            problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired
         )
     scales = carry.d_weight is not None
     rows, e, scaled, rho = row_kernels.finish_rows(
@@ -209,7 +207,7 @@ def _chunk(
 
 def _call_token_loss(
     problem: Problem,
-    token_loss: TokenHook,
+    hook: TokenHook,
     rows: CallRows,
     chunk: Slice,
     place: Array,
@@ -219,7 +217,7 @@ def _call_token_loss(
     joined: Joined,
     repaired: Repaired,
 ) -> tuple[CallRows, TokenRows]:
-    """Returns the rows with g in place of a chunk's row weights, and the results of the chunk.
+    """Returns the rows with the weights of (35) in place of a chunk's row weights, and the results of the chunk.
 
     `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
     """
@@ -227,7 +225,7 @@ def _call_token_loss(
     without_e = found._replace(e=None)
     of_call, *_ = row_kernels.finish_rows(problem, of_call, place, size, without_e, places, joined, repaired, None)
     log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
-    of_tokens = token_loss.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
+    of_tokens = hook.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
     rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
     d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
     return rows, of_tokens._replace(d_closure=d_closure)

@@ -24,10 +24,10 @@ class CostCoefficients(NamedTuple):
 # root mean square, and within 1.3% and 0.7% of those of one shape and budget. On an H100 tiles of 128 rows of d_input
 # are much slower than tiles of 256 rows (`narrow`).
 # Those of jax_pallas on an H100 were fitted to results/h100/jax-sweep.json, 37 rows of 5 shapes at 12d7150. The
-# chosen rows are the best ones measured, or at most 0.7% slower, except for Qwen2.5-0.5B in 512 MiB (3.4%, one run,
-# where the spread of a row is 3%). The estimate is within 4.8% of the measured times, root mean square, and within
-# 2.4% of those of one shape and budget. Before the fit the plan chose 1,024 rows for Gemma 2 2B in 512 MiB, which
-# took 1.103 times the matmuls; 768 rows took 1.022.
+# chosen rows are the best ones measured, or at most 0.7% slower, except for Qwen2.5-0.5B in 512 MiB (3.4%, one run:
+# the 20th to 80th percentiles of both rows are 4% to 6% wide). The estimate is within 4.8% of the measured times,
+# root mean square, and within 2.4% of those of one shape and budget. Before the fit the plan chose 1,024 rows for
+# Gemma 2 2B in 512 MiB, which took 1.103 times the matmuls; 768 rows took 1.022.
 # On an H200 jax_pallas has not been swept. Its coefficients there were fitted to the 15 training rows of results/h200
 # at 8,192 tokens, of calls with the fewest chunks (`--fewest`), whose kernels loaded the whole old d_weight. The
 # estimate is within 2.2% of them, root mean square.

@@ -28,6 +28,14 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_not_negative(name: str, value: Any) -> float:
+    """Returns `value` as a finite float that is not negative; names the argument otherwise."""
+    number = _number(name, value)
+    if number < 0.0:
+        raise ValueError(f"{name} must not be negative, got {number}")
+    return number
+
+
 def _integer(name: str, value: Any) -> int:
     """Returns `value` as an int; names the argument otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -74,9 +82,7 @@ class LossSpec:
         smoothing = _number("label_smoothing", self.label_smoothing)
         if not 0.0 <= smoothing <= 1.0:
             raise ValueError(f"label_smoothing must lie in [0, 1], got {smoothing}")
-        z_loss_weight = _number("z_loss_weight", self.z_loss_weight)
-        if z_loss_weight < 0.0:
-            raise ValueError(f"z_loss_weight must not be negative, got {z_loss_weight}")
+        z_loss_weight = check_not_negative("z_loss_weight", self.z_loss_weight)
         softcap = None if self.softcap is None else _number("softcap", self.softcap)
         if softcap is not None and softcap <= 0.0:
             raise ValueError(f"softcap must be positive or None, got {softcap}")

@@ -347,11 +347,11 @@ def test_named_losses_are_values() -> None:
 
 ANY: Any = "a"  # of any type
 BAD_PARAMETERS: list[tuple[Any, type[Exception], str]] = [
-    (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must be finite and not negative, got -0.1"),
+    (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must not be negative, got -0.1"),
     (
         lambda: token_losses.cispo(1.0, float("inf")),
         ValueError,
-        "epsilon_high must be finite .* got inf",
+        "epsilon_high must be finite, got inf",
     ),
     (lambda: token_losses.grpo(beta=ANY), TypeError, "beta must be a Python number, got str"),
     (lambda: token_losses.reinforce(0.1, "k4"), ValueError, "kl must be one of 'k1', 'k2', 'k3', got 'k4'"),

@@ -410,7 +410,7 @@ def test_a_ratio_at_a_bound_is_not_clipped(low: float, high: float) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must be finite and not negative, got -0.1"),
+        (lambda: token_losses.ppo_clip(-0.1), ValueError, "epsilon_low must not be negative, got -0.1"),
         (lambda: token_losses.grpo(beta=True), TypeError, "beta must be a Python number, got bool"),
         (lambda: token_losses.cispo(epsilon_high=math.inf), ValueError, "epsilon_high must be finite"),
     ],
