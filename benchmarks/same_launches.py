@@ -208,7 +208,8 @@ def run(commit: str, scratch: Path) -> int:
     if not old:
         raise SystemExit(f"OLD_COMMIT {commit} has no code_hash")
     if new in results.same_code("torch", old):
-        print(f"nothing to compare: the code_hash is {new} in both" if new == old else f"{old} and {new} were compared")
+        known = f"{new} is the code_hash of both" if new == old else f"{old} and {new} are known to launch the same"
+        print(f"nothing to compare: {known}")
         return 0
     outputs = [scratch / "old.jsonl", scratch / "new.jsonl"]
     processes = []
