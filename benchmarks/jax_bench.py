@@ -17,7 +17,7 @@ from jax import Array, lax
 from benchmarks import data, jax_methods
 from benchmarks.host import Later
 from benchmarks.jax_host import host_figures, trace_without_graphs
-from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load, matmul_precision
+from benchmarks.jax_programs import Compiled, compile_call, compile_in_processes, load, matmul_precision, title
 from benchmarks.methods import (
     ERRORS,
     FLOOR_ROWS,
@@ -28,6 +28,7 @@ from benchmarks.methods import (
     Problem,
     Program,
     UnavailableError,
+    describe,
     floor_padding,
     row_figures,
 )
@@ -62,12 +63,18 @@ class Programs:
 
     def of(self, program: Program, method: Method, arguments: tuple[Any, ...]) -> Compiled:
         """Returns the compiled program of a method: the one of an earlier row, one that was compiled ahead, or a new
-        one for these arguments."""
+        one for these arguments. A program that was compiled ahead and cannot be loaded is compiled again here."""
         if program in self._compiled:
             figures = {"lower_s": None, "compile_s": None, "compile_note": "compiled before"}
             return self._compiled[program]._replace(figures=figures)
-        data = self._ahead.pop(program, None)
-        compiled = compile_call(method, program.mode, arguments) if data is None else load(data, method, program.mode)
+        data, compiled = self._ahead.pop(program, None), None
+        if data is not None:
+            try:
+                compiled = load(data, method, program.mode)
+            except Exception as error:
+                print(f"{title(program)}: not loaded, so it is compiled again: {describe(error)}", flush=True)
+        if compiled is None:
+            compiled = compile_call(method, program.mode, arguments)
         self._compiled[program] = compiled
         return compiled
 

@@ -110,6 +110,9 @@ class Ahead(NamedTuple):
 
 def load(data: bytes, method: Method, mode: Mode) -> Compiled:
     """Returns a program that `compile_in_processes` compiled."""
+    # Sets MOSAIC_GPU_RUNTIME_LIB_PATH, without which a program with kernels of Mosaic GPU cannot be loaded.
+    from jax.experimental.mosaic import gpu  # noqa: F401
+
     serialized, figures = pickle.loads(data)
     return Compiled(jitted_call(method, mode), serialize_executable.deserialize_and_load(*serialized), figures)
 
@@ -151,11 +154,15 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def title(program: Program) -> str:
+    """Returns how a printed line names a program."""
+    rows = "" if program.rows is None else f", {program.rows} rows"
+    return f"{program.shape.name}, {program.mode.name}, {program.method}{rows}"
+
+
 def compile_ahead(program: Program) -> Ahead:
     """Compiles one program, without arrays."""
     shape, mode = program.shape, program.mode
-    title = f"{shape.name}, {mode.name}, {program.method}"
-    title += "" if program.rows is None else f", {program.rows} rows"
     method = jax_methods.METHODS[program.method]
     weight = (shape.d, shape.v) if method.vocab_axis == 1 else (shape.v, shape.d)
     arguments = (
@@ -169,10 +176,10 @@ def compile_ahead(program: Program) -> Ahead:
         with nullcontext() if program.rows is None else preferring(program.rows):
             compiled = compile_call(method, mode, arguments)
     except Exception as error:  # its row will say the same
-        return Ahead(f"{title}: not compiled: {describe(error)}", None)
+        return Ahead(f"{title(program)}: not compiled: {describe(error)}", None)
     if LIBRARY_MATMUL in compiled.program.as_text():
-        return Ahead(f"{title}: not kept: it has a matmul of XLA, which must be chosen on an idle GPU", None)
+        return Ahead(f"{title(program)}: not kept: it has a matmul of XLA, which must be chosen on an idle GPU", None)
     figures = compiled.figures | {"compile_note": "beside other programs"}
     data = pickle.dumps((serialize_executable.serialize(compiled.program), figures))
     seconds = figures["lower_s"] + figures["compile_s"]
-    return Ahead(f"{title}: {seconds:.1f} s, {len(data) / 2**20:.2f} MiB", data)
+    return Ahead(f"{title(program)}: {seconds:.1f} s, {len(data) / 2**20:.2f} MiB", data)

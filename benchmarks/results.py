@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import ROW_ERRORS
+from benchmarks.shapes import GRID, plan
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "benchmarks" / "results" / "h200"  # the results that the pages show
@@ -128,6 +130,32 @@ def short_hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
+SAME_LAUNCHES = ROOT / "benchmarks" / "results" / "same-launches.json"
+# What `benchmarks.same_launches` compares: on these GPUs, core_triton on bfloat16 inputs of the grid.
+COMPARED_GPUS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
+COMPARED = {"framework": "torch", "method": "triton", "dtype": "bfloat16"}
+
+
+@cache
+def _compared_calls() -> set[tuple[str, str]]:
+    return {(shape.name, mode.name) for shape, mode, _ in plan([GRID])}
+
+
+def is_compared(row: Mapping[str, Any], device: str) -> bool:
+    """Returns whether `benchmarks.same_launches` compares the call of a row."""
+    same = all(row.get(key) == value for key, value in COMPARED.items())
+    return same and device in COMPARED_GPUS and (row.get("shape"), row.get("mode")) in _compared_calls()
+
+
+def same_code(framework: str, code: str) -> set[str]:
+    """Returns the code hashes that `SAME_LAUNCHES` connects with one, over any number of pairs, and this one."""
+    pairs = json.loads(SAME_LAUNCHES.read_text()).get(framework, []) if SAME_LAUNCHES.exists() else []
+    sets, found = [{pair["old"], pair["new"]} for pair in pairs], {code}
+    for _ in sets:  # a chain has at most as many links as there are pairs
+        found = found.union(*(both for both in sets if both & found))
+    return found
+
+
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -191,14 +219,21 @@ class ResultFile:
                 print(f"{path} was of {old['versions']}: started afresh", file=sys.stderr)
 
     def holds(self, row: Mapping[str, Any], *more: str) -> bool:
-        """Returns whether the file has this measurement, with a result, of the same code.
+        """Returns whether the file has this measurement, with a result, of the same code or of code that launches the
+        same.
 
         Args:
             row: the measurement.
             more: other keys that must be the same.
         """
-        key = (*self.key, "code_hash", *more)
-        return any(old["status"] == "ok" and same_measurement(old, row, key) for old in self.rows)
+        codes = {row.get("code_hash")}
+        if is_compared(row, self.head["device"]):
+            codes |= same_code(row["framework"], row["code_hash"])
+        key = (*self.key, *more)
+        return any(
+            old["status"] == "ok" and old.get("code_hash") in codes and same_measurement(old, row, key)
+            for old in self.rows
+        )
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Adds a row, with the commit and date of the run, and writes the file."""

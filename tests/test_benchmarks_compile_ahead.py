@@ -1,6 +1,8 @@
 """--compile-jobs: programs that other processes compile before they are measured."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import jax_methods, linear_ce
-from benchmarks.jax_programs import compile_in_processes, load
+from benchmarks import jax_bench, jax_methods, linear_ce
+from benchmarks.jax_programs import Ahead, compile_in_processes, load
 from benchmarks.methods import Program
 from benchmarks.shapes import MODES, SHAPES, Shape
 
+ROOT = Path(__file__).parent.parent
 SMOKE = ("--device", "cpu", "--shapes", "smoke", "--seconds", "0", "--pairs", "2", "--dtype", "float32")
 
 
@@ -52,6 +55,43 @@ def test_rows_use_programs_that_were_compiled_ahead(
     assert rows["chunked", "peaked"] == "beside other programs"
     assert rows["chunked", "random"] == "compiled before"
     assert rows["bf16-logits", "peaked"] != "beside other programs"
+
+
+LOADS = """
+import pickle, sys
+from jax.experimental import serialize_executable
+from benchmarks import jax_methods, jax_programs
+from benchmarks.shapes import MODES
+serialize_executable.deserialize_and_load = lambda: print("jax.experimental.mosaic.gpu" in sys.modules)
+jax_programs.load(pickle.dumps(((), {})), jax_methods.METHODS["chunked"], MODES["train"])
+"""
+
+
+def test_the_runtime_of_mosaic_gpu_is_found_before_a_program_is_loaded() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+def test_a_program_that_cannot_be_loaded_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape, mode, method = SHAPES["smoke"], MODES["train"], jax_methods.METHODS["chunked"]
+    program = Program(shape, "float32", "chunked", mode)
+    arguments = (
+        *(jax.ShapeDtypeStruct((rows, shape.d), jnp.float32) for rows in (shape.n, shape.v)),
+        jax.ShapeDtypeStruct((shape.n,), jnp.int32),
+        None,
+    )
+    unreadable = Ahead("smoke: 1.0 s, 0.01 MiB", b"no program")
+    monkeypatch.setattr(jax_bench, "compile_in_processes", lambda programs, jobs, platform: [unreadable])
+    programs = jax_bench.Programs()
+    programs.compile_ahead([program], 1, "cpu")
+    compiled = programs.of(program, method, arguments)
+    assert "smoke, train, chunked: not loaded, so it is compiled again: UnpicklingError" in capsys.readouterr().out
+    assert compiled.figures["compile_s"] > 0
+    assert compiled.figures["compile_note"] != "beside other programs"
+    assert programs.of(program, method, arguments).figures["compile_note"] == "compiled before"
 
 
 def test_programs_are_compiled_in_batches() -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch_recorder import dump, resources
 from sass import innermost_loop, opcodes
 
 from benchmarks import linear_ce, results, sm80, sm80_pallas
+from benchmarks.launch_recorder import dump, resources
 from benchmarks.shapes import Shape
 from benchmarks.sm80 import Operand, install, is_for_sm80, operand_of, parts_of
 from benchmarks.sm80_pallas import compile_for, lower_exponentials

@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from allocations import Meter, bytes_of
-from launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from sass import innermost_loop, missing_overlap, opcodes
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 import core_triton
 from benchmarks.chunk_rows import preferring
+from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
 from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config
 from core_triton.plan import MatrixLayout, Stage

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_recorder import dump
 from sass import innermost_loop, missing_overlap, opcodes
 
+from benchmarks.launch_recorder import dump
 from benchmarks.shapes import Shape
 from benchmarks.sm80_pallas import compile_for, lower_exponentials
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET

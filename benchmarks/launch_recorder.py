@@ -1,7 +1,7 @@
 """Records which kernels a call would launch on a GPU, with their arguments, and compiles them. No GPU is needed.
 
-The calls run on PyTorch's fake tensors, which have a device, a shape and strides, but no memory, so tests can use the
-shapes of real models. Launches are recorded instead of run.
+The calls run on PyTorch's fake tensors, which have a device, a shape and strides, but no memory, so they can have the
+shapes of real models. Launches are recorded instead of run. Tests and `benchmarks.same_launches` use this module.
 """
 
 import re
@@ -67,14 +67,32 @@ class Compiled(NamedTuple):
     cubin: bytes
 
 
+def no_matmul(*_: Any, first: bool) -> None:
+    """Replaces a matmul that writes to existing memory. A mock would keep its arguments alive."""
+
+
 @contextmanager
-def fake_gpu(arch: int, name: str | None = None) -> Iterator[list[Launch]]:
-    """Makes CUDA tensors fake, for a GPU of compute capability `arch`. Yields the list to which launches are added."""
+def fake_gpu(
+    arch: int,
+    name: str | None = None,
+    watch: Callable[[Launch, tuple[int, ...], dict[str, Any]], None] | None = None,
+    matmul: Callable[..., None] = no_matmul,
+) -> Iterator[list[Launch]]:
+    """Makes CUDA tensors fake, for a GPU of compute capability `arch`. Yields the list to which launches are added.
+
+    Args:
+        arch: 80, 90, ...
+        name: the name of the GPU.
+        watch: receives each launch with its grid and the values of its arguments.
+        matmul: replaces `add_matmul`. torch.addmm with out_dtype has no fake implementation.
+    """
     launches: list[Launch] = []
 
     def record(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         assert all(size > 0 for size in grid), f"{kernel.__name__} has the grid {grid}"
         launches.append(launch_of(kernel, arguments, options))
+        if watch is not None:
+            watch(launches[-1], grid, values_of(kernel, arguments, options))
 
     properties = SimpleNamespace(
         major=arch // 10,
@@ -87,9 +105,9 @@ def fake_gpu(arch: int, name: str | None = None) -> Iterator[list[Launch]]:
         mock.patch.object(JITFunction, "run", record),
         mock.patch.object(launch, "_direct_version", False),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(scaled_exp, "add_matmul", no_matmul),  # torch.addmm with out_dtype has no fake implementation
-        mock.patch.object(chunked, "add_matmul", no_matmul),
-        mock.patch.object(problem, "add_matmul", no_matmul),
+        mock.patch.object(scaled_exp, "add_matmul", matmul),
+        mock.patch.object(chunked, "add_matmul", matmul),
+        mock.patch.object(problem, "add_matmul", matmul),
         mock.patch.object(torch._C, "_cuda_getDevice", return_value=0, create=True),
         mock.patch.object(Tensor, "data_ptr", lambda tensor: tensor.storage_offset() * tensor.itemsize),
     ):
@@ -100,15 +118,17 @@ def fake_gpu(arch: int, name: str | None = None) -> Iterator[list[Launch]]:
             launch.device_info.cache_clear()
 
 
-def no_matmul(*_: Any, first: bool) -> None:
-    """Replaces a matmul that writes to existing memory. A mock would keep its arguments alive."""
+def values_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the value of each parameter of a kernel, in order."""
+    values = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
+    values |= {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
+    return {name: values[name] for name in kernel.arg_names}
 
 
 def launch_of(kernel: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Launch:
     """Returns a launch as Triton's launcher would specialize it for the arguments."""
-    options = dict(options)
-    values = dict(zip(kernel.arg_names, arguments, strict=False))
-    values |= {name: options.pop(name) for name in kernel.arg_names if name in options}
+    values = values_of(kernel, arguments, options)
+    options = {name: value for name, value in options.items() if name not in values}
     signature, constexprs, divisible = {}, {}, []
     for parameter in kernel.params:
         name, value = parameter.name, values[parameter.name]

@@ -1,0 +1,167 @@
+"""Tests of `benchmarks.same_launches`, which compares what two commits launch, and of `--resume` with its results."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import results, same_launches
+from benchmarks.chunk_rows import preferring
+from benchmarks.launch_recorder import launch_of
+from benchmarks.same_launches import Step, Steps, bare, code_of, compare, difference, steps_of
+from benchmarks.shapes import MODES, Shape
+
+H100, H200 = results.COMPARED_GPUS
+SMALL = Shape("small", 1024, 128, 5000)
+
+
+def recorded(shape: Shape = SMALL, gpu: str = H200) -> list[Step]:
+    return [step for step, _ in steps_of(shape, MODES["train"], gpu)]
+
+
+def kernel_names(steps: list[Step]) -> list[str]:
+    return [step["kernel"].removeprefix("core_triton.") for step in steps]
+
+
+def test_equal_code_gives_equal_steps() -> None:
+    steps = recorded()
+    assert difference(steps, recorded()) is None
+    names = kernel_names(steps)
+    assert names[:2] == ["row_kernels.row_weights_kernel", "row_kernels.pack_kernel"]
+    assert {"hopper_logits.exponentials_kernel", "hopper_gradients.d_weight_kernel"} < {*names}
+    assert names[-1] == "row_kernels.scale_kernel"
+    assert steps[-1]["IN_PLACE"] == "True"
+    assert steps[-1]["d_input_ptr"] == steps[-1]["new_d_input_ptr"]
+    assert "0x" not in json.dumps(steps)  # an address would differ in another process
+
+
+def test_operators_of_pytorch_and_matmuls_of_the_library_are_steps() -> None:
+    unaligned = recorded(Shape("unaligned", 300, 100, 1001))  # TMA cannot read its rows
+    assert kernel_names(unaligned).count("matmul") == 2
+    copies = [step for step in unaligned if step["kernel"] == "aten.copy_.default"]
+    assert copies[0]["arguments"].startswith("(('torch.bfloat16 [1001, 100], strides [104, 1], from 0 of array")
+    steps = Steps()
+    steps.multiplied(torch.empty(64, 32), torch.empty(64, 16), torch.empty(16, 32)[:, 1:], first=True)
+    matmul = {"kernel": "matmul", "total": "torch.float32 [64, 32], strides [32, 1], from 0 of array 0"}
+    matmul |= {"a": "torch.float32 [64, 16], strides [16, 1], from 0 of array 1"}
+    matmul |= {"b": "torch.float32 [16, 31], strides [32, 1], from 1 of array 2", "first": "True"}
+    assert steps.found == [(matmul, None)]
+
+
+def test_another_choice_of_chunks_is_a_difference() -> None:
+    with preferring(512):
+        chosen = recorded()
+    found = difference(recorded(), chosen)
+    assert found is not None
+    assert found.startswith("launch 1, core_triton.row_kernels.pack_kernel: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change"),
+    [
+        ("BLOCK", "2048", "BLOCK 4096 -> 2048"),
+        ("HAS_MASK", "True", "HAS_MASK absent -> True"),
+        ("tokens", "i32 1008", "tokens i32 1024 -> i32 1008"),
+        ("PTX", "other", "PTX absent -> other"),
+        ("grid", "(2,)", "grid (1,) -> (2,)"),
+    ],
+)
+def test_the_first_difference_is_named(key: str, value: str, change: str) -> None:
+    old, new = recorded(), recorded()
+    new[0] |= {key: value}
+    new[1] |= {key: value}
+    assert difference(old, new) == f"launch 0, core_triton.row_kernels.row_weights_kernel: {change}"
+    call = json.dumps({"call": "small, train", "steps": old})
+    other = json.dumps({"call": "small, train", "steps": new})
+    assert compare([call, call], [call, other]).differences == [f"small, train: {difference(old, new)}"]
+    assert len(compare([call], [call, call]).differences) == 1
+
+
+def test_the_order_and_the_number_of_arguments_and_launches_count() -> None:
+    step = {"kernel": "k", "grid": "(1,)", "a": "1", "b": "1"}
+    assert difference([step], [{**step, "c": "1"}]) == "launch 0, k: c absent -> 1"
+    swapped = dict(sorted(step.items(), reverse=True))
+    assert difference([step], [swapped]) == "launch 0, k: the order of the arguments"
+    assert difference([step], [step, step]) == "1 -> 2 launches"
+
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(out_ptr, n, FACTOR: tl.constexpr):
+    at = tl.arange(0, 128)
+    tl.store(out_ptr + at, at * FACTOR, mask=at < n)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning")
+def test_the_hash_of_ptx_covers_instructions_and_not_lines(tmp_path: Path) -> None:
+    def code(text: str, name: str, **more: Any) -> str:
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        values = {"FACTOR": 3, **more}
+        out = torch.empty(128, dtype=torch.int32)
+        return code_of(launch_of(module.kernel, (out, 100), values))
+
+    first = code(KERNEL, "first")
+    moved = KERNEL.replace("    at =", "    # A comment.\n    at =").replace(
+        "\n@triton", "\n\n# Further down.\n\n@triton"
+    )
+    assert code(moved, "moved") == first
+    switch = KERNEL.replace("FACTOR: tl.constexpr", "FACTOR: tl.constexpr, DOUBLES: tl.constexpr")
+    switch += "    if DOUBLES:\n        tl.store(out_ptr, 2)\n"
+    assert code(switch, "switch", DOUBLES=False) == first
+    assert code(switch.replace("DOUBLES: tl.constexpr", "DOUBLES: tl.constexpr = False"), "default") == first
+    assert code(switch, "switch_on", DOUBLES=True) != first
+    assert code(KERNEL, "factor", FACTOR=5) != first
+    assert code(KERNEL.replace("def kernel", "def other") + "\nkernel = other\n", "name") != first
+
+
+def test_bare_ptx_has_no_lines_of_a_debugger() -> None:
+    code = ".visible .entry k(\n$L__BB0_1:\n\tadd.s32 \t%r1, %r2, 1;\n}"
+    lines = "//\n.visible .entry k(\n$L__func_begin0:\n\t.loc\t1 2 0 // a.py:2:0\n\n$L__BB0_1:\n$L__tmp0:\n"
+    debug = '\t.file\t1 "a.py"\n\t.section\t.debug_abbrev\n\t{\n.b8 1\n\t}\n'
+    assert bare(f"{lines}\tadd.s32 \t%r1, %r2, 1; // a sum\n}}\n{debug}") == bare(code)
+    with pytest.raises(AssertionError):
+        bare(f"{code}\n{debug}{code}")
+
+
+def test_resuming_keeps_rows_of_code_that_launches_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "SAME_LAUNCHES", tmp_path / "same.json")
+    row = {"shape": "llama3-8b", "dtype": "bfloat16", "targets": "peaked", "mode": "train", "method": "triton"}
+    row |= {"framework": "torch", "code_hash": "c"}
+    files = {gpu: results.ResultFile(None, gpu, {}, "c0ffee") for gpu in (H100, H200, "NVIDIA A100-SXM4-80GB")}
+    others = [{"method": "triton_sm80"}, {"dtype": "float16"}, {"mode": "none"}, {"shape": "v16384"}]
+    for file in files.values():
+        for other in ({}, *others):
+            file.add({**row, **other, "code_hash": "a", "status": "ok"})
+        assert not file.holds(row)
+    same_launches.add({"old": "b", "new": "c"})
+    same_launches.add({"old": "x", "new": "y"})
+    assert not files[H200].holds(row)
+    same_launches.add({"old": "a", "new": "b"})
+    assert results.same_code("torch", "c") == {"a", "b", "c"}
+    assert results.same_code("jax", "c") == {"c"}
+    assert [file.holds(row) for file in files.values()] == [True, True, False]
+    assert not files[H200].holds({**row, "code_hash": "y"})
+    for other in others:  # not compared
+        assert not files[H200].holds({**row, **other})
+        assert files[H200].holds({**row, **other, "code_hash": "a"})
+
+
+def test_wrong_uses_are_refused() -> None:
+    with pytest.raises(SystemExit, match="--framework must be torch"):
+        same_launches.main(["HEAD", "--framework", "jax"])
+    with pytest.raises(SystemExit, match="must be a commit, got no-such-commit"):
+        same_launches.main(["no-such-commit"])
