@@ -39,6 +39,7 @@ CAPABILITY = 90  # of results.COMPARED_GPUS
 ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 MOST_DIFFERENCES = 5  # that are printed
 PROGRESS_SECONDS = 20
+CONSTEXPRS = "constexprs"  # what they change is in the PTX, so they only explain a difference
 
 Step = dict[str, str]  # what is launched, then its grid, arguments, constexprs and options
 
@@ -52,15 +53,12 @@ class Steps(TorchDispatchMode):
         self._storages: dict[int, tuple[int, Any]] = {}  # kept alive, so that no later one has the same address
 
     def launched(self, launch: Launch, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-        """Adds a launch. Switches that are off are left out, so that a kernel may get a new one."""
+        """Adds a launch."""
         step = {"kernel": f"{launch.kernel.__module__}.{launch.kernel.__name__}", "grid": str(tuple(grid))}
         constexprs = dict(launch.constexprs)
-        for name, value in values.items():
-            if name not in constexprs:
-                step[name] = self._described(value)
-            elif value is not None and value is not False:
-                step[name] = repr(value)
-        self.found.append((step | {name: repr(value) for name, value in launch.options}, launch))
+        step |= {name: self._described(value) for name, value in values.items() if name not in constexprs}
+        step |= {name: repr(value) for name, value in launch.options}
+        self.found.append((step | {CONSTEXPRS: repr(constexprs)}, launch))
 
     def multiplied(self, *matrices: Tensor, first: bool) -> None:
         """Adds a matmul of the library."""
@@ -150,12 +148,16 @@ def record(name: str) -> None:
 def difference(old: Sequence[Step], new: Sequence[Step]) -> str | None:
     """Returns the first difference between the steps of a call, None if there is none."""
     for number, (before, after) in enumerate(zip(old, new, strict=False)):
-        if list(before.items()) == list(after.items()):
+        if _compared(before) == _compared(after):
             continue
         keys = [key for key in before | after if before.get(key) != after.get(key)]
         changes = [f"{key} {before.get(key, 'absent')} -> {after.get(key, 'absent')}" for key in keys]
         return f"launch {number}, {before['kernel']}: {'; '.join(changes) or 'the order of the arguments'}"
     return None if len(old) == len(new) else f"{len(old)} -> {len(new)} launches"
+
+
+def _compared(step: Step) -> list[tuple[str, str]]:
+    return [(key, value) for key, value in step.items() if key != CONSTEXPRS or "PTX" not in step]
 
 
 class Comparison(NamedTuple):

@@ -33,7 +33,7 @@ def test_equal_code_gives_equal_steps() -> None:
     assert names[:2] == ["row_kernels.row_weights_kernel", "row_kernels.pack_kernel"]
     assert {"hopper_logits.exponentials_kernel", "hopper_gradients.d_weight_kernel"} < {*names}
     assert names[-1] == "row_kernels.scale_kernel"
-    assert steps[-1]["IN_PLACE"] == "True"
+    assert "'IN_PLACE': True" in steps[-1]["constexprs"]
     assert steps[-1]["d_input_ptr"] == steps[-1]["new_d_input_ptr"]
     assert "0x" not in json.dumps(steps)  # an address would differ in another process
 
@@ -62,8 +62,7 @@ def test_another_choice_of_chunks_is_a_difference() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "change"),
     [
-        ("BLOCK", "2048", "BLOCK 4096 -> 2048"),
-        ("HAS_MASK", "True", "HAS_MASK absent -> True"),
+        ("num_warps", "16", "num_warps 8 -> 16"),
         ("tokens", "i32 1008", "tokens i32 1024 -> i32 1008"),
         ("PTX", "other", "PTX absent -> other"),
         ("grid", "(2,)", "grid (1,) -> (2,)"),
@@ -78,6 +77,15 @@ def test_the_first_difference_is_named(key: str, value: str, change: str) -> Non
     other = json.dumps({"call": "small, train", "steps": new})
     assert compare([call, call], [call, other]).differences == [f"small, train: {difference(old, new)}"]
     assert len(compare([call], [call, call]).differences) == 1
+
+
+def test_constexprs_explain_a_difference_and_make_none() -> None:
+    """What they change is in the PTX."""
+    step = {"kernel": "k", "grid": "(1,)", "constexprs": "{'OLD': 1}", "PTX": "a"}
+    assert difference([step], [{**step, "constexprs": "{}"}]) is None
+    assert difference([step], [{**step, "constexprs": "{}", "PTX": "b"}]) == (
+        "launch 0, k: constexprs {'OLD': 1} -> {}; PTX a -> b"
+    )
 
 
 def test_the_order_and_the_number_of_arguments_and_launches_count() -> None:
