@@ -5,12 +5,14 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
-from programs import LONG, Command, Printed, Programs
+from programs import APART, LONG, Command, Printed, Programs, python
 from slow_tests import is_slow, unknown
 
 # Mosaic's interpreter deadlocks if XLA has too few threads: two programs of three threads each, and their caller.
@@ -52,7 +54,9 @@ providers.is_local_module_file = lambda path: False  # pyright: ignore[reportPri
 gc.disable()
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if APART not in os.environ:
+        run_apart(session.items)
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 100)
@@ -121,6 +125,34 @@ def torch_poisons_buffers() -> Iterator[None]:
 
 def commands_of(item: pytest.Item) -> Iterable[Command]:
     return (command for mark in item.iter_markers("programs") for command in mark.args)
+
+
+def run_apart(items: list[pytest.Item]) -> None:
+    """Makes the tests on a GPU with the mark `apart` wait for programs that run them, as many as the mark says for each
+    file. They spend their time in Triton's compiler, which uses one core."""
+    of_file: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("apart") is not None and item.get_closest_marker("gpu") is not None:
+            of_file.setdefault(item.path, []).append(item)
+    for marked in of_file.values():
+        mark = marked[0].get_closest_marker("apart")
+        assert mark is not None
+        for part in range(mark.kwargs["programs"]):
+            share = marked[part :: mark.kwargs["programs"]]
+            command = python("run_tests.py", *(item.nodeid for item in share))
+            for item in share:
+                item.add_marker(pytest.mark.programs(command, seconds=mark.kwargs["seconds"]))
+                item.runtest = partial(outcome_of, item)
+    items.sort(key=turn)
+
+
+def outcome_of(item: Any) -> None:
+    """Waits for the program of a test that runs apart, and has the test's outcome."""
+    result = item.funcargs["programs"].printed(commands_of(item))[item.nodeid]
+    if result["outcome"] == "skipped":
+        pytest.skip(result["text"])
+    if result["outcome"] == "failed":
+        pytest.fail(result["text"], pytrace=False)
 
 
 TIMES = pytest.StashKey[dict[Command, tuple[float, float]]]()

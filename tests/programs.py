@@ -34,6 +34,8 @@ VARIABLES = {
 
 LONG = 120.0  # default seconds of a program while others run, so that programs of unknown duration start early
 
+APART = "LINEAR_CE_APART"  # set in a program that runs tests with the mark `apart`
+
 Command = tuple[str, ...]
 Printed = dict[str, dict[str, Any]]  # by name
 

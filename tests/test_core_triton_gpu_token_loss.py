@@ -19,7 +19,7 @@ from torch_gpu import DEVICE, assert_same
 
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.apart(programs=3, seconds=120)]
 
 KERNELS = ("triton", "triton_sm80")
 LARGE: dict[str, Any] = {"lead": (3, 1200), "d": 64, "v": 1501}

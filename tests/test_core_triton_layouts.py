@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 import core_triton
 
+pytestmark = pytest.mark.apart(programs=5, seconds=130)
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUNCTIONS = ("mean", "none", "log_probs", "stats")
 ARGUMENTS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
