@@ -147,9 +147,13 @@ def is_compared(row: Mapping[str, Any], device: str) -> bool:
     return same and device in COMPARED_GPUS and (row.get("shape"), row.get("mode")) in _compared_calls()
 
 
-def same_code(framework: str, code: str) -> set[str]:
-    """Returns the code hashes that `SAME_LAUNCHES` connects with one, over any number of pairs, and this one."""
+def same_code(framework: str, code: str, versions: Mapping[str, str]) -> set[str]:
+    """Returns the code hashes that `SAME_LAUNCHES` connects with one, over any number of pairs, and this one.
+
+    Another version of a compiler can make different kernels of equal launches, so only pairs of `versions` count.
+    """
     pairs = json.loads(SAME_LAUNCHES.read_text()).get(framework, []) if SAME_LAUNCHES.exists() else []
+    pairs = [pair for pair in pairs if pair["versions"].items() <= versions.items()]
     sets, found = [{pair["old"], pair["new"]} for pair in pairs], {code}
     for _ in sets:  # a chain has at most as many links as there are pairs
         found = found.union(*(both for both in sets if both & found))
@@ -228,7 +232,7 @@ class ResultFile:
         """
         codes = {row.get("code_hash")}
         if is_compared(row, self.head["device"]):
-            codes |= same_code(row["framework"], row["code_hash"])
+            codes |= same_code(row["framework"], row["code_hash"], self.head["versions"])
         key = (*self.key, *more)
         return any(
             old["status"] == "ok" and old.get("code_hash") in codes and same_measurement(old, row, key)

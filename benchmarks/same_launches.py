@@ -20,12 +20,12 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -209,7 +209,8 @@ def run(commit: str, scratch: Path) -> int:
     old, new = old.strip(), results.source_hash("torch")
     if not old:
         raise SystemExit(f"OLD_COMMIT {commit} has no code_hash")
-    if new in results.same_code("torch", old):
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    if new in results.same_code("torch", old, versions):
         known = f"{new} is the code_hash of both" if new == old else f"{old} and {new} are known to launch the same"
         print(f"nothing to compare: {known}")
         return 0
@@ -229,7 +230,7 @@ def run(commit: str, scratch: Path) -> int:
         print("\n".join(differences[:MOST_DIFFERENCES]))
         return 1
     pair = {"old": old, "new": new, "old_commit": commit, "new_commit": results.commit(), **counts}
-    pair |= {"versions": {name: version(name) for name in ("torch", "triton")}, "date": results.now()}
+    pair |= {"versions": versions, "date": results.now()}
     add(pair)
     print(f"{old} and {new} launch the same: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
     return 0

@@ -15,6 +15,7 @@ from benchmarks.same_launches import Step, Steps, bare, code_of, compare, differ
 from benchmarks.shapes import MODES, Shape
 
 H100, H200 = results.COMPARED_GPUS
+VERSIONS = {"torch": "1", "triton": "2"}
 SMALL = Shape("small", 1024, 128, 5000)
 
 
@@ -149,18 +150,21 @@ def test_resuming_keeps_rows_of_code_that_launches_the_same(tmp_path: Path, monk
     monkeypatch.setattr(results, "SAME_LAUNCHES", tmp_path / "same.json")
     row = {"shape": "llama3-8b", "dtype": "bfloat16", "targets": "peaked", "mode": "train", "method": "triton"}
     row |= {"framework": "torch", "code_hash": "c"}
-    files = {gpu: results.ResultFile(None, gpu, {}, "c0ffee") for gpu in (H100, H200, "NVIDIA A100-SXM4-80GB")}
+    gpus, versions = (H100, H200, "NVIDIA A100-SXM4-80GB"), VERSIONS | {"numpy": "2"}
+    files = {gpu: results.ResultFile(None, gpu, versions, "c0ffee") for gpu in gpus}
     others = [{"method": "triton_sm80"}, {"dtype": "float16"}, {"mode": "none"}, {"shape": "v16384"}]
     for file in files.values():
         for other in ({}, *others):
             file.add({**row, **other, "code_hash": "a", "status": "ok"})
         assert not file.holds(row)
-    same_launches.add({"old": "b", "new": "c"})
-    same_launches.add({"old": "x", "new": "y"})
+    same_launches.add({"old": "b", "new": "c", "versions": VERSIONS})
+    same_launches.add({"old": "x", "new": "y", "versions": VERSIONS})
+    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS | {"triton": "3"}})  # another compiler
     assert not files[H200].holds(row)
-    same_launches.add({"old": "a", "new": "b"})
-    assert results.same_code("torch", "c") == {"a", "b", "c"}
-    assert results.same_code("jax", "c") == {"c"}
+    same_launches.add({"old": "a", "new": "b", "versions": VERSIONS})
+    assert results.same_code("torch", "c", VERSIONS) == {"a", "b", "c"}
+    assert results.same_code("torch", "c", {"torch": "1"}) == {"c"}
+    assert results.same_code("jax", "c", VERSIONS) == {"c"}
     assert [file.holds(row) for file in files.values()] == [True, True, False]
     assert not files[H200].holds({**row, "code_hash": "y"})
     for other in others:  # not compared
