@@ -1,9 +1,10 @@
-"""How a call of the `chunked` implementation is divided into chunks: a pure function of shapes, dtypes and the memory
+"""How a call whose matmuls are PyTorch's is divided into chunks: pure functions of shapes, dtypes and the memory
 budget.
 
-It determines speed and memory. It changes results only by rounding.
+They determine speed and memory. They change results only by rounding.
 """
 
+from core_triton.tile_config import padded
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
@@ -108,5 +109,45 @@ def choose_chunked(
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget)
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
+    return choose_chunks(recomputing, tokens, classes, budget)
+
+
+def choose_stored(
+    *,
+    tokens: int,
+    hidden: int,
+    classes: int,
+    stores: bool,
+    d_input: bool,
+    second: bool,
+    copies_head: bool,
+    copies_rows: bool,
+    copied: int = 0,
+    budget: int,
+) -> ChunkConfig:
+    """Returns the chunks of a call whose logits are float32 matmuls of PyTorch's: `stored_logits.py`.
+
+    Args:
+        tokens: N.
+        hidden: D.
+        classes: K.
+        stores: plan A: the logits of a chunk stay until its gradients are done, if they fit.
+        d_input: d_input is computed.
+        second: gradients are computed.
+        copies_head: PyTorch copies a vocabulary chunk of the head for a matmul.
+        copies_rows: PyTorch copies a chunk of the input for a matmul.
+        copied: bytes of the contiguous copies of strided vectors.
+        budget: bytes.
+
+    Raises:
+        ValueError: as `choose_chunks`.
+    """
+    per_row = 4 * hidden * (second + copies_rows + d_input) + 128
+    per_class = 4 * hidden * copies_head + 32
+    fixed = 64 * tokens + 8 * classes + 4096 + copied
+    recomputing = WorkspaceModel(fixed, per_row + 4 * padded(1), per_class, 4)
+    if stores:
+        keeping = WorkspaceModel(fixed, per_row + 4 * (classes + padded(1)), per_class, 0)
+        return choose_plan_a(keeping, recomputing, tokens, classes, budget, float32=True)
     return choose_chunks(recomputing, tokens, classes, budget)

@@ -13,7 +13,6 @@ linear_ce/MATH.md.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -69,11 +68,6 @@ def head_with_contiguous_rows(w: Tensor, block: tuple[int, int]) -> tuple[Tensor
     return (w, block, True) if by_class else (w.T, block[::-1], False)
 
 
-def _precision(x: Tensor) -> str:
-    """Returns the precision of float32 matmuls: TF32 only if PyTorch's switch allows it."""
-    return "tf32" if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-
-
 class TileBlocks(NamedTuple):
     """The blocks, rows x columns, that a kernel of logits loads and stores, and its last constexprs."""
 
@@ -98,16 +92,14 @@ def _blocks(problem: Problem, *, repair: bool = False, crowded: bool = False) ->
 
     With `repair` tiles have half the rows, because they are halves of the tiles of the sm_90 kernels. A program may
     then use all registers: otherwise ptxas spills a few to fit a second program on a multiprocessor. A kernel is
-    `crowded` if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps
-    for 16-bit inputs.
+    `crowded` if its options make the registers of four warps spill for compute capability 8.x. It then has eight warps.
     """
     plan = plan_of(problem)
     tile = plan.tile
     assert tile is not None
     block_n = tile.block_n // 2 if repair else tile.block_n
-    num_warps = 8 if crowded and plan.pointers and problem.input.itemsize == 2 else tile.num_warps
+    num_warps = 8 if crowded and plan.pointers else tile.num_warps
     constexprs = {
-        "PRECISION": _precision(problem.input),
         "BLOCK_N": block_n,
         "BLOCK_V": tile.block_v,
         "BLOCK_D": tile.block_d,
@@ -228,7 +220,7 @@ def store_block(matrix, stride, values, row, column, rows, columns):
 @triton.jit
 def logits_tile(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-    W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Returns the tile of logits at (row, column), (BLOCK_N, BLOCK_V) float32: (1), (2).
@@ -244,7 +236,7 @@ def logits_tile(
             w = load_block(w_matrix, w_stride, k, column, hidden, classes, BLOCK_D, BLOCK_V)
         if INTERPRETED:
             x, w = x.to(tl.float32), w.to(tl.float32)
-        raw = tl.dot(x, w, raw, input_precision=PRECISION)
+        raw = tl.dot(x, w, raw, input_precision="ieee")  # for the interpreter, whose operands are float32
     if HAS_BIAS:
         columns = column + tl.arange(0, BLOCK_V)
         raw += tl.load(bias_ptr + columns, mask=columns < classes, other=0.0).to(tl.float32)[None, :]
@@ -287,7 +279,7 @@ def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
     sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes scaled exponentials and their float32 sums over the classes of each tile: (29).
@@ -303,7 +295,7 @@ def exponentials_kernel(
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
@@ -364,7 +356,7 @@ def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
     flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
@@ -393,7 +385,7 @@ def repair_kernel(
             row, column = row_block * BLOCK_N, class_block * BLOCK_V
             logits = logits_tile(
                 x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+                W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
             )  # fmt: skip
             row_ids = row + tl.arange(0, BLOCK_N)
             columns = column + tl.arange(0, BLOCK_V)
@@ -457,7 +449,7 @@ def statistics_kernel(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
     sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
@@ -471,7 +463,7 @@ def statistics_kernel(
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
@@ -523,13 +515,33 @@ def statistics(
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, blocks)
 
 
+@triton.jit
+def d_logits_of(
+    logits, lse, alpha, tau, beta, sigma, class_weight, at_target, softcap,
+    HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Returns d_logits, the cap's slope included, the scale not: (23), (15). The shapes broadcast. beta, sigma and
+    class_weight are None if they are 0."""
+    log_prob = logits - lse
+    factor = alpha
+    if HAS_BETA:
+        factor += beta * tl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
+    d_logits = tl.exp2(log_prob * LOG2_E) * factor
+    if HAS_SIGMA:
+        d_logits -= sigma * class_weight
+    d_logits = tl.where(at_target, d_logits - tau, d_logits)
+    if HAS_SOFTCAP:
+        d_logits *= slope(logits, softcap)
+    return d_logits
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def d_logits_kernel(
     x_matrix, x_stride, w_matrix, w_stride, d_logits_matrix, d_logits_stride, bias_ptr, class_weight_ptr, target_ptr,
     row_weight_ptr, lse_ptr, alpha_ptr, tau_ptr, beta_ptr, sigma_ptr,
     first_class, rows, hidden, classes, group, scale, softcap,
     HAS_BETA: tl.constexpr, HAS_SIGMA: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Writes d_logits of a vocabulary chunk from recomputed logits: (23), (15); zeros in rows of row_weight 0.
@@ -544,7 +556,7 @@ def d_logits_kernel(
         row, column = row_block * BLOCK_N, class_block * BLOCK_V
         logits = logits_tile(
             x_matrix, x_stride, w_matrix, w_stride, bias_ptr, row, column, rows, hidden, classes, scale, softcap,
-            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, PRECISION, BLOCK_N, BLOCK_V, BLOCK_D,
+            W_BY_CLASS, HAS_BIAS, HAS_SOFTCAP, BLOCK_N, BLOCK_V, BLOCK_D,
         )  # fmt: skip
         row_ids = row + tl.arange(0, BLOCK_N)
         columns = column + tl.arange(0, BLOCK_V)
@@ -554,19 +566,16 @@ def d_logits_kernel(
         tau = tl.load(tau_ptr + row_ids, mask=inside, other=0.0)
         target = tl.load(target_ptr + row_ids, mask=inside, other=-1) - first_class
         contributes = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
-        log_prob = logits - lse[:, None]
-        factor = alpha[:, None]
+        beta, sigma, class_weight = None, None, None
         if HAS_BETA:
-            beta = tl.load(beta_ptr + row_ids, mask=inside, other=0.0)
-            factor += beta[:, None] * tl.where(log_prob < NO_PROBABILITY, NO_PROBABILITY, log_prob)
-        d_logits = tl.exp2(log_prob * LOG2_E) * factor
+            beta = tl.load(beta_ptr + row_ids, mask=inside, other=0.0)[:, None]
         if HAS_SIGMA:
-            sigma = tl.load(sigma_ptr + row_ids, mask=inside, other=0.0)
-            class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)
-            d_logits -= sigma[:, None] * class_weight[None, :]
-        d_logits = tl.where(columns[None, :] == target[:, None], d_logits - tau[:, None], d_logits)
-        if HAS_SOFTCAP:
-            d_logits *= slope(logits, softcap)
+            sigma = tl.load(sigma_ptr + row_ids, mask=inside, other=0.0)[:, None]
+            class_weight = tl.load(class_weight_ptr + columns, mask=columns < classes, other=0.0)[None, :]
+        d_logits = d_logits_of(
+            logits, lse[:, None], alpha[:, None], tau[:, None], beta, sigma, class_weight,
+            columns[None, :] == target[:, None], softcap, HAS_BETA, HAS_SIGMA, HAS_SOFTCAP,
+        )  # fmt: skip
         d_logits = tl.where(contributes[:, None], d_logits, 0.0)
         store_block(d_logits_matrix, d_logits_stride, d_logits, row, column, rows, classes)
 

@@ -12,9 +12,9 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
-`recompute.py` with `chunked.py`), then the file of a kernel with its launcher: `hopper_logits.py`,
-`hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`, `input_grad.py` or
-`target_grad.py`.
+`chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:
+`hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`,
+`input_grad.py` or `target_grad.py`.
 """
 
 from functools import lru_cache
@@ -489,7 +489,7 @@ def explain(
     problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
     stage: Stage = "losses"
     if gradients:
-        stage = "gradients" if reduction == "none" else "loss_and_gradients"
+        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
     return Explanation(*_choose(input.device, implementation, gpu), plan)
 

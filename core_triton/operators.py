@@ -29,6 +29,7 @@ from core_triton.ops import (
     run_log_probs,
     run_loss_and_gradients,
     run_losses,
+    run_row_gradients,
     scale,
 )
 from core_triton.problem import Gradients, NeedsGrad
@@ -84,6 +85,12 @@ def _gradients_fake(
     lse: Tensor,
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
+) -> Gradients:
+    return _fake_gradients(arrays, needs_grad)
+
+
+def _row_gradients_fake(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
 ) -> Gradients:
     return _fake_gradients(arrays, needs_grad)
 
@@ -248,5 +255,6 @@ _register("loss_and_gradients", run_loss_and_gradients, _loss_and_gradients_fake
 _register("losses", _losses_op, _losses_fake, _losses_autograd)
 _register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
 _register("gradients", run_gradients, _gradients_fake)
+_register("row_gradients", run_row_gradients, _row_gradients_fake)
 _register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
 _register("scaled", _scaled_op, _scaled_fake)

@@ -4,7 +4,7 @@ In eager mode a function is a `torch.autograd.Function` that runs the plans. Und
 mode, it is an operator of `operators.py`, which is one node of a graph.
 
     `loss_and_gradients`  plan A: computes the gradients in the forward pass, and scales them in the backward pass
-    `losses`              plan B; differentiated, plan C: the backward pass recomputes the logits
+    `losses`              plan B; differentiated, plan C: the backward pass computes the logits again
     `log_probs`           plan C for log-probabilities
 """
 
@@ -228,13 +228,9 @@ class RowLosses(torch.autograd.Function):
         if d_loss is None:
             return None, None, None, None
         *saved, row_weight, lse = ctx.saved_tensors
-        arrays, options = Arrays(*saved), ctx.options
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        coefficients = row_math.loss_coefficients(
-            options.spec(), lse, arrays.target, upstream, arrays.class_weight, options.vocab_size
-        )
         needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
-        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad)
 
 
 class RowLogProbs(torch.autograd.Function):
@@ -252,17 +248,25 @@ class RowLogProbs(torch.autograd.Function):
         ctx.save_for_backward(*arrays, found.entropy, found.lse, found.row_weight)
         if found.row_weight is not None:
             ctx.mark_non_differentiable(found.row_weight)
+        ctx.set_materialize_grads(False)  # an unused result's gradient is None
         return found
 
     @staticmethod
     @no_double_backward
-    def backward(ctx: Any, d_log_prob: Tensor, d_entropy: Tensor, d_lse: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         *saved, entropy, lse, row_weight = ctx.saved_tensors
-        arrays, options = Arrays(*saved), ctx.options
-        coefficients = row_math.log_prob_coefficients(
-            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
-        )
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
+        arrays, options, needs_grad = Arrays(*saved), ctx.options, NeedsGrad(*ctx.needs_input_grad[1:])
+        if d_entropy is None and d_lse is None:
+            if d_log_prob is None:
+                return None, None, None, None
+            upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
+            return None, *_row_gradients(arrays, options, upstream, lse, needs_grad)
+        cotangents = [torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)]
+        used = torch.stack([one != 0 for one in cotangents]).any(0)
+        row_weight = torch.where(used, row_weight, 0.0)
+        coefficients = row_math.log_prob_coefficients(entropy, arrays.target, *cotangents, options.vocab_size)
         return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
 
 
@@ -274,6 +278,14 @@ def _only_first_differentiable(ctx: Any, found: Losses) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _row_gradients(arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad) -> Gradients:
+    """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`."""
+    if is_eager(arrays):
+        return run_row_gradients(arrays, options, upstream, lse, needs_grad)
+    found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
+    return _in_place(Gradients, found, needs_grad)
+
+
 def _gradients(
     arrays: Arrays,
     options: Options,
@@ -282,7 +294,7 @@ def _gradients(
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for the rows' `row_math.Coefficients`."""
+    """Plan C's backward pass for any coefficients: the gradients for the rows' `row_math.Coefficients`."""
     if is_eager(arrays):
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
@@ -351,13 +363,17 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
         return
     if gradient.dtype == torch.float32:
         torch.mul(gradient, factor, out=result)
+        if factor.ndim:
+            result.masked_fill_(factor == 0, 0.0)
         return
     # PyTorch would round a 16-bit tensor's factor first: multiply float32 pieces.
     pieces = max(1, -(-4 * gradient.numel() // min(PIECE_BYTES, max(memory_budget // 2, 1))))
     factors = [factor] * pieces if factor.ndim == 0 else factor.tensor_split(pieces)
     split = gradient.tensor_split(pieces), factors, result.tensor_split(pieces)
     for piece, piece_factor, result_piece in zip(*split, strict=True):
-        result_piece.copy_(piece.float().mul_(piece_factor))
+        scaled_piece = piece.float().mul_(piece_factor)
+        # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed in the backward pass.
+        result_piece.copy_(scaled_piece.masked_fill_(piece_factor == 0, 0.0) if factor.ndim else scaled_piece)
 
 
 # The plans.
@@ -399,7 +415,7 @@ def plan_a(
     stage: Stage = "loss_and_gradients"
     problem = _problem(stage, arrays, options, row_weight, needs_grad, statistics=statistics, vectors=vectors)
     plan, pair = plan_of(problem), None
-    with _no_autocast(plan, arrays.input):
+    with _library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
         else:
@@ -427,7 +443,7 @@ def run_losses(
     def run() -> Losses:
         row_weight = compute_row_weights(arrays, weights, options)
         if any(needs_grad):
-            _problem("gradients", arrays, options, row_weight, needs_grad)  # raises if the backward pass could not run
+            _problem("row_gradients", arrays, options, row_weight, needs_grad)  # raises if the backward pass cannot run
         loss, found = plan_b(arrays, options, row_weight, statistics=statistics, reduce=reduce)
         return kept_losses(loss, row_weight, found, statistics=statistics, backward=any(needs_grad))
 
@@ -440,7 +456,7 @@ def plan_b(
     """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
     problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
     plan = plan_of(problem)
-    with _no_autocast(plan, arrays.input):
+    with _library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
@@ -503,8 +519,7 @@ def _recorded(
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
-    tf32 = arrays.input.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return replay.call((key, options, tf32), arrays.input.device, (*arrays, *weights), run)
+    return replay.call((key, options), arrays.input.device, (*arrays, *weights), run)
 
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
@@ -514,12 +529,33 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
     problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
     plan = plan_of(problem)
-    with _no_autocast(plan, arrays.input):
+    with _library_settings(plan, arrays.input):
         found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
     assert found.entropy is not None
     assert found.nll is not None
     log_prob = 0.0 - found.nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
+
+
+def run_row_gradients(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
+) -> Gradients:
+    """Plan C's backward pass for losses of rows. Where plan A with scaled exponentials can run, it runs again, with
+    `upstream` as the row weights: it computes the logits once and stores exponentials in place of d_logits."""
+
+    def run() -> tuple[Tensor | None, ...]:
+        problem = _problem("row_gradients", arrays, options, upstream, needs_grad)
+        plan = plan_of(problem)
+        with _library_settings(plan, arrays.input):
+            if plan.path == "scaled_exp":
+                return _scaled_exp(problem, needs_grad, statistics=False, reduce=False)[2]
+            coefficients = row_math.loss_coefficients(
+                problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
+            )
+            return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+
+    weights = TokenWeights(upstream, lse)
+    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run))
 
 
 def run_gradients(
@@ -533,7 +569,7 @@ def run_gradients(
     """Plan C's backward pass."""
     problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=coefficients.beta is not None)
     plan = plan_of(problem)
-    with _no_autocast(plan, arrays.input):
+    with _library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
         return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
 
@@ -618,6 +654,10 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     """Returns the functions that compute the tiles of a plan of `chunked`."""
     if plan.path == "chunked":
         return chunked.TORCH_TILES
+    if plan.path == "stored_logits":
+        from core_triton.stored_logits import STORED_TILES
+
+        return STORED_TILES
     from core_triton.recompute import KERNEL_TILES
 
     return KERNEL_TILES
@@ -646,23 +686,29 @@ def _modes() -> int:
     return torch._C._len_torch_dispatch_stack()
 
 
-def _no_autocast(plan: ExecutionPlan, input: Tensor) -> Any:
+def _library_settings(plan: ExecutionPlan, input: Tensor) -> Any:
     """Returns a context in which PyTorch's matmuls use the dtypes of their operands and accumulate in float32.
 
     It disables autocast. It also disables reduced-precision reductions: by default PyTorch lets cuBLAS add the parts of
-    a split GEMM in 16 bits.
+    a split GEMM in 16 bits. The input's GPU is current, so that kernels between the matmuls are launched there.
     """
-    return _exact_matmuls(input) if plan.uses_library else nullcontext()
+    if not plan.uses_library:
+        return nullcontext()
+    if plan.path == "chunked":
+        return _exact_matmuls(input, nullcontext())
+    from core_triton.launch import on_device  # Triton is not on every machine that has PyTorch
+
+    return _exact_matmuls(input, on_device(input.device))
 
 
 @contextmanager
-def _exact_matmuls(input: Tensor) -> Iterator[None]:
+def _exact_matmuls(input: Tensor, device: Any) -> Iterator[None]:
     switches = torch.backends.cuda.matmul
     before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
     kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast does not support the meta device
     try:
         switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(kind, enabled=False), device:
             yield
     finally:
         switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before

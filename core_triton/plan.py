@@ -9,15 +9,15 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from core_triton import tile_config
-from core_triton.chunk_config import choose_chunked
+from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 
-Path = Literal["scaled_exp", "recompute", "chunked"]
+Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -46,6 +46,11 @@ class MatrixLayout(NamedTuple):
             return False
         by_rows = column == 1 and row > 0 and row * self.itemsize % 16 == 0
         return by_rows or (not by_row and row == 1 and column > 0 and column * self.itemsize % 16 == 0)
+
+    def gemm_compatible(self) -> bool:
+        """Whether cuBLAS's GEMM can read the matrix in place. PyTorch copies other matrices first."""
+        (rows, columns), (row, column) = self.shape, self.strides
+        return (column == 1 and row >= max(columns, 1)) or (row == 1 and column >= max(rows, 1))
 
 
 class DeviceInfo(NamedTuple):
@@ -84,11 +89,13 @@ class ExecutionPlan:
     Args:
         implementation: "triton", "triton_sm80" (on any GPU the kernels for compute capability 8.x) or "chunked".
         path: "scaled_exp" stores scaled exponentials: 3 matmuls with gradients, 1 without. "recompute" recomputes the
-            logits for the gradients: 4 matmuls. "chunked" uses PyTorch operators only.
+            logits for the gradients: 4 matmuls. "stored_logits" is for float32: cuBLAS computes the logits, which stay
+            in memory between the passes if `chunks.keeps_logits`: 3 matmuls, else 4. "chunked" uses PyTorch operators
+            only.
         hopper: whether the matmul kernels are those for sm_90, in Gluon, or those for any GPU.
         pointers: whether the kernels for any GPU read matrices through pointers, or through tensor descriptors.
         arch: what Triton compiles them for, such as "sm80"; None for the GPU itself.
-        tile: the tile of logits; None if no kernel runs.
+        tile: the tile of logits; None if no kernel computes them.
         ampere_tile: the tile of `ampere_logits` and `ampere_gradients`; None if other kernels run. It has the same rows
             and classes as `tile`.
         chunks: the rows of a chunk, and what depends on them.
@@ -140,12 +147,12 @@ class ExecutionPlan:
         return self.path != "scaled_exp" or self.d_input_tiling is None or not self.d_weight_kernel
 
     def __str__(self) -> str:
-        family = None
-        if self.path != "chunked":
+        family = "Triton's, for rows of stored logits" if self.path == "stored_logits" else None
+        if self.tile is not None:
             triton = "Triton's, for compute capability 8.x" if self.pointers else "Triton's, for any GPU"
             family = "Hopper's, in Gluon" if self.hopper else triton
         ours = {
-            "logits": self.path != "chunked",
+            "logits": self.tile is not None,
             "d_input": self.d_input_tiling is not None,
             "d_weight": self.d_weight_kernel,
         }
@@ -173,6 +180,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
     """
+    if key.stage == "row_gradients":
+        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
     if key.implementation == "chunked":
@@ -196,14 +205,32 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
             tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
         )  # fmt: skip
+    if x.dtype == "float32":
+        chunks = choose_stored(
+            tokens=tokens,
+            hidden=hidden,
+            classes=key.classes,
+            stores=key.stage == "loss_and_gradients",
+            d_input=key.d_input,
+            second=key.d_input or key.d_weight or key.d_bias,
+            copies_head=not w.gemm_compatible(),
+            copies_rows=not x.gemm_compatible(),
+            copied=key.copied_bytes,
+            budget=key.memory_budget,
+        )
+        return ExecutionPlan(
+            key.implementation, "stored_logits", False, False, None, None, None, chunks, casts_head=False,
+            d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu, programs=0,
+            tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
+        )  # fmt: skip
     capability = key.device.capability
     if key.implementation == "triton_sm80" and capability >= 90:
         capability = 80
-    hopper = capability == 90 and key.device.type == "cuda" and x.itemsize == 2
+    hopper = capability == 90 and key.device.type == "cuda"
     pointers = capability < 90  # Triton has no asynchronous copies through descriptors there
     # Otherwise Triton would compile them to other instructions (wgmma) on a newer GPU.
     arch = "sm80" if pointers and key.device.capability >= 90 and key.device.type == "cuda" else None
-    tile = tile_config.choose_tile(x.itemsize, capability, hidden)
+    tile = tile_config.choose_tile(capability, hidden)
     casts_head = w.dtype != x.dtype or not w.tma_compatible(pointers=pointers)
     needs_grad = key.d_input or key.d_weight or key.d_bias
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
@@ -220,7 +247,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
-        ampere = pointers and key.device.type == "cuda" and x.itemsize == 2
+        ampere = pointers and key.device.type == "cuda"
         ampere_tile = tile_config.choose_ampere_tile(tile, capability) if ampere else None
         tiling = None
         if (hopper or ampere) and not casts_head:
@@ -288,3 +315,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input_tiling=None, d_weight_kernel=False, holds_rows=False, gpu=key.device.gpu,
         programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget, matmuls=matmuls,
     )  # fmt: skip
+
+
+def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
+    """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
+    chunks have so few rows that recomputing the logits is faster."""
+    try:
+        plan = make_plan(key._replace(stage="loss_and_gradients"))
+    except ValueError:  # recomputing takes less memory
+        return None
+    tokens = key.input.shape[0]
+    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
+    return plan if plan.path == "scaled_exp" and plan.chunks.rows >= enough else None

@@ -58,6 +58,11 @@ class Problem:
             return None
         return self.class_weight[self.vocab_offset + vocab_chunk.start : self.vocab_offset + vocab_chunk.stop]
 
+    def class_weight_or_ones(self, vocab_chunk: slice) -> Tensor:
+        """Returns the class weights of a vocabulary chunk, (v,) float32, or ones if the call has no class weights."""
+        found = self.class_weight_of(vocab_chunk)
+        return self.row_weight.new_ones(vocab_chunk.stop - vocab_chunk.start) if found is None else found
+
     def contributes(self, chunk: slice) -> Tensor:
         return self.row_weight[chunk] != 0
 

@@ -1,9 +1,9 @@
 """The tiles of `chunked.py`, computed by kernels, for calls that recompute the logits for the gradients: 1 + 3 matmuls.
 
-Plan A uses them for float16, float32, label smoothing and, on compute capability 8.x, 2**24 classes or more. Plan C
-always uses them. The chunks of rows and vocabulary
-chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass writes
-d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
+Plan A uses them for float16, label smoothing and, on compute capability 8.x, 2**24 classes or more. Plan C uses them
+where its backward pass cannot be plan A again (`plan.make_plan`). float32 has `stored_logits.py`. The chunks of rows
+and vocabulary chunks are those of `chunked`. In the first pass the logits stay within a multiprocessor. The second pass
+writes d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 """
 
 import torch
@@ -34,7 +34,7 @@ def _partial(
         tma_compatible(x, by_row=True, pointers=plan.pointers),
         tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
-        class_weight=_class_weight(problem, vocab_chunk) if weighted else None,
+        class_weight=problem.class_weight_or_ones(vocab_chunk) if weighted else None,
         target=target,
         tops=top,
         sums=sum_exp,
@@ -65,7 +65,7 @@ def _d_logits(
         tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
         result=d_logits,
-        class_weight=None if coefficients.sigma is None else _class_weight(problem, vocab_chunk),
+        class_weight=None if coefficients.sigma is None else problem.class_weight_or_ones(vocab_chunk),
         target=At(problem.target, chunk.start),
         row_weight=At(problem.row_weight, chunk.start),
         lse=row.lse,
@@ -74,12 +74,7 @@ def _d_logits(
         beta=coefficients.beta,
         sigma=coefficients.sigma,
     )
-    summed = None
-    if row.bias:
-        summed = row.lse.new_empty(classes)
-        factor = torch.ones_like(row.lse) if row.bias_scale is None else row.bias_scale
-        row_kernels.add_class_sums(summed, d_logits, factor, first=True)
-    return operand(d_logits, d_logits.dtype), summed
+    return operand(d_logits, d_logits.dtype), row_kernels.class_sums(d_logits, row.bias_scale) if row.bias else None
 
 
 KERNEL_TILES = Tiles(_partial, _d_logits)
@@ -94,9 +89,3 @@ def tma_compatible(matrix: Tensor, *, by_row: bool = False, pointers: bool = Fal
     copy = matrix.new_zeros((n, tile_config.padded_hidden(columns, matrix.itemsize)))
     copy[:, :columns] = matrix
     return copy
-
-
-def _class_weight(problem: Problem, vocab_chunk: slice) -> Tensor:
-    """Returns the class weights of a vocabulary chunk, (v,) float32, or ones if the call has no class weights."""
-    found = problem.class_weight_of(vocab_chunk)
-    return problem.row_weight.new_ones(vocab_chunk.stop - vocab_chunk.start) if found is None else found

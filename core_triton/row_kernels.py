@@ -625,6 +625,14 @@ def add_class_sums(total: Tensor, matrix: Tensor, factor: Tensor | At, *, first:
     launch(class_sums_kernel, (cdiv(classes, 64),), *arrays, ADDS=not first, BLOCK_N=128, BLOCK_V=64, num_warps=4)
 
 
+def class_sums(matrix: Tensor, factor: Tensor | None) -> Tensor:
+    """Returns the sums over rows of factor (n,) * matrix (n, v), (v,) float32. None is a factor of 1."""
+    total = matrix.new_empty(matrix.shape[1], dtype=torch.float32)
+    factor = total.new_ones(len(matrix)) if factor is None else factor
+    add_class_sums(total, matrix, factor, first=True)
+    return total
+
+
 @triton.jit
 def class_gradient_kernel(sum_ptr, result_ptr, summed, classes, BLOCK: tl.constexpr):
     """Writes sum (summed,) float32 to result (classes,), rounded, with zeros past its end. One program owns BLOCK."""

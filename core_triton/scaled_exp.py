@@ -6,7 +6,8 @@ as the exponentials stay within the range of bfloat16. At first k comes from the
 the range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The backward pass of plan C runs
+it too, with the upstream gradients as row weights. The steps for each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -14,8 +15,8 @@ exponentials. Plan A with scaled exponentials is for bfloat16 without label smoo
     d_weight += E^T (rho x)                           `_add_d_weight`
     d_input = rho (E W) + theta w_target              `_store_d_input`
 
-At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, in
-any dtype. It stores only the sums.
+At the end the targets' terms of d_weight are added for all rows (`_add_targets`). Plan B is the first three steps, for
+bfloat16 and float16. It stores only the sums.
 
 A token loss needs the log-probabilities of a chunk before the factors of its rows. For it, `row_kernels.finish_rows`
 runs twice (`_weights_of_token_loss`).

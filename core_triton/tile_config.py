@@ -33,22 +33,19 @@ class TileConfig:
     group: int
 
 
-def choose_tile(itemsize: int, capability: int, hidden: int) -> TileConfig:
-    """Returns the tile of logits for operands of `itemsize` bytes on a GPU of compute capability 80, 90, 100, ...
+def choose_tile(capability: int, hidden: int) -> TileConfig:
+    """Returns the tile of logits for 16-bit operands on a GPU of compute capability 80, 90, 100, ...
 
-    - 16 bits on Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
+    - Hopper: two warpgroups of 64 x 256. Their accumulators fill the registers. Their three stages and the
       staging buffer of the store fill the shared memory.
-    - Float32: the ordinary units compute it, without matrix instructions.
-    - 16 bits on Ampere and Ada: four warps of 64 x 64, whose accumulators fill half of their registers. A program takes
+    - Ampere and Ada: four warps of 64 x 64, whose accumulators fill half of their registers. A program takes
       at most 64 KiB of shared memory, or 48 KiB on GPUs with 100 KiB (8.6 and 8.9), so that a multiprocessor runs two:
       one computes exponentials while the other multiplies. Programs of eight warps take more, and a multiprocessor runs
       one (`kernels._blocks`).
     - Otherwise the tiles are as large as registers allow without spills.
     """
-    block_n = 64 if itemsize == 4 else 128
-    group = max(1, GROUP_BYTES // (block_n * hidden * itemsize))
-    if itemsize == 4:
-        return TileConfig(block_n, 64, 16, num_warps=4, num_stages=2 if capability >= 90 else 4, group=group)
+    block_n = 128
+    group = max(1, GROUP_BYTES // (block_n * hidden * 2))
     if capability < 90:
         stages = 4 if capability in (80, 87) else 3
         return TileConfig(block_n, 128, 32, num_warps=4, num_stages=stages, group=group)

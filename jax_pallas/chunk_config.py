@@ -101,5 +101,5 @@ def choose_chunked(
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget)
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
     return choose_chunks(recomputing, tokens, classes, budget)

@@ -504,7 +504,7 @@ def explain(
     problem = Problem(flat, linear_weight, None, rows, rows, None, spec, classes, vocab_axis=vocab_axis)
     stage: Stage = "losses"
     if gradients:
-        stage = "gradients" if reduction == "none" else "loss_and_gradients"
+        stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     budget = check_memory_budget(memory_budget)
     plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), info)
     return Explanation(*chosen, plan)

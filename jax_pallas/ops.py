@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_pallas import chunked, launch, row_math
 from jax_pallas.plan import ExecutionPlan, PlanKey, Stage, make_plan
@@ -156,7 +157,7 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             None,
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
-    _problem("gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
+    _problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
     loss, lse, target_logit, top = _row_losses(options, *arrays)
     return (loss, lse, target_logit, top), ((arrays, _named(lse), needs_grad), None)
 
@@ -167,14 +168,15 @@ def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     if made is not None:
         gradients, scales, row_weight = made
         d_row = jnp.where(row_weight != 0, d_loss, 0.0)[:, None]
-        return options.cotangents(_scaled(gradients, d_row, None, scales))
+        scaled = _scaled(gradients, d_row, None, scales)
+        assert scaled.d_input is not None
+        # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
+        d_input = jnp.where(d_row == 0, 0.0, scaled.d_input).astype(scaled.d_input.dtype)
+        return options.cotangents(scaled._replace(d_input=d_input))
     arrays, lse, needs_grad = recomputed
-    problem = _problem("gradients", options, arrays, needs_grad)
-    upstream = jnp.where(problem.row_weight != 0, d_loss * problem.row_weight, 0.0)
-    coefficients = row_math.loss_coefficients(
-        options.spec, lse, problem.target, upstream, problem.row_weight, problem.class_weight, options.classes
-    )
-    return options.cotangents(_gradients((options, needs_grad), arrays, lse, coefficients))
+    row_weight = options.named(arrays)["row_weight"]
+    upstream = jnp.where(row_weight != 0, d_loss * row_weight, 0.0)
+    return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
 
 
 _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
@@ -197,8 +199,16 @@ def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
 
 def _log_probs_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
     arrays, entropy, lse, needs_grad = residuals
-    problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
+    d_log_prob, *others = cotangents
+    if all(isinstance(one, SymbolicZero) for one in others):
+        row_weight = options.named(arrays)["row_weight"]
+        upstream = jnp.where(row_weight != 0, -_dense(d_log_prob), 0.0)  # of the negative log-likelihood
+        return options.cotangents(_row_gradients((options, needs_grad), arrays, lse, upstream))
     cotangents = tuple(map(_dense, cotangents))
+    used = jnp.stack([one != 0 for one in cotangents]).any(0)
+    row_weight = jnp.where(used, options.named(arrays)["row_weight"], 0.0)
+    arrays = options.arrays(**options.named(arrays) | {"row_weight": row_weight})
+    problem = _problem("gradients", options, arrays, needs_grad, entropy=True)
     coefficients = row_math.log_prob_coefficients(
         entropy, problem.target, *cotangents, problem.row_weight, classes=options.classes
     )
@@ -408,6 +418,29 @@ def _token_derivatives(
     return row_token_gradients(*static, log_prob, row_weight, per_token, closure)
 
 
+@opaque("linear_ce_row_gradients")
+def _row_gradients(
+    static: tuple[Options, NeedsGrad], arrays: Arrays, lse: Array, upstream: Array, platform: str | None = None
+) -> Gradients:
+    """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`.
+
+    Where plan A with scaled exponentials can run, it runs again, with `upstream` as the row weights: it computes the
+    logits once and stores exponentials in place of d_logits.
+    """
+    options, needs_grad = static
+    arrays = options.arrays(**options.named(arrays) | {"row_weight": upstream})
+    problem = _problem("row_gradients", options, arrays, needs_grad, platform)
+    plan = plan_of(problem)
+    if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import scaled_exp
+
+        return scaled_exp(problem, needs_grad, statistics=False)[2]
+    coefficients = row_math.loss_coefficients(
+        options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
+    )
+    return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+
+
 @opaque("linear_ce_gradients")
 def _gradients(
     static: tuple[Options, NeedsGrad],
@@ -416,7 +449,7 @@ def _gradients(
     coefficients: Coefficients,
     platform: str | None = None,
 ) -> Gradients:
-    """Plan C's backward pass."""
+    """Plan C's backward pass for any coefficients."""
     options, needs_grad = static
     entropy = coefficients.beta is not None
     problem = _problem("gradients", options, arrays, needs_grad, platform, entropy=entropy)
@@ -499,8 +532,7 @@ def _named(array: Array) -> Array:
 
 
 def _dense(cotangent: Any) -> Any:
-    symbolic = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, jnp.float32) if symbolic else cotangent
+    return jnp.zeros(cotangent.shape, jnp.float32) if isinstance(cotangent, SymbolicZero) else cotangent
 
 
 def _unflattened(results: Arrays, batch: int) -> Arrays:

@@ -13,13 +13,13 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -125,6 +125,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     Raises:
         ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
     """
+    if key.stage == "row_gradients":
+        return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
     matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
     vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
@@ -232,3 +234,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         vocab_chunks_in_place=vocab_chunks_in_place, d_input_kernel=False, d_weight_kernel=d_weight_kernel,
         gpu=key.device.gpu,
     )  # fmt: skip
+
+
+def _plan_a_again(key: PlanKey) -> ExecutionPlan | None:
+    """Returns plan A with scaled exponentials for the gradients of losses of rows. None if it cannot run, or if its
+    chunks have so few rows that recomputing the logits is faster."""
+    try:
+        plan = make_plan(key._replace(stage="loss_and_gradients"))
+    except ValueError:  # recomputing takes less memory
+        return None
+    tokens = key.input.shape[0]
+    enough = min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0
+    return plan if plan.path == "scaled_exp" and plan.chunks.rows >= enough else None

@@ -15,6 +15,11 @@ MIN_VOCAB_CHUNK = 64
 
 ROW_MULTIPLE = 16
 
+# Rows of a chunk whose logits are stored, if there are several chunks. With fewer, reading and writing d_weight for
+# each chunk takes longer than computing the logits of more rows twice. By estimates, not by measurements.
+LEAST_FLOAT32_ROWS = 128  # of float32 matmuls without TF32
+LEAST_ROW_GRADIENTS = 512  # of 16-bit matmuls
+
 
 @dataclass(frozen=True)
 class ChunkConfig:
@@ -101,20 +106,27 @@ def choose_chunks(model: WorkspaceModel, tokens: int, classes: int, budget: int)
 
 
 def choose_plan_a(
-    keeping: WorkspaceModel, recomputing: WorkspaceModel, tokens: int, classes: int, budget: int
+    keeping: WorkspaceModel, recomputing: WorkspaceModel, tokens: int, classes: int, budget: int, *, float32: bool
 ) -> ChunkConfig:
-    """Returns the chunks of plan A. It keeps the logits from the first pass to the second if those of all rows fit.
+    """Returns the chunks of plan A. It keeps the logits from the first pass to the second if those of enough rows fit.
 
-    Kept logits save a matmul. But at a large vocabulary the budget holds the logits of few rows only, and matmuls of
-    few rows lose more time than the saved matmul takes (benchmarks/experiments.md). Then the logits are computed twice,
-    in chunks whose size does not depend on V.
+    Kept logits save a matmul. But at a large vocabulary the budget holds the logits of few rows only, and 16-bit
+    matmuls of few rows lose more time than the saved matmul takes (benchmarks/experiments.md). So with 16-bit operands
+    the logits are kept only if those of all rows fit. Otherwise they are computed twice, in chunks whose size does not
+    depend on V. For float32 operands LEAST_FLOAT32_ROWS are enough.
+
+    Args:
+        keeping, recomputing: the workspace with kept logits, and without them.
+        tokens, classes, budget: as in `choose_chunks`.
+        float32: the operands of matmuls are float32.
 
     Raises:
         ValueError: as `choose_chunks`.
     """
-    if keeping.bytes(min(max(tokens, 1), MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)) <= budget:
+    tokens = max(tokens, 1)
+    if keeping.bytes(min(tokens, MIN_ROWS), min(classes, MIN_VOCAB_CHUNK)) <= budget:
         kept = choose_chunks(keeping, tokens, classes, budget)
-        if kept.rows >= tokens:
+        if kept.rows >= min(tokens, LEAST_FLOAT32_ROWS if float32 else tokens):
             return replace(kept, keeps_logits=True)
     return choose_chunks(recomputing, tokens, classes, budget)
 
@@ -143,6 +155,7 @@ def _largest(model: WorkspaceModel, tokens: int, classes: int, budget: int) -> C
 PATHS = {
     "scaled_exp": "the gradients are matmuls of stored exponentials",
     "recompute": "the gradients compute the logits again",
+    "stored_logits": "a library computes float32 logits, one chunk of rows at a time",
     "chunked": "no kernels",
 }
 
@@ -163,7 +176,7 @@ def describe_plan(
     """Returns the description of a plan, a few lines in the same words for both frameworks.
 
     Args:
-        path: "scaled_exp", "recompute" or "chunked".
+        path: a key of `PATHS`.
         kernels: which kernels run, or None.
         tile: rows and classes of a tile of logits, or None.
         rows: rows of a chunk.
@@ -175,8 +188,8 @@ def describe_plan(
         budget: bytes of the memory budget.
     """
     family, why = "none", f": {PATHS[path]}"
-    if kernels is not None and tile is not None:
-        family = f"{kernels}, tiles of {tile[0]} rows x {tile[1]} classes"
+    if kernels is not None:
+        family = kernels if tile is None else f"{kernels}, tiles of {tile[0]} rows x {tile[1]} classes"
     if path != "chunked" and len(matmuls) == 1:
         why = ", no gradients"
     makers = {

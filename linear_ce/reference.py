@@ -159,9 +159,10 @@ def reference_loss(
             d_logits = d_logits - (a * smoothing / classes)[:, None] * c
         d_logits[np.arange(y.size), column] -= a * (1 - smoothing) * c_target
         d_logits[~in_range] = np.nan
-        d_logits[~contributes] = 0
+        differentiated = contributes & (upstream != 0) if spec.reduction == "none" else contributes
+        d_logits[~differentiated] = 0
         d_input, d_weight, d_bias = _gradients(
-            d_logits, contributes, p, rows, linear_bias is not None, spec, arithmetic
+            d_logits, differentiated, p, rows, linear_bias is not None, spec, arithmetic
         )
 
         def reduce(per_row: np.ndarray) -> np.ndarray:
@@ -238,8 +239,11 @@ def reference_log_probs(
         d_logits = d_logits - d_ent[:, None] * (surprise + p.probs * entropy[:, None])
         d_logits[np.arange(y.size), np.where(p.in_range, y, 0)] += d_lp
         d_logits[~p.in_range] = np.nan
-        d_logits[~valid] = 0
-        d_input, d_weight, d_bias = _gradients(d_logits, valid, p, rows, linear_bias is not None, spec, arithmetic)
+        differentiated = valid & ((d_lp != 0) | (d_ent != 0) | (d_lse_rows != 0))
+        d_logits[~differentiated] = 0
+        d_input, d_weight, d_bias = _gradients(
+            d_logits, differentiated, p, rows, linear_bias is not None, spec, arithmetic
+        )
 
         def select(per_row: np.ndarray) -> np.ndarray:
             return np.where(valid, per_row, real(0)).reshape(shape)

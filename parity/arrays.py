@@ -146,4 +146,5 @@ def _upstream(case: Case, rng: np.random.Generator) -> dict[str, np.ndarray]:
 
     if case.function != "log_probs":
         return {"d_loss": draw()}
-    return {"d_log_prob": draw(), "d_entropy": draw(), "d_lse": draw()}
+    drawn = {name: draw() for name in ("log_prob", "entropy", "lse")}
+    return {f"d_{name}": 0 * value if name in case.unused else value for name, value in drawn.items()}

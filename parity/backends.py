@@ -178,9 +178,10 @@ def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
     return {"loss": loss, "log_probs": log_probs, "token_loss": token_loss}[case.function]
 
 
-def roots_of(case: Case, outputs: Mapping[str, Any]) -> list[Any]:
-    """Returns the outputs that have an upstream gradient."""
-    return [outputs[name] for name in (("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",))]
+def roots_of(case: Case) -> list[str]:
+    """Returns the names of the outputs that have an upstream gradient."""
+    names = ("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",)
+    return [name for name in names if name not in case.unused]
 
 
 def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
@@ -197,7 +198,7 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         tensors["input"] = torch.stack([tensors["input"]] * 2, dim=-1)[..., 0]
     if case.vocab_axis == 1:
         tensors["linear_weight"] = tensors["linear_weight"].t().contiguous().t()
-    upstream = [tensors.pop(name) for name in arrays if name.startswith("d_")]
+    cotangents = {name: tensors.pop(name) for name in arrays if name.startswith("d_")}
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in tensors and name not in case.frozen}
     for name in argument_of.values():
         tensors[name].requires_grad_()
@@ -206,7 +207,8 @@ def _run_torch(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
         leaves = [tensors[name] for name in argument_of.values()]
         # A token loss may be constant in an array. Autograd then gives no gradient of it.
         zeros = case.function == "token_loss"
-        gradients = torch.autograd.grad(roots_of(case, outputs), leaves, upstream, materialize_grads=zeros)
+        roots, upstream = zip(*((outputs[name], cotangents[f"d_{name}"]) for name in roots_of(case)), strict=True)
+        gradients = torch.autograd.grad(roots, leaves, upstream, materialize_grads=zeros)
         outputs |= dict(zip(argument_of, gradients, strict=True))
     ran = core_triton.explain(tensors["input"], tensors["linear_weight"], implementation=implementation)
 
@@ -231,14 +233,15 @@ def _run_jax(implementation: str | None, case: Case, arrays: Arrays) -> _Run:
     operands = {name: jnp.asarray(value, dtypes[name]) for name, value in arrays.items()}
     if case.vocab_axis == 1:
         operands["linear_weight"] = operands["linear_weight"].T
-    upstream = [operands.pop(name) for name in arrays if name.startswith("d_")]
+    cotangents = {name: operands.pop(name) for name in arrays if name.startswith("d_")}
+    upstream = [cotangents[f"d_{name}"] for name in roots_of(case)]
     argument_of = {d: name for d, name in GRADIENT_OF.items() if name in operands and name not in case.frozen}
     function = function_of(jax_pallas, case)
     options = options_of(case, implementation) | {"vocab_axis": case.vocab_axis}
 
     def call(differentiated: dict[str, Any], others: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         outputs = function(**differentiated, **others, **options)
-        return roots_of(case, outputs), outputs
+        return [outputs[name] for name in roots_of(case)], outputs
 
     @jax.jit
     def run(differentiated: dict[str, Any], others: dict[str, Any], upstream: list[Any]) -> dict[str, Any]:

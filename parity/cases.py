@@ -68,6 +68,7 @@ class Case:
     vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
     tight_memory: bool = False
     upstream: Literal["one", "random"] = "one"
+    unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
     frozen: tuple[str, ...] = ()  # arguments whose gradient is not computed
     strided: bool = False  # PyTorch: non-contiguous input
@@ -433,6 +434,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
 )
+_LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty", {"lead": (0,)}, _TWO),
     ("one_token", {"lead": (1,), "tight_memory": True}, _ONE),
@@ -449,6 +451,18 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("frozen_input", {"frozen": ("input",)}, _ONE),
     ("no_gradient", {"frozen": ("input", "linear_weight"), "spec": LossSpec(softcap=5.0)}, _TWO),
     ("tight", {"tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _ALL),
+    # As in losses of whole sequences.
+    ("log_prob", {**_LOG_PROB, "hidden": 64, "vocab": 501, "has_bias": True, "ignored": "some"}, _ALL),
+    (
+        "log_prob-axis1",
+        {**_LOG_PROB, "hidden": 128, "vocab": 640, "vocab_axis": 1, "spec": LossSpec(softcap=5.0)},
+        _BF16,
+    ),
+    ("log_prob-tight", {**_LOG_PROB, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
+    ("log_prob-range", {**_LOG_PROB, "hidden": 64, "poison": ("target_range",), "has_bias": True}, _BF16),
+    ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
+    ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
+    ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}

@@ -34,8 +34,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, operators, ops, recompute, row_kernels, row_math, target_grad
-from core_triton.problem import NeedsGrad, Problem
+from core_triton import chunked, operators, ops, row_kernels, row_math, target_grad
+from core_triton.problem import NeedsGrad, Problem, plan_of
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
@@ -336,7 +336,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     shards = list(shards_of(case, t, row_weight, class_weight))
 
     def statistics(shard: Problem) -> row_math.Partial:
-        return chunked.chunk_statistics(shard, everything, 128, tiles=recompute.KERNEL_TILES)
+        return chunked.chunk_statistics(shard, everything, 128, tiles=ops._tiles(plan_of(shard)))
 
     merged = statistics(shards[0])
     for shard in shards[1:]:
@@ -347,7 +347,7 @@ def sharded(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     needs_grad = NeedsGrad(d_input=True, d_weight=True, d_bias=case.has_bias)
     config = ChunkConfig(rows=64, vocab_chunk=128, float32_sum=True)
     parts = [
-        chunked.gradients(recompute.KERNEL_TILES, shard, config, found.lse, coefficients, needs_grad)
+        chunked.gradients(ops._tiles(plan_of(shard)), shard, config, found.lse, coefficients, needs_grad)
         for shard in shards
     ]
     gradients = {

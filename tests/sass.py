@@ -33,12 +33,11 @@ def opcodes(code: Iterable[Instruction]) -> Counter[str]:
     return Counter(one.opcode.partition(".")[0] for one in code)
 
 
-def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
+def missing_overlap(sass: str) -> str | None:
     """Returns why the loop of a matmul does not copy asynchronously (cp.async, LDGSTS) while it multiplies, or None.
 
     Args:
         sass: of a kernel for compute capability 8.x.
-        multiply: the instruction that multiplies.
     """
     loop = innermost_loop(sass, "LDGSTS")
     if not loop:
@@ -46,11 +45,11 @@ def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
     copies = {one.opcode for one in loop if one.opcode.startswith("LDGSTS")}
     if not all(copy.endswith(".128") for copy in copies):
         return f"copies less than 16 bytes at a time: {copies}"
-    places = [index for index, one in enumerate(loop) if one.opcode.startswith(multiply)]
+    places = [index for index, one in enumerate(loop) if one.opcode.startswith("HMMA")]
     if not places:
         return "does not multiply where it copies"
     between = [one.opcode.partition(".")[0] for one in loop[places[0] : places[-1]]]
-    if multiply == "HMMA" and "LDG" in between:  # FFMA is also used around the matmul
+    if "LDG" in between:
         return "waits for loads"
     waits = [index for index, one in enumerate(loop) if one.opcode.startswith("DEPBAR")]
     if not waits:
@@ -58,14 +57,14 @@ def missing_overlap(sass: str, multiply: str = "HMMA") -> str | None:
     # DEPBAR.LE waits until at most so many groups of copies are in flight. A matmul with two stages waits for all of
     # them, but only after it has multiplied for most of a step.
     for wait in waits:
-        covered = _multiplies_since_copy(loop, wait, multiply)
+        covered = _multiplies_since_copy(loop, wait)
         if loop[wait].operands.endswith(" 0x0") and 2 * covered < len(places):
-            return f"waits for all copies after {covered} of {len(places)} {multiply}"
+            return f"waits for all copies after {covered} of {len(places)} HMMA"
     return None
 
 
-def _multiplies_since_copy(loop: list[Instruction], wait: int, multiply: str) -> int:
+def _multiplies_since_copy(loop: list[Instruction], wait: int) -> int:
     """Returns how many times a loop multiplies between its last copy and the instruction at index `wait`."""
     before = [one.opcode for one in reversed(loop[wait + 1 :] + loop[:wait])]
     copy = next(index for index, opcode in enumerate(before) if opcode.startswith("LDGSTS"))
-    return sum(opcode.startswith(multiply) for opcode in before[:copy])
+    return sum(opcode.startswith("HMMA") for opcode in before[:copy])

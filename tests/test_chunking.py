@@ -37,6 +37,11 @@ class Drawn(NamedTuple):
     tokens: int
     classes: int
     budget: int  # at least the smallest budget of `recomputing`
+    float32: bool
+
+    def plan_a(self, budget: int) -> chunking.ChunkConfig:
+        sizes = max(self.tokens, 1), self.classes, budget
+        return chunking.choose_plan_a(self.keeping, self.recomputing, *sizes, float32=self.float32)
 
     @property
     def least(self) -> int:
@@ -59,14 +64,14 @@ def drawn(draw: st.DrawFn) -> Drawn:
         **{flag: draw(st.booleans()) for flag in flags},
     }
     keeping, recomputing = (workspace_model(chunked, **options, keeps_logits=keeps) for keeps in (True, False))
-    problem = Drawn(keeping, recomputing, tokens, classes, 0)
+    problem = Drawn(keeping, recomputing, tokens, classes, 0, itemsize == 4)
     return problem._replace(budget=problem.least + draw(st.integers(0, 40)) * draw(st.integers(1, 2**26)))
 
 
 @given(drawn())
 def test_choice_covers_and_fits(p: Drawn) -> None:
     chosen = chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.budget)
-    plan_a = chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.budget)
+    plan_a = p.plan_a(p.budget)
     assert not chosen.keeps_logits
     for config, model in ((chosen, p.recomputing), (plan_a, p.keeping if plan_a.keeps_logits else p.recomputing)):
         assert min(max(p.tokens, 1), chunking.MIN_ROWS) <= config.rows <= max(p.tokens, 1)
@@ -78,12 +83,12 @@ def test_choice_covers_and_fits(p: Drawn) -> None:
 @given(drawn())
 def test_a_budget_below_the_smallest_is_refused(p: Drawn) -> None:
     chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.least)
-    chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least)
+    p.plan_a(p.least)
     message = f"memory_budget must be at least {p.least} bytes .* got {p.least - 1}"
     with pytest.raises(ValueError, match=message):
         chunking.choose_chunks(p.recomputing, p.tokens, p.classes, p.least - 1)
     with pytest.raises(ValueError, match=message):
-        chunking.choose_plan_a(p.keeping, p.recomputing, p.tokens, p.classes, p.least - 1)
+        p.plan_a(p.least - 1)
 
 
 @given(drawn(), st.integers(1, 2**30))
@@ -109,8 +114,19 @@ def test_rows_within_are_the_most_that_fit(p: Drawn) -> None:
 def test_a_problem_that_fits_is_not_split(p: Drawn) -> None:
     tokens = max(p.tokens, 1)
     budget = p.keeping.bytes(tokens, p.classes)
-    config = chunking.choose_plan_a(p.keeping, p.recomputing, tokens, p.classes, budget)
+    config = p.plan_a(budget)
     assert config == chunking.ChunkConfig(tokens, p.classes, float32_sum=False, keeps_logits=True)
+
+
+@given(drawn())
+def test_logits_are_kept_where_that_pays(p: Drawn) -> None:
+    """16-bit logits only if those of all rows fit, float32 logits if those of enough rows fit."""
+    tokens, config = max(p.tokens, 1), p.plan_a(p.budget)
+    least = min(tokens, chunking.LEAST_FLOAT32_ROWS) if p.float32 else tokens
+    assert not config.keeps_logits or config.rows >= least
+    # A wide vocabulary chunk can cost half of the rows, and equal chunks a few more.
+    enough = p.keeping.bytes(min(tokens, 2 * least + 32), min(p.classes, chunking.MIN_VOCAB_CHUNK))
+    assert config.keeps_logits or not p.float32 or enough > p.budget
 
 
 @pytest.mark.parametrize("chunked", FRAMEWORKS, ids=lambda chunked: chunked.__name__)
@@ -136,7 +152,7 @@ def test_models_fit_the_default_budget(chunked: ModuleType, shape: tuple[int, in
         sizes = (tokens, classes, DEFAULT_MEMORY_BUDGET)
         for config in (
             chunking.choose_chunks(recomputing, *sizes),
-            chunking.choose_plan_a(keeping, recomputing, *sizes),
+            chunking.choose_plan_a(keeping, recomputing, *sizes, float32=itemsize == 4),
         ):
             model = keeping if config.keeps_logits else recomputing
             assert model.bytes(config.rows, config.vocab_chunk) <= DEFAULT_MEMORY_BUDGET
@@ -164,7 +180,7 @@ def flags(choose: Callable[..., Any]) -> tuple[str, ...]:
 
 
 # Of cuBLAS, an H100, an A100 and an L40S.
-AMPERE_TILES = [choose_ampere_tile(choose_tile(2, capability, 4096), capability) for capability in (80, 89)]
+AMPERE_TILES = [choose_ampere_tile(choose_tile(capability, 4096), capability) for capability in (80, 89)]
 TILINGS = [
     None,
     choose_d_input_tiling(132, None),
@@ -244,6 +260,34 @@ def test_recomputed_chunks_cover_and_fit(options: dict[str, Any], times: int, mo
     d_input = 4 * options["hidden"] * config.rows if options["d_input"] else 0
     copies = options["itemsize"] * options["hidden"] * config.vocab_chunk * options["head_copies"]
     assert partials + d_logits + d_input + copies <= budget
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> dict[str, Any]:
+    """Draws the arguments of `choose_stored` except the budget."""
+    choose = core_triton.chunk_config.choose_stored
+    sizes = {"tokens": (0, 70000), "hidden": (1, 8192), "classes": (1, 260000)}
+    return {flag: draw(st.booleans()) for flag in flags(choose)} | {
+        name: draw(st.integers(*bounds)) for name, bounds in sizes.items()
+    }
+
+
+@settings(max_examples=200)
+@given(stored(), *MORE)
+def test_stored_chunks_cover_and_fit(options: dict[str, Any], times: int, more: int) -> None:
+    budget = refusal(core_triton.chunk_config.choose_stored, options) + times * more
+    config = core_triton.chunk_config.choose_stored(**options, budget=budget)
+    tokens, hidden, classes = max(options["tokens"], 1), options["hidden"], options["classes"]
+    assert min(tokens, chunking.MIN_ROWS) <= config.rows <= tokens
+    assert 1 <= config.vocab_chunk <= classes
+    assert options["stores"] or not config.keeps_logits
+    columns = core_triton.tile_config.padded(config.vocab_chunk)
+    if config.keeps_logits:
+        vocab_chunks, tail = divmod(classes, config.vocab_chunk)
+        columns = vocab_chunks * columns + core_triton.tile_config.padded(tail)
+    rows = options["second"] + options["copies_rows"] + options["d_input"]
+    copies = hidden * (rows * config.rows + options["copies_head"] * config.vocab_chunk)
+    assert 4 * (config.rows * columns + copies) <= config.bytes <= budget
 
 
 @settings(max_examples=200)

@@ -221,3 +221,17 @@ def test_a_gpu_without_the_kernels_scales_gradients_by_pytorch(obstacle: str | N
         factors = ops.Factors(factor, factor)
         assert ops._scaled_by_kernel(ops.Gradients(gradient, None, None), factors) == (obstacle is None)
         assert not ops._scaled_by_kernel(ops.Gradients(gradient.T, None, None), factors)
+
+
+@pytest.mark.parametrize("results", [("log_prob",), ("entropy",), ("lse",), ("log_prob", "entropy")])
+def test_log_probabilities_alone_take_the_gradients_of_losses_of_rows(results: tuple[str, ...]) -> None:
+    arrays = problem()
+    found = core_triton.linear_log_probs(arrays["input"], arrays["linear_weight"], arrays["target"])
+    loss = torch.stack([getattr(found, name).sum() for name in results]).sum()
+    with (
+        mock.patch.object(ops, "run_row_gradients", wraps=ops.run_row_gradients) as of_rows,
+        mock.patch.object(ops, "run_gradients", wraps=ops.run_gradients) as of_coefficients,
+    ):
+        loss.backward()
+    assert of_rows.called == (results == ("log_prob",))
+    assert of_coefficients.called == (results != ("log_prob",))

@@ -77,6 +77,8 @@ def test_opcheck(dtype: torch.dtype, options: dict[str, Any]) -> None:
     sigma = rows if options["smoothing"] else None
     recomputed = (*plain, *settings, weights[0], rows + 5.0, rows, rows, None, sigma, True, True, bias)
     torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
+    of_rows = (*plain, *settings, rows, rows + 5.0, True, True, bias)
+    torch.library.opcheck(torch.ops.linear_ce.row_gradients.default, of_rows, **close)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -191,3 +191,30 @@ def test_results_are_bitwise_repeatable(function: str) -> None:
         value = total(function, arrays, memory_budget=100_000)
         runs.append([value.detach(), *torch.autograd.grad(value, leaves(arrays))])
     torch.testing.assert_close(*runs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frozen", [(), ("linear_weight", "linear_bias"), ("input",)])
+@pytest.mark.parametrize("results", [("loss",), ("log_prob",), ("log_prob", "entropy", "lse")])
+def test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient(
+    results: tuple[str, ...], frozen: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    arrays = problem(dtype=dtype)
+    names = [name for name in ("input", "linear_weight", "linear_bias") if name not in frozen]
+    upstream = torch.arange(12.0) - 2  # 0 in row 2
+    gradients = []
+    for bad in (False, True):
+        x, target = arrays["input"].detach().clone(), arrays["target"].clone()
+        target[1] = 999 if bad else target[1]
+        x[2] = float("nan") if bad else x[2]
+        given = {"input": x, **{name: arrays[name].detach() for name in ("linear_weight", "linear_bias")}}
+        leaves = [given[name].requires_grad_() for name in names]
+        factor = torch.where(torch.arange(12) == 1, 0.0, upstream)
+        if results == ("loss",):
+            found = [core_triton.linear_cross_entropy(**given, target=target, reduction="none")]
+        else:
+            of_tokens = core_triton.linear_log_probs(**given, target=target)
+            found = [getattr(of_tokens, name) for name in results]
+        gradients.append(torch.autograd.grad(found, leaves, [factor] * len(found)))
+    for with_nan, without in zip(*gradients, strict=True):
+        torch.testing.assert_close(with_nan, without)

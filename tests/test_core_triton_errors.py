@@ -260,6 +260,37 @@ def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str,
     assert lines["matmuls"] == "logits by our kernels; d_input, d_weight by cuBLAS"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "path"),
+    [
+        (torch.bfloat16, {}, "scaled_exp"),
+        (torch.bfloat16, {"label_smoothing": 0.1}, "recompute"),
+        (torch.bfloat16, {"memory_budget": 2**26}, "recompute"),  # chunks of few rows
+        (torch.bfloat16, {"memory_budget": 2**22}, "recompute"),  # no chunk of exponentials fits
+        (torch.bfloat16, {"memory_budget": 2**26, "tokens": 100}, "scaled_exp"),  # all rows
+        (torch.float16, {}, "recompute"),
+        (torch.float32, {}, "stored_logits"),
+        (torch.bfloat16, {"implementation": "chunked"}, "chunked"),
+    ],
+)
+def test_the_path_of_losses_of_rows(dtype: torch.dtype, options: dict[str, Any], path: str) -> None:
+    tokens = options.pop("tokens", 8192)
+    x, w = (torch.empty(rows, 896, dtype=dtype, device="meta") for rows in (tokens, 151936))
+    plan = core_triton.explain(x, w, reduction="none", device="h100", **options).plan
+    assert plan.path == path
+    assert plan.chunks.bytes <= plan.memory_budget
+
+
+@pytest.mark.parametrize(("memory_budget", "keeps"), [(2**29, True), (2**27, True), (2**26, False)])
+def test_float32_logits_are_kept_where_enough_rows_fit(memory_budget: int, keeps: bool) -> None:
+    x, w = (torch.empty(rows, 896, device="meta") for rows in (8192, 151936))
+    explained = core_triton.explain(x, w, device="h100", memory_budget=memory_budget)
+    assert explained.plan.path == "stored_logits"
+    assert explained.plan.chunk_config.keeps_logits == keeps
+    assert "kernels: Triton's, for rows of stored logits" in str(explained)
+    assert "matmuls: logits, d_input, d_weight by cuBLAS" in str(explained)
+
+
 def test_explain_of_a_gpu_without_a_name() -> None:
     x, w = torch.empty(4, 8), torch.empty(10, 8)
     known = "'a100', 'h100', 'h200', 'l40s', 'rtx4090'"

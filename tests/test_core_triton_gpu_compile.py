@@ -78,6 +78,8 @@ def opcheck(dtype: torch.dtype, smoothing: float, softcap: float | None, bias: b
     sigma = rows if smoothing else None
     recomputed = (*plain, *settings, weights[0], rows + 5.0, rows, rows, None, sigma, True, True, bias)
     torch.library.opcheck(torch.ops.linear_ce.gradients.default, recomputed, **close)
+    of_rows = (*plain, *settings, rows, rows + 5.0, True, True, bias)
+    torch.library.opcheck(torch.ops.linear_ce.row_gradients.default, of_rows, **close)
 
 
 # A process runs several checks of the same kind.

@@ -47,7 +47,7 @@ def run(case: Case, tensors: Mapping[str, Tensor], budget: int) -> dict[str, np.
     upstream = [tensor for name, tensor in tensors.items() if name.startswith("d_")]
     arguments: dict[str, Any] = {name: t for name, t in tensors.items() if not name.startswith("d_")}
     found = function_of(core_triton, case)(**arguments, **options_of(case, None) | {"memory_budget": budget})
-    results = roots_of(case, found)
+    results = [found[name] for name in roots_of(case)]
     differentiated = {d: name for d, name in GRADIENT_OF.items() if name in arguments}
     leaves = [arguments[name] for name in differentiated.values()]
     gradients = torch.autograd.grad(results, leaves, upstream, materialize_grads=case.function == "token_loss")

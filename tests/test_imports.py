@@ -139,6 +139,7 @@ KERNELS = (
 
 # Public functions and classes that only one framework needs, with the reason.
 ONE_FRAMEWORK_ONLY = {
+    "chunk_config.py": {"choose_stored"},  # XLA fuses the passes over stored logits, so JAX needs no kernels for them
     "chunked.py": {"ChunkRows", "token_loss_and_gradients"},  # in PyTorch, plan A takes the token loss as an argument
     "ops.py": {
         # An operator's schema needs flat lists, which have names in core_triton.
@@ -148,7 +149,15 @@ ONE_FRAMEWORK_ONLY = {
         *("TokenOptions", "token_losses"),  # a token loss has operators of its own in JAX
         *("LossAndGradients", "RowLosses", "RowLogProbs", "Factors"),  # autograd functions
         # The operators' implementations.
-        *("run_loss_and_gradients", "run_losses", "run_log_probs", "run_gradients", "scale", "kept_losses"),
+        *(
+            "run_loss_and_gradients",
+            "run_losses",
+            "run_log_probs",
+            "run_row_gradients",
+            "run_gradients",
+            "scale",
+            "kept_losses",
+        ),
         # What token_ops.py takes from it.
         *("plan_a", "plan_b", "compute_row_weights", "scaled", "no_double_backward"),
         *("is_eager", "triton_obstacle"),  # for PyTorch's eager mode; JAX's launch.py checks what kernels need

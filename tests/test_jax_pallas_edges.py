@@ -195,3 +195,32 @@ def test_float32_matmuls_obey_jax_default_matmul_precision() -> None:
     assert precisions() == {"HIGHEST, HIGHEST"}
     with jax.default_matmul_precision("tensorfloat32"):
         assert precisions() != {"HIGHEST, HIGHEST"}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("names", [("input", "linear_weight", "linear_bias"), ("input",), ("linear_weight",)], ids=str)
+@pytest.mark.parametrize("results", [("loss",), ("log_prob",), ("log_prob", "entropy", "lse")], ids=str)
+def test_a_row_of_nan_whose_upstream_gradient_is_0_changes_no_gradient(
+    results: tuple[str, ...], names: tuple[str, ...], dtype: Any
+) -> None:
+    arrays = problem(dtype=dtype)
+    factor = jnp.where(jnp.arange(12) == 1, 0.0, jnp.arange(12.0) - 2)  # 0 in rows 1 and 2
+
+    def value(chosen: dict[str, Any], others: dict[str, Any]) -> Any:
+        given = {**others, **chosen}
+        if results == ("loss",):
+            return (linear_cross_entropy(**given, reduction="none") * factor).sum()
+        found = linear_log_probs(**given)
+        return jnp.stack([(getattr(found, name) * factor).sum() for name in results]).sum()
+
+    gradients = []
+    for bad in (False, True):
+        given = dict(arrays)
+        if bad:
+            given["input"] = given["input"].at[2].set(jnp.nan)
+            given["target"] = given["target"].at[1].set(999)
+        chosen = {name: given.pop(name) for name in names}
+        gradients.append(jax.grad(value)(chosen, given))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), 1e-6), *gradients
+    )

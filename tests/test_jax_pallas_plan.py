@@ -59,6 +59,13 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "statistics", "entropy": True}, "recompute", True),
         ({"stage": "gradients"}, "recompute", True),
         ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
+        ({"stage": "row_gradients"}, "scaled_exp", True),
+        ({"stage": "row_gradients", "label_smoothing": True}, "recompute", True),
+        ({"stage": "row_gradients", "dtype": "float16"}, "recompute", False),
+        ({"stage": "row_gradients", "memory_budget": 2**26}, "recompute", True),  # chunks of few rows
+        ({"stage": "row_gradients", "memory_budget": 2**22}, "recompute", True),  # no chunk of exponentials fits
+        ({"stage": "row_gradients", "memory_budget": 2**26, "n": 100}, "scaled_exp", True),  # all rows
+        ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
         ({"dtype": "float16"}, "recompute", False),
         ({"head": "float32"}, "recompute", False),
         ({"label_smoothing": True}, "recompute", True),

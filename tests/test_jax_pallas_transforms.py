@@ -352,3 +352,16 @@ def test_results_are_bitwise_repeatable(function: str) -> None:
     arrays = problem(60, 8, 200, dtype="bfloat16")
     run = jax.jit(lambda arrays: gradients(function, arrays, memory_budget=2**16))
     jax.tree.map(np.testing.assert_array_equal, run(arrays), run(arrays))
+
+
+@pytest.mark.parametrize("results", [("log_prob",), ("entropy",), ("lse",), ("log_prob", "entropy")])
+def test_log_probabilities_alone_take_the_gradients_of_losses_of_rows(results: tuple[str, ...]) -> None:
+    arrays = problem()
+
+    def loss(x: Array) -> Array:
+        found = linear_log_probs(x, arrays["linear_weight"], arrays["target"])
+        return jnp.stack([getattr(found, name).sum() for name in results]).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(arrays["input"]))
+    assert ("linear_ce_row_gradients" in program) == (results == ("log_prob",))
+    assert ("linear_ce_gradients" in program) == (results != ("log_prob",))
