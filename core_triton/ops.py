@@ -636,7 +636,7 @@ def plan_for(
         linear_weight=layout_of(problem.linear_weight),
         classes=problem.classes,
         copied_bytes=copied,
-        label_smoothing=problem.spec.label_smoothing != 0,
+        label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,
         entropy=entropy,
         d_input=needs_grad.d_input,

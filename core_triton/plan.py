@@ -70,7 +70,7 @@ class PlanKey(NamedTuple):
     linear_weight: MatrixLayout  # (V, D), or a shard of it
     classes: int  # K of the whole vocabulary
     copied_bytes: int  # of contiguous copies of strided vectors, part of the workspace
-    label_smoothing: bool
+    label_smoothing: float
     softcap: bool
     entropy: bool  # computed, or differentiated
     d_input: bool
@@ -110,6 +110,7 @@ class ExecutionPlan:
         tokens: N.
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
     """
 
     implementation: str
@@ -129,6 +130,7 @@ class ExecutionPlan:
     tokens: int
     memory_budget: int
     matmuls: tuple[str, ...]
+    smooths: bool = False
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -144,7 +146,8 @@ class ExecutionPlan:
     @property
     def uses_library(self) -> bool:
         """Whether a matmul of PyTorch (cuBLAS) runs."""
-        return self.path != "scaled_exp" or self.d_input_tiling is None or not self.d_weight_kernel
+        ours = self.path == "scaled_exp" and self.d_input_tiling is not None and self.d_weight_kernel
+        return self.smooths or not ours
 
     def __str__(self) -> str:
         family = "Triton's, for rows of stored logits" if self.path == "stored_logits" else None
@@ -168,6 +171,14 @@ class ExecutionPlan:
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
         )
+
+
+MOST_SMOOTHING, LEAST_SMOOTHED_CLASSES = 0.3, 256  # of terms of rank one; beyond, they cancel too much of the rest
+
+
+def smoothing_is_linear(key: PlanKey) -> bool:
+    """Whether the terms of label smoothing are of rank one, and small enough to be added in the gradients' dtypes."""
+    return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
 COPIES = 3  # copies of the head that a chunk usually makes where it must be cast: logits, their repair and d_input
@@ -236,7 +247,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
     if pointers and padded_hidden >= tile_config.MAX_STRIDE:
         raise ValueError(f"input must have fewer than {tile_config.MAX_STRIDE} columns on this GPU, got {hidden}")
-    scaled_exp = not key.label_smoothing and (
+    scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
         key.stage == "losses"
         or (
             key.stage == "loss_and_gradients"
@@ -285,7 +296,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             needs_cast=casts_head,
             statistics=key.statistics,
             tiling=tiling,
-            copied=key.copied_bytes,
+            copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
             call=call,
             budget=key.memory_budget,
         )
@@ -293,7 +304,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             key.implementation, "scaled_exp", hopper, pointers, arch, tile, ampere_tile, chunks, casts_head,
             d_input_tiling=tiling, d_weight_kernel=d_weight_kernel, holds_rows=holds_rows,
             gpu=key.device.gpu, programs=key.device.multiprocessors, tokens=tokens, memory_budget=key.memory_budget,
-            matmuls=matmuls,
+            matmuls=matmuls, smooths=key.label_smoothing != 0,
         )  # fmt: skip
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
@@ -301,7 +312,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         classes=key.classes,
         itemsize=x.itemsize,
         block_v=tile.block_v,
-        statistics=2 + key.label_smoothing + key.entropy,
+        statistics=2 + (key.label_smoothing != 0) + key.entropy,
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,

@@ -6,8 +6,9 @@ as the exponentials stay within the range of bfloat16. At first k comes from the
 the range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The backward pass of plan C runs
-it too, with the upstream gradients as row weights. The steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
+(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights. The steps for
+each chunk of rows:
 
     rows of the input that contribute, packed         `pack_rows`, `row_kernels.pick`
     exponentials and their sums                       `_store_exponentials`
@@ -42,6 +43,7 @@ from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
 from core_triton.row_math import RowStatistics
+from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
 
@@ -141,6 +143,9 @@ def _scaled_exp(
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     plan = plan_of(problem)
     config = plan.scaled_exp_config
+    smoothing = Smoothing.of(problem, config.head_rows)
+    if smoothing is not None:
+        problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
@@ -173,8 +178,19 @@ def _scaled_exp(
         row_weight = At(rows.row_weight, start)
         if hook is not None:
             row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook)
+        if smoothing is not None and d_weight is not None:
+            smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None else chunk_x
         _finish_rows(problem, config, rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        if smoothing is not None:
+            smoothing.add_to_rows(
+                n,
+                order=At(rows.order, start),
+                target_logit=At(rows.target_logit, start),
+                row_weight=row_weight,
+                theta=None if e is None else At(rows.theta, start),
+                loss_out=rows.loss_out,
+            )
         if e is None:
             continue
         if d_weight is not None:
@@ -187,6 +203,10 @@ def _scaled_exp(
     del stored, held, scratch
     if tokens and (d_weight is not None or d_bias is not None):
         _add_targets(problem, rows, None if d_weight is None else d_weight.sum, d_bias)
+        if smoothing is not None:
+            smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
+    if smoothing is not None and d_input is not None and tokens:
+        smoothing.add_to_input(d_input)
     if d_weight is not None and not tokens:
         d_weight.total.zero_()
     elif d_weight is not None and classes < len(w):

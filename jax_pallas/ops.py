@@ -504,7 +504,7 @@ def plan_for(
         linear_weight=layout_of(problem.linear_weight),
         vocab_axis=problem.vocab_axis,
         classes=problem.local_classes,
-        label_smoothing=problem.spec.label_smoothing != 0,
+        label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,
         entropy=entropy,
         d_input=needs_grad.d_input,

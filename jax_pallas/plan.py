@@ -38,7 +38,7 @@ class PlanKey(NamedTuple):
     linear_weight: MatrixLayout  # (V, D), or (D, V) where `vocab_axis` is 1, or a shard of it
     vocab_axis: int
     classes: int  # rows of linear_weight that are no padding
-    label_smoothing: bool
+    label_smoothing: float
     softcap: bool
     entropy: bool  # computed, or differentiated
     d_input: bool
@@ -118,6 +118,14 @@ class ExecutionPlan:
         )
 
 
+MOST_SMOOTHING, LEAST_SMOOTHED_CLASSES = 0.3, 256  # of terms of rank one; beyond, they cancel too much of the rest
+
+
+def smoothing_is_linear(key: PlanKey) -> bool:
+    """Whether the terms of label smoothing are of rank one, and small enough to be added in the gradients' dtypes."""
+    return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
+
+
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
@@ -154,7 +162,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     # XLA's GEMMs take whole arrays: nothing is padded.
     stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     scaled_exp = (
-        not (key.label_smoothing or casts_head)
+        not casts_head
+        and (not key.label_smoothing or smoothing_is_linear(key))
         and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
@@ -221,7 +230,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         hidden=hidden,
         classes=key.classes,
         itemsize=x.itemsize,
-        statistics=2 + key.label_smoothing + key.entropy,
+        statistics=2 + (key.label_smoothing != 0) + key.entropy,
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,

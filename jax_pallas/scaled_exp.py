@@ -6,9 +6,10 @@ as the exponentials stay within the range of bfloat16. At first k comes from the
 the range are computed again with k from the largest logit.
 
 Plan A is three matmuls. The first computes the logits and stores their exponentials. The gradients are matmuls of the
-exponentials. Plan A with scaled exponentials is for bfloat16 without label smoothing. The backward pass of plan C runs
-it too, with the upstream gradients as row weights. `row_kernels.pick` first computes the reference exponents of all
-rows and copies the rows of the input that contribute. The steps for each chunk of rows:
+exponentials. Plan A with scaled exponentials is for bfloat16, and for label smoothing where its terms are of rank one
+(`smoothing.py`). The backward pass of plan C runs it too, with the upstream gradients as row weights.
+`row_kernels.pick` first computes the reference exponents of all rows and copies the rows of the input that contribute.
+The steps for each chunk of rows:
 
     exponentials and their sums                           `_store_exponentials`
     loss, and the factors of rows; x becomes rho x        `row_kernels.finish_rows`
@@ -36,6 +37,7 @@ from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, pl
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
+from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.gpus import share_added_in_l2
@@ -57,8 +59,12 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
         The weighted loss of each row (N,); the statistics of the rows, in which the largest logits are inf unless
         `statistics`; and the gradients of the sum.
     """
-    rows, gradients, _ = _run(problem, needs_grad, None, statistics=statistics)
+    smoothing = Smoothing.of(problem)
+    whole = problem if smoothing is None else smoothing.problem
+    rows, gradients, _ = _run(whole, needs_grad, None, smoothing, statistics=statistics)
     loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
+    if smoothing is not None:
+        loss = smoothing.losses(loss, target_logit)
     largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
     return loss, RowStatistics(lse, target_logit, None, largest, None, None), gradients
 
@@ -69,13 +75,13 @@ def token_loss_and_gradients(problem: Problem, needs_grad: NeedsGrad, hook: Toke
     Returns:
         The results of all rows, and the gradients of the sum of their losses.
     """
-    _, gradients, found = _run(problem, needs_grad, hook, statistics=False)
+    _, gradients, found = _run(problem, needs_grad, hook, None, statistics=False)
     assert found is not None
     return found._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), found.d_closure)), gradients
 
 
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, *, statistics: bool
+    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, smoothing: Smoothing | None, *, statistics: bool
 ) -> tuple[CallRows, Gradients, TokenRows | None]:
     """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
     closure (chunks, ...) are those of each chunk."""
@@ -97,7 +103,7 @@ def _run(
     places = _call_places(problem, target, chunks)
 
     def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
-        return _chunk(problem, carry, chunk, places, hook, first=first, gradients=any(needs_grad))
+        return _chunk(problem, carry, chunk, places, hook, smoothing, first=first, gradients=any(needs_grad))
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
@@ -108,10 +114,13 @@ def _run(
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
         d_weight, d_bias = _add_targets(problem, rows, d_weight, d_bias)
+        if smoothing is not None:
+            d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
         b = problem.linear_bias
         d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
-    return rows, Gradients(carry.held, d_weight, d_bias), found
+    d_input = carry.held if carry.held is None or smoothing is None else smoothing.add_to_input(carry.held)
+    return rows, Gradients(d_input, d_weight, d_bias), found
 
 
 def _call_rows(problem: Problem) -> tuple[Array, Array]:
@@ -170,6 +179,7 @@ def _chunk(
     chunk: Slice,
     places: Array | None,
     hook: TokenHook | None,
+    smoothing: Smoothing | None,
     *,
     first: bool,
     gradients: bool,
@@ -199,6 +209,9 @@ def _chunk(
     rows, e, scaled, rho = row_kernels.finish_rows(
         problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None
     )
+    if smoothing is not None and rows.theta is not None:
+        theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
+        rows = rows._replace(theta=chunk.put(rows.theta, theta))
     carry = carry._replace(rows=rows)
     if e is None or rho is None:
         return carry, of_tokens

@@ -26,7 +26,19 @@ SHARED: dict[str, Any] = {"lead": (150,), "hidden": 64, "vocab": 320, "has_bias"
 EVERY_DAY = [
     Case(name="exponentials-chunks", tight_memory=True, ignored="some", poison=("ignored_rows",), **SHARED, **BF16),
     Case(name="exponentials-cap-dv", spec=LossSpec(softcap=3.0, logit_scale=0.7), vocab_axis=1, **SHARED, **BF16),
-    Case(name="recomputed-smoothing", spec=LossSpec(label_smoothing=0.1), **SHARED, **BF16),
+    Case(name="exponentials-smoothing", spec=LossSpec(label_smoothing=0.1), **SHARED, **BF16),
+    Case(
+        name="exponentials-smoothing-dv",
+        spec=LossSpec(label_smoothing=0.2, logit_scale=0.7, z_loss_weight=0.01, vocab_size=300),
+        vocab_axis=1,
+        has_class_weight=True,
+        ignored="some",
+        poison=("ignored_rows", "padding"),
+        tight_memory=True,
+        **SHARED,
+        **BF16,
+    ),
+    Case(name="recomputed-smoothing", spec=LossSpec(label_smoothing=0.1, softcap=5.0), **SHARED, **BF16),
     Case(name="recomputed-fp16", dtype="float16", **SHARED),
     Case(name="none", spec=LossSpec("none"), **SHARED, **BF16),
 ]

@@ -1,0 +1,216 @@
+"""Label smoothing in plans A and B with scaled exponentials: terms of rank one beside the negative log-likelihood.
+
+Without a softcap the logits are linear in the input and in the head, and so is what label smoothing adds to a loss
+whose class weights are u: MATH.md (37), (38). Its gradients are a vector for each factor:
+
+    loss_i    += eps g_i (mean(w) z_target - m_i)              `add_to_rows`, which also adds the target's term to theta
+    d_input_i -= eps g_i s mean_v(w_v weight_v)                `add_to_input`
+    d_weight_v -= eps s w_v / K sum_i(g_i input_i)             `add_to_head`, with the sum of `add_rows`
+
+m_i is the mean over the classes of w times the logits of row i, which takes one dot product, with the mean row of the
+head. So smoothing takes no fourth matmul.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from core_triton import row_kernels
+from core_triton.launch import At, cdiv, column_block, launch
+from core_triton.problem import Problem, float32_matmul, operand
+
+ROWS = 8  # of a program of `smooth_rows_kernel`
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """What label smoothing needs besides the rows.
+
+    Args:
+        problem: without label smoothing, with the class weights u of its negative log-likelihood.
+        epsilon: the label smoothing.
+        mean_row: (D,) float32, the mean of the head's rows, each times its class weight.
+        mean_bias: () float32, that of the bias.
+        mean_weight: () float32, that of the class weights.
+        class_weight: (K,) float32, or None.
+        row_sum: (D,) float32, the sum of the rows of the input, each times its row weight.
+    """
+
+    problem: Problem
+    epsilon: float
+    mean_row: Tensor
+    mean_bias: Tensor
+    mean_weight: Tensor
+    class_weight: Tensor | None
+    row_sum: Tensor
+
+    @staticmethod
+    def of(problem: Problem, head_rows: int) -> "Smoothing | None":
+        """Returns the smoothing of a call, None if it has none. Reads the head `head_rows` rows at a time."""
+        epsilon, classes, w = problem.spec.label_smoothing, problem.classes, problem.linear_weight
+        dtype = problem.input.dtype  # of the operands of the logits
+        if not epsilon:
+            return None
+        class_weight, b = problem.class_weight, problem.linear_bias
+        ones = problem.row_weight.new_ones(classes)
+        weights = ones if class_weight is None else class_weight
+        mean_row = problem.row_weight.new_zeros(w.shape[1])
+        for vocab_chunk in problem.vocab_chunks(head_rows):
+            parts = operand(_in_two(weights[vocab_chunk], dtype), dtype)
+            mean_row += float32_matmul(parts, operand(w[vocab_chunk], dtype)).sum(0)
+        mean_bias = mean_row.new_zeros(()) if b is None else (weights * b[:classes].float()).sum() / classes
+        mean_weight = weights.sum() / classes
+        if class_weight is not None:
+            class_weight = (1.0 - epsilon) * class_weight + epsilon * mean_weight
+        spec = replace(problem.spec, label_smoothing=0.0)
+        return Smoothing(
+            replace(problem, spec=spec, class_weight=class_weight),
+            epsilon,
+            mean_row / classes,
+            mean_bias,
+            mean_weight,
+            problem.class_weight,
+            torch.empty_like(mean_row),
+        )
+
+    def add_rows(self, x: Tensor, row_weight: At, *, first: bool) -> None:
+        """Adds packed rows x (n, D), times their row weights, to `row_sum`."""
+        row_kernels.add_class_sums(self.row_sum, x, row_weight, first=first)
+
+    def add_to_rows(
+        self, n: int, *, order: At, target_logit: At, row_weight: At, theta: At | None, loss_out: Tensor
+    ) -> None:
+        """Adds the terms of n packed rows to their losses, and to theta if gradients are needed."""
+        x, scale = self.problem.input, self.problem.spec.logit_scale
+        launch(
+            smooth_rows_kernel,
+            (cdiv(n, ROWS),),
+            x,
+            self.mean_row,
+            self.mean_bias,
+            self.mean_weight,
+            order,
+            target_logit,
+            row_weight,
+            theta,
+            loss_out,
+            n,
+            x.shape[1],
+            *x.stride(),
+            scale,
+            self.epsilon,
+            BLOCK_N=ROWS,
+            BLOCK_D=column_block(x.shape[1]),
+            num_warps=4,
+        )
+
+    def add_to_input(self, d_input: Tensor) -> None:
+        """Adds the terms of all rows to d_input (N, D)."""
+        _add_outer(d_input, self.problem.row_weight, self.mean_row, self._factor())
+
+    def add_to_head(self, d_weight: Tensor | None, d_bias: Tensor | None) -> None:
+        """Adds the terms of all classes to d_weight (K, D) and d_bias (K,)."""
+        factor = self._factor() / self.problem.classes
+        for gradient, row in ((d_weight, self.row_sum), (d_bias, None)):
+            if gradient is None:
+                continue
+            row = self.problem.row_weight.sum()[None] if row is None else row
+            matrix = gradient if gradient.ndim == 2 else gradient[:, None]
+            _add_outer(matrix, self.class_weight, row, factor)
+
+    def _factor(self) -> float:
+        return -self.epsilon * self.problem.spec.logit_scale
+
+
+def _in_two(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float32 weights (n,) as two rows of another dtype whose sum has their precision, (2, n)."""
+    high = weights.to(dtype)
+    return torch.stack([high, (weights - high.float()).to(dtype)])
+
+
+@triton.jit
+def smooth_rows_kernel(
+    input_ptr,
+    mean_row_ptr,
+    mean_bias_ptr,
+    mean_weight_ptr,
+    row_ptr,
+    target_logit_ptr,
+    row_weight_ptr,
+    theta_ptr,
+    loss_out_ptr,
+    rows,
+    hidden,
+    input_stride,
+    input_stride_d,
+    scale,
+    epsilon,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Adds the terms of label smoothing to loss_out (N,) at the rows row (rows,) int64 of the call and, if not None, to
+    theta (rows,): (37), (38). Reads input (N, D), and target_logit and row_weight (rows,) float32. Rows of row_weight 0
+    stay as they are. One program owns BLOCK_N rows."""
+    row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row_ids < rows
+    row_weight = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0)
+    contributes = row_weight != 0
+    picked = tl.load(row_ptr + row_ids, mask=inside, other=0)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    for start in range(0, hidden, BLOCK_D):
+        columns = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
+        place = picked[:, None] * input_stride + columns[None, :] * input_stride_d
+        mask = contributes[:, None] & (columns < hidden)[None, :]
+        x = tl.load(input_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        acc += x * tl.load(mean_row_ptr + columns, mask=columns < hidden, other=0.0)[None, :]
+    mean_weight = tl.load(mean_weight_ptr)
+    mean_logit = scale * (tl.sum(acc, 1) + tl.load(mean_bias_ptr))
+    target_logit = tl.load(target_logit_ptr + row_ids, mask=inside, other=0.0)
+    factor = epsilon * row_weight
+    loss = tl.load(loss_out_ptr + picked, mask=contributes, other=0.0)
+    loss += factor * (mean_weight * target_logit - mean_logit)
+    tl.store(loss_out_ptr + picked, loss, mask=contributes)
+    if theta_ptr is not None:
+        theta = tl.load(theta_ptr + row_ids, mask=contributes, other=0.0)
+        tl.store(theta_ptr + row_ids, theta + scale * factor * mean_weight, mask=contributes)
+
+
+@triton.jit
+def add_outer_kernel(
+    matrix_ptr, row_factor_ptr, row_ptr, rows, hidden, stride, factor, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Adds factor * row_factor_i * row_j to matrix (rows, D), rounded once. row_factor (rows,) and row (D,) are
+    float32. row_factor may be None, which is 1. Rows of factor 0 stay as they are."""
+    row_ids = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row_factor = tl.full((BLOCK_N,), 1.0, tl.float32)
+    if row_factor_ptr is not None:
+        row_factor = tl.load(row_factor_ptr + row_ids, mask=row_ids < rows, other=0.0)
+    mask = (row_ids < rows)[:, None] & (row_factor != 0)[:, None] & (columns < hidden)[None, :]
+    place = matrix_ptr + row_ids[:, None] * stride + columns[None, :]
+    row = tl.load(row_ptr + columns, mask=columns < hidden, other=0.0)
+    total = tl.load(place, mask=mask, other=0.0).to(tl.float32) + (factor * row_factor)[:, None] * row[None, :]
+    tl.store(place, total.to(matrix_ptr.dtype.element_ty), mask=mask)
+
+
+def _add_outer(matrix: Tensor, row_factor: Tensor | None, row: Tensor, factor: float) -> None:
+    """Launches `add_outer_kernel` on a matrix whose rows are contiguous."""
+    rows, hidden = matrix.shape
+    block = min(256, column_block(hidden))
+    launch(
+        add_outer_kernel,
+        (cdiv(rows, 16), cdiv(hidden, block)),
+        matrix,
+        row_factor,
+        row,
+        rows,
+        hidden,
+        matrix.stride(0),
+        factor,
+        BLOCK_N=16,
+        BLOCK_D=block,
+        num_warps=4,
+    )
