@@ -263,10 +263,13 @@ class RowLogProbs(torch.autograd.Function):
                 return None, None, None, None
             upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
             return None, *_row_gradients(arrays, options, upstream, lse, needs_grad)
-        cotangents = [torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)]
-        used = torch.stack([one != 0 for one in cotangents]).any(0)
-        row_weight = torch.where(used, row_weight, 0.0)
-        coefficients = row_math.log_prob_coefficients(entropy, arrays.target, *cotangents, options.vocab_size)
+        d_log_prob, d_entropy, d_lse = (
+            torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)
+        )
+        row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
+        coefficients = row_math.log_prob_coefficients(
+            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
+        )
         return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
 
 

@@ -249,4 +249,4 @@ def _bias(problem: Problem, vocab_chunk: slice) -> At | None:
 
 def _block(logits: Tensor) -> int:
     """Returns the columns that a program processes at a time."""
-    return min(4096, max(16, triton.next_power_of_2(logits.shape[1])))
+    return min(4096, max(16, 1 << (logits.shape[1] - 1).bit_length()))

@@ -264,7 +264,9 @@ def test_cublas_computes_d_weight_where_our_kernels_cannot_write_it(device: str,
     ("dtype", "options", "path"),
     [
         (torch.bfloat16, {}, "scaled_exp"),
-        (torch.bfloat16, {"label_smoothing": 0.1}, "recompute"),
+        (torch.bfloat16, {"label_smoothing": 0.1}, "scaled_exp"),
+        (torch.bfloat16, {"label_smoothing": 0.1, "softcap": 30.0}, "recompute"),
+        (torch.bfloat16, {"label_smoothing": 0.5}, "recompute"),
         (torch.bfloat16, {"memory_budget": 2**26}, "recompute"),  # chunks of few rows
         (torch.bfloat16, {"memory_budget": 2**22}, "recompute"),  # no chunk of exponentials fits
         (torch.bfloat16, {"memory_budget": 2**26, "tokens": 100}, "scaled_exp"),  # all rows

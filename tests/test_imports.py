@@ -175,6 +175,7 @@ ONE_FRAMEWORK_ONLY = {
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
+    "smoothing.py": {"smooth_rows_kernel", "add_outer_kernel"},  # XLA fuses what they do
     # PyTorch differentiates the function with autograd, JAX its trace.
     "token_hook.py": {
         *("log_prob_of", "factors", "call", "call_and_differentiate", "check_elementwise"),

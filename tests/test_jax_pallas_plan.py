@@ -60,7 +60,7 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "gradients"}, "recompute", True),
         ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
         ({"stage": "row_gradients"}, "scaled_exp", True),
-        ({"stage": "row_gradients", "label_smoothing": True}, "recompute", True),
+        ({"stage": "row_gradients", "label_smoothing": 0.5}, "recompute", True),
         ({"stage": "row_gradients", "dtype": "float16"}, "recompute", False),
         ({"stage": "row_gradients", "memory_budget": 2**26}, "recompute", True),  # chunks of few rows
         ({"stage": "row_gradients", "memory_budget": 2**22}, "recompute", True),  # no chunk of exponentials fits
@@ -68,7 +68,10 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "row_gradients", "implementation": "chunked"}, "chunked", False),
         ({"dtype": "float16"}, "recompute", False),
         ({"head": "float32"}, "recompute", False),
-        ({"label_smoothing": True}, "recompute", True),
+        ({"label_smoothing": 0.1}, "scaled_exp", True),
+        ({"label_smoothing": 0.1, "softcap": True}, "recompute", True),
+        ({"label_smoothing": 0.1, "classes": 200}, "recompute", True),
+        ({"label_smoothing": 0.5}, "recompute", True),
         ({"d": 72}, "recompute", False),  # the gradient kernels need multiples of 64
         ({"implementation": "pallas_triton", "device": AMPERE}, "scaled_exp", False),
         ({"implementation": "pallas_triton", "device": AMPERE, "v": 50257}, "recompute", False),
@@ -107,7 +110,7 @@ def test_the_kernel_that_adds_to_d_weight_starts_it_where_chunks_share_kernels(
         ({}, 4),
         ({"softcap": 3.0}, 8),  # a slope for each logit
         ({"softcap": 3.0, "gradients": False}, 4),
-        ({"label_smoothing": 0.1}, 8),  # a class weight
+        ({"label_smoothing": 0.5}, 8),  # a class weight
         ({"vocab_axis": 1}, 8),  # the 321 classes are loaded one by one
         ({"vocab_axis": 1, "gradients": False}, 8),
         ({"dtype": jnp.float32}, 8),

@@ -1,6 +1,7 @@
 """Compares the chunked, vocabulary-split, scaled-exponential and power-of-two forms of MATH.md with the reference in
 float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -123,6 +124,31 @@ def test_scaled_exponentials_give_loss_and_gradients(ref_exponent: int, softcap:
     np.testing.assert_allclose(spec.logit_scale * d_weight, want.d_weight, rtol=1e-10, atol=1e-13)
     assert want.d_bias is not None
     np.testing.assert_allclose(spec.logit_scale * d_bias, want.d_bias, rtol=1e-10, atol=1e-13)
+
+
+def test_label_smoothing_without_a_softcap_is_linear_beside_another_loss() -> None:
+    spec = LossSpec("sum", label_smoothing=0.2, z_loss_weight=0.02, logit_scale=0.6)
+    arrays, c = problem(15), np.random.default_rng(15).uniform(0.5, 2, V)
+    t, (x, w, b, y) = (
+        np.random.default_rng(16).standard_normal(N),
+        (arrays[name] for name in ("input", "linear_weight", "linear_bias", "target")),
+    )
+    want = reference_loss(**arrays, weight=c, token_weight=t, spec=spec)
+    eps, s, mean = spec.label_smoothing, spec.logit_scale, c.mean()
+    other = replace(spec, label_smoothing=0.0)
+    base = reference_loss(**arrays, weight=(1 - eps) * c + eps * mean, token_weight=t, spec=other)
+    mean_w, mean_b = c @ w / V, c @ b / V
+    linear = mean * logits_of(arrays, other)[np.arange(N), y] - s * (x @ mean_w + mean_b)
+    assert base.loss + eps * (t @ linear) == pytest.approx(want.loss, rel=1e-12)  # (37)
+    d_input = base.d_input + s * eps * t[:, None] * (mean * w[y] - mean_w)  # (38)
+    d_weight, d_bias = (-s * eps / V * np.multiply.outer(c, sums) for sums in (t @ x, t.sum()))
+    np.add.at(d_weight, y, s * eps * mean * t[:, None] * x)
+    np.add.at(d_bias, y, s * eps * mean * t)
+    np.testing.assert_allclose(d_input, want.d_input, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(base.d_weight + d_weight, want.d_weight, rtol=1e-10, atol=1e-13)
+    assert base.d_bias is not None
+    assert want.d_bias is not None
+    np.testing.assert_allclose(base.d_bias + d_bias, want.d_bias, rtol=1e-10, atol=1e-13)
 
 
 def test_powers_of_two_of_a_row_cancel() -> None:
