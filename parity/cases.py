@@ -425,6 +425,12 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         | {"has_bias": True, "spec": LossSpec("none", vocab_size=610)},
         _BF16,
     ),
+    (  # terms of rank one, in several chunks
+        "hidden64-smoothing",
+        {"hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True, "has_bias": True, "has_class_weight": True}
+        | {"ignored": "some", "spec": LossSpec("sum", label_smoothing=0.1, vocab_size=1590)},
+        _BF16,
+    ),
     ("hidden64-padding", {"hidden": 64, "poison": ("padding",), "spec": LossSpec(vocab_size=500)}, _BF16),
     ("hidden64-nan", {"hidden": 64, "poison": ("input_nan",), "has_bias": True}, _BF16),
     ("hidden64-range", {"hidden": 64, "poison": ("target_range",), "has_bias": True}, _BF16),

@@ -36,6 +36,7 @@ from triton.runtime import interpreter
 import core_triton
 from core_triton import chunked, operators, ops, row_kernels, row_math, target_grad
 from core_triton.problem import NeedsGrad, Problem, plan_of
+from core_triton.stored_logits import STORED_TILES
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
@@ -527,6 +528,38 @@ def run_rows() -> None:
         say(name=name, used=used)
 
 
+def run_stored() -> None:
+    """Compares the two passes over stored float32 logits with those of `chunked`, where a row takes several blocks."""
+    generator = torch.Generator().manual_seed(0)
+    n, d, v, classes = 6, 16, 9000, 8990
+    x, w = torch.randn(n, d, generator=generator), torch.randn(v, d, generator=generator)
+    b = torch.randn(v, generator=generator)
+    b[:4100] = -torch.inf  # no finite logit in the first block
+    target = torch.tensor([5000, 8989, 4096, 8191, 8192, 7])
+    class_weight = torch.rand(classes, generator=generator)
+    chunk, whole = slice(0, n), slice(0, classes)
+    for name, bias, spec in (
+        ("masked", b, LossSpec("sum", logit_scale=0.7)),
+        ("smoothing", None, LossSpec("sum", label_smoothing=0.1, softcap=3.0)),
+    ):
+        row_weight = torch.tensor([1.0, 0.0, 2.0, -1.0, 0.5, 1.0])
+        problem = Problem(x, w, bias, target, row_weight, class_weight, spec, classes)
+        found, want = [], []
+        for results, tiles in ((found, STORED_TILES), (want, chunked.TORCH_TILES)):
+            kept: list[Tensor] = []
+            partial = tiles.partial(problem, x, w[whole], target, whole, kept, entropy=True)
+            results += [one for one in partial if one is not None]
+            lse = row_math.finish(partial, target, row_weight, classes).lse
+            sigma = row_weight if spec.label_smoothing else None
+            coefficients = row_math.Coefficients(row_weight, row_weight / 2, row_weight / 3, sigma)
+            row = chunked.RowGradient(lse, coefficients, True, row_weight)
+            results += tiles.d_logits(problem, x, w[whole], chunk, whole, row, kept)
+        used = {
+            str(i): 100 * error(a.numpy(), b.numpy()) / 1e-5 for i, (a, b) in enumerate(zip(found, want, strict=True))
+        }
+        say(name=name, used=used)
+
+
 # The scaling kernel.
 
 
@@ -598,6 +631,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "chunks": run_chunks,
     "token_loss": run_token_loss,
     "rows": run_rows,
+    "stored": run_stored,
     "scale": run_scale,
     "views": run_views,
     "sm80": run_sm80,

@@ -395,7 +395,72 @@ LAUNCHES = (
         tests("core_triton_replay", "side_by_side"),
     ),
 )
-MUTATIONS = (*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES)
+EDGES = tests("core_triton_interpreted", "error_budget and (pairwise or edges) and not sm80")
+JAX_SMOOTHING = tests("jax_pallas_recompute", "every_plan and smoothing")
+ROW_GRADIENTS = (
+    Mutation("core_triton/ops.py", "row_weight != 0, -d_log_prob, 0.0)", "row_weight != 0, d_log_prob, 0.0)", TORCH),
+    Mutation(
+        "core_triton/ops.py",
+        "if d_entropy is None and d_lse is None:",
+        "if d_entropy is None:",
+        tests("core_triton_autograd", "log_probabilities_alone"),
+    ),
+    Mutation(
+        "core_triton/plan.py",
+        "min(tokens, LEAST_ROW_GRADIENTS) if key.d_weight else 0",
+        "0",
+        tests("core_triton_errors", "path_of_losses_of_rows"),
+    ),
+    Mutation(
+        "jax_pallas/ops.py",
+        "all(isinstance(one, SymbolicZero) for one in others)",
+        "any(isinstance(one, SymbolicZero) for one in others)",
+        tests("jax_pallas_transforms", "log_probabilities_alone"),
+    ),
+    Mutation(
+        "jax_pallas/ops.py",
+        "row_weight = jnp.where(used,",
+        "row_weight = jnp.where(True,",
+        tests("jax_pallas_edges", "upstream_gradient_is_0"),
+    ),
+)
+STORED_LOGITS = (
+    Mutation(
+        "core_triton/stored_logits.py",
+        "factor * (sum_exp_log + moved * total)",
+        "factor * sum_exp_log",
+        tests("core_triton_interpreted", "stored"),
+    ),
+    Mutation(
+        "core_triton/stored_logits.py",
+        "columns == tl.load(target_ptr + row) - first_class",
+        "columns == tl.load(target_ptr + row)",
+        tests("core_triton_interpreted", "shards-float32"),
+    ),
+    Mutation("core_triton/stored_logits.py", "tl.where(contributes, d_logits, 0.0)", "d_logits", EDGES),
+    Mutation("core_triton/stored_logits.py", "kept.append(logits)", "kept.append(logits.clone().mul_(1.01))", EDGES),
+    Mutation(
+        "linear_ce/chunking.py",
+        "LEAST_FLOAT32_ROWS if float32 else tokens",
+        "LEAST_FLOAT32_ROWS",
+        tests("chunking", "kept"),
+    ),
+)
+SMOOTHING = (
+    Mutation("core_triton/smoothing.py", "theta + scale * factor * mean_weight", "theta", EDGES),
+    Mutation("core_triton/smoothing.py", "mean_weight * target_logit - mean_logit", "target_logit - mean_logit", EDGES),
+    Mutation("core_triton/smoothing.py", "first=first)", "first=True)", EDGES),
+    Mutation("core_triton/smoothing.py", "self.class_weight, row, factor)", "None, row, factor)", EDGES),
+    Mutation("core_triton/smoothing.py", "(factor * row_factor)[:, None]", "row_factor[:, None]", EDGES),
+    Mutation("jax_pallas/smoothing.py", "loss + term, loss)", "loss, loss)", JAX_SMOOTHING),
+    Mutation("jax_pallas/smoothing.py", "theta + term, theta)", "theta, theta)", JAX_SMOOTHING),
+    Mutation("jax_pallas/smoothing.py", "summed = d_input.astype", "summed = 0 * d_input.astype", JAX_SMOOTHING),
+    Mutation("jax_pallas/smoothing.py", "factor = self._factor() / classes", "factor = self._factor()", JAX_SMOOTHING),
+)
+MUTATIONS = (
+    *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING),
+)
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 
 

@@ -118,15 +118,17 @@ def test_a_problem_that_fits_is_not_split(p: Drawn) -> None:
     assert config == chunking.ChunkConfig(tokens, p.classes, float32_sum=False, keeps_logits=True)
 
 
-@given(drawn())
-def test_logits_are_kept_where_that_pays(p: Drawn) -> None:
+@given(drawn(), st.integers(1, 1000))
+def test_logits_are_kept_where_that_pays(p: Drawn, rows: int) -> None:
     """16-bit logits only if those of all rows fit, float32 logits if those of enough rows fit."""
-    tokens, config = max(p.tokens, 1), p.plan_a(p.budget)
+    tokens, vocab_chunk = max(p.tokens, 1), min(p.classes, chunking.MIN_VOCAB_CHUNK)
+    p = p._replace(budget=max(p.least, p.keeping.bytes(min(rows, tokens), vocab_chunk)))
+    config = p.plan_a(p.budget)
     least = min(tokens, chunking.LEAST_FLOAT32_ROWS) if p.float32 else tokens
     assert not config.keeps_logits or config.rows >= least
     # A wide vocabulary chunk can cost half of the rows, and equal chunks a few more.
-    enough = p.keeping.bytes(min(tokens, 2 * least + 32), min(p.classes, chunking.MIN_VOCAB_CHUNK))
-    assert config.keeps_logits or not p.float32 or enough > p.budget
+    enough = p.keeping.bytes(min(tokens, 3 * least), vocab_chunk)
+    assert config.keeps_logits or not p.float32 or tokens < 8 * least or enough > p.budget
 
 
 @pytest.mark.parametrize("chunked", FRAMEWORKS, ids=lambda chunked: chunked.__name__)
