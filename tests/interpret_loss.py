@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
@@ -444,26 +445,31 @@ def run_segments(generator: torch.Generator) -> None:
 def run_chunks() -> None:
     """Compares the head's gradients, summed over the many chunks of rows of the smallest budget, with one chunk."""
     x, w = (
-        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((100, 8), (140, 8))
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16() for shape in ((100, 8), (300, 8))
     )
+    x += 2  # the sum of the rows is large, as is its term of label smoothing
     target = torch.arange(100) % 47
 
-    def gradients(budget: int | None) -> list[Tensor]:
-        head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 140).bfloat16().requires_grad_()]
+    def gradients(smoothing: float, budget: int | None) -> list[Tensor]:
+        head = [w.clone().requires_grad_(), torch.linspace(-1, 1, 300).bfloat16().requires_grad_()]
         loss = core_triton.linear_cross_entropy(
             x,
             head[0],
             target,
             linear_bias=head[1],
             reduction="sum",
+            label_smoothing=smoothing,
             memory_budget=budget,
             implementation=Running.implementation,
         )
         return list(torch.autograd.grad(loss, head))
 
-    least = least_budget(gradients)
-    for name, found, want in zip(("d_weight", "d_bias"), gradients(least), gradients(None), strict=True):
-        say(name=name, used={name: 100 * error(found.float().numpy(), want.float().numpy()) / 2**-7})
+    for smoothing in (0.0, 0.3):
+        of_budget = partial(gradients, smoothing)
+        found, want = of_budget(least_budget(of_budget)), of_budget(None)
+        for name, few, one in zip(("d_weight", "d_bias"), found, want, strict=True):
+            used = {name: 100 * error(few.float().numpy(), one.float().numpy()) / 2**-7}
+            say(name=f"{name}, smoothing {smoothing}", used=used)
 
 
 # Token losses.

@@ -449,7 +449,7 @@ STORED_LOGITS = (
 SMOOTHING = (
     Mutation("core_triton/smoothing.py", "theta + scale * factor * mean_weight", "theta", EDGES),
     Mutation("core_triton/smoothing.py", "mean_weight * target_logit - mean_logit", "target_logit - mean_logit", EDGES),
-    Mutation("core_triton/smoothing.py", "first=first)", "first=True)", EDGES),
+    Mutation("core_triton/smoothing.py", "first=first)", "first=True)", tests("core_triton_interpreted", "chunks")),
     Mutation("core_triton/smoothing.py", "self.class_weight, row, factor)", "None, row, factor)", EDGES),
     Mutation("core_triton/smoothing.py", "(factor * row_factor)[:, None]", "row_factor[:, None]", EDGES),
     Mutation("jax_pallas/smoothing.py", "loss + term, loss)", "loss, loss)", JAX_SMOOTHING),
