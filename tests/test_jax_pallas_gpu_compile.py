@@ -235,7 +235,8 @@ def test_pallas_triton_compiles_and_fits(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 def test_pallas_triton_copies_while_it_multiplies(axis: int, tmp_path: Path) -> None:
-    compile_all([("none", 8192, *LLAMA, axis)], "a100", "pallas_triton", tmp_path)
+    # XLA's GEMMs cannot read padded exponentials, so the gradients need d_logits.
+    compile_all([("none", 8192, LLAMA[0], LLAMA[1] - 8, axis)], "a100", "pallas_triton", tmp_path)
     check_copies(tmp_path, "exponentials_kernel", "d_logits_kernel")
 
 
