@@ -11,6 +11,7 @@ from core_triton.linear_ce import (
     Implementation,
     LogProbs,
     LossStats,
+    TokenStats,
     check_targets,
     check_token_loss,
     explain,
@@ -18,6 +19,7 @@ from core_triton.linear_ce import (
     linear_cross_entropy_with_stats,
     linear_log_probs,
     linear_token_loss,
+    linear_token_loss_with_stats,
 )
 from core_triton.module import LinearCrossEntropy
 
@@ -26,6 +28,7 @@ __all__ = [
     "LinearCrossEntropy",
     "LogProbs",
     "LossStats",
+    "TokenStats",
     "check_targets",
     "check_token_loss",
     "explain",
@@ -33,5 +36,6 @@ __all__ = [
     "linear_cross_entropy_with_stats",
     "linear_log_probs",
     "linear_token_loss",
+    "linear_token_loss_with_stats",
     "token_losses",
 ]

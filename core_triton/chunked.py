@@ -5,7 +5,7 @@ tile of the logits exists at a time:
 
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where the second pass recomputes them
-    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan B  `row_statistics`      no gradient: 1 matmul, a tile of logits at a time
     plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
@@ -36,6 +36,7 @@ from core_triton.problem import (
 from core_triton.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.chunking import ChunkConfig
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 
@@ -53,9 +54,16 @@ def logits_tile(problem: Problem, x: Tensor, w: Tensor, vocab_chunk: slice) -> T
     return logits
 
 
-def tile_partial(problem: Problem, logits: Tensor, target: Tensor, vocab_chunk: slice, *, entropy: bool) -> Partial:
+def tile_partial(problem: Problem, logits: Tensor, target: Tensor, vocab_chunk: slice, statistics: int) -> Partial:
     """Returns the statistics of one tile of logits: MATH.md (25)."""
-    top = logits.amax(1)
+    argmax = logit_sum = sum_squared = sum_exp_log = None
+    if statistics & ARGMAX:
+        top, argmax = logits.max(1)  # the first of equals
+        argmax += problem.vocab_offset + vocab_chunk.start
+    else:
+        top = logits.amax(1)
+    if statistics & LOGIT_SUM:
+        logit_sum = logits.sum(1)
     shift = torch.where(top == -torch.inf, 0.0, top)  # all -inf: sums of 0, not NaN
     local, inside = _local_target(problem, target, vocab_chunk)
     target_logit = torch.where(inside, logits.gather(1, local[:, None])[:, 0], 0.0)
@@ -64,11 +72,16 @@ def tile_partial(problem: Problem, logits: Tensor, target: Tensor, vocab_chunk: 
         class_weight = problem.class_weight_of(vocab_chunk)
         weighted_sum = logits.sum(1) if class_weight is None else logits @ class_weight
     shifted = logits - shift[:, None]
-    if not entropy:
-        return Partial(top, shifted.exp_().sum(1), target_logit, weighted_sum, None)
-    exponentials = shifted.clamp_(min=NO_PROBABILITY).exp()
-    sum_exp = exponentials.sum(1)
-    return Partial(top, sum_exp, target_logit, weighted_sum, exponentials.mul_(shifted).sum(1))
+    if statistics & ENTROPY:
+        exponentials = shifted.clamp_(min=NO_PROBABILITY).exp()
+        sum_exp = exponentials.sum(1)
+        sum_exp_log = shifted.mul_(exponentials).sum(1)
+    else:
+        exponentials = shifted.exp_()
+        sum_exp = exponentials.sum(1)
+    if statistics & SQUARES:
+        sum_squared = exponentials.square_().sum(1)
+    return Partial(top, sum_exp, target_logit, weighted_sum, sum_exp_log, argmax, logit_sum, sum_squared)
 
 
 def _partial(
@@ -78,13 +91,12 @@ def _partial(
     target: Tensor,
     vocab_chunk: slice,
     kept: list[Tensor] | None,
-    *,
-    entropy: bool,
+    statistics: int,
 ) -> Partial:
     logits = logits_tile(problem, x, w, vocab_chunk)
     if kept is not None:
         kept.append(logits)
-    return tile_partial(problem, logits, target, vocab_chunk, entropy=entropy)
+    return tile_partial(problem, logits, target, vocab_chunk, statistics)
 
 
 def _d_logits(
@@ -142,7 +154,7 @@ def chunk_statistics(
     chunk: slice,
     vocab_chunk_size: int,
     *,
-    entropy: bool = False,
+    statistics: int = 0,
     kept: list[Tensor] | None = None,
     tiles: Tiles = TORCH_TILES,
 ) -> Partial:
@@ -153,10 +165,10 @@ def chunk_statistics(
     merged = None
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
         w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
-        partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, entropy=entropy)
+        partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, statistics)
         merged = partial if merged is None else row_math.merge(merged, partial)
         del w  # else it stays alive until the next chunk's exists
-    return row_math.empty_partial(target, problem.spec, entropy=entropy) if merged is None else merged
+    return row_math.empty_partial(target, problem.spec, statistics) if merged is None else merged
 
 
 def tile_d_logits(
@@ -249,25 +261,25 @@ def chunk_gradients(
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
-def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Tensor, RowStatistics]:
+def losses(tiles: Tiles, problem: Problem, config: ChunkConfig, statistics: int) -> tuple[Tensor, RowStatistics]:
     """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
-    found = statistics(tiles, problem, config, False)
+    found = row_statistics(tiles, problem, config, statistics)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
-def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+def row_statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, statistics: int) -> RowStatistics:
     """Plan B without the loss: returns the statistics of each row."""
     parts = [
         row_math.finish(
-            chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles),
+            chunk_statistics(problem, chunk, config.first_vocab_chunk, statistics=statistics, tiles=tiles),
             problem.target[chunk],
             problem.row_weight[chunk],
             problem.classes,
         )
         for chunk in problem.chunks(config.rows)
     ]
-    return _concatenate(parts, problem, entropy=entropy)
+    return _concatenate(parts, problem, statistics)
 
 
 def loss_and_gradients(
@@ -276,6 +288,7 @@ def loss_and_gradients(
     config: ChunkConfig,
     needs_grad: NeedsGrad,
     scales: tuple[Tensor, Tensor] | None,
+    statistics: int,
     hook: TokenHook | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`. A hook is
@@ -288,7 +301,9 @@ def loss_and_gradients(
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
-        partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, kept=kept, tiles=tiles)
+        partial = chunk_statistics(
+            problem, chunk, config.first_vocab_chunk, statistics=statistics, kept=kept, tiles=tiles
+        )
         part = row_math.finish(partial, target, row_weight, classes)
         if hook is None:
             losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
@@ -314,7 +329,7 @@ def loss_and_gradients(
         loss = hook.loss
     else:
         loss = torch.cat(losses) if losses else problem.row_weight.new_zeros(0)
-    return loss, _concatenate(parts, problem, entropy=False), sums.result(empty=not parts)
+    return loss, _concatenate(parts, problem, statistics), sums.result(empty=not parts)
 
 
 def gradients(
@@ -341,18 +356,24 @@ def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple
     return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
-def _concatenate(parts: list[RowStatistics], problem: Problem, *, entropy: bool) -> RowStatistics:
+def _concatenate(parts: list[RowStatistics], problem: Problem, statistics: int) -> RowStatistics:
     if len(parts) == 1:
         return parts[0]
 
-    def joined(field: str) -> Tensor:
-        return torch.cat([problem.row_weight.new_empty(0), *(getattr(part, field) for part in parts)])
+    def joined(field: str, needed: int = 1) -> Tensor | None:
+        if not needed:
+            return None
+        empty = problem.row_weight.new_empty(0, dtype=torch.int64 if field == "argmax" else torch.float32)
+        return torch.cat([empty, *(getattr(part, field) for part in parts)])
 
     return RowStatistics(
-        lse=joined("lse"),
-        target_logit=joined("target_logit"),
+        lse=joined("lse"),  # pyright: ignore[reportArgumentType]
+        target_logit=joined("target_logit"),  # pyright: ignore[reportArgumentType]
         nll=joined("nll"),
         max=joined("max"),
-        weighted_sum=joined("weighted_sum") if problem.spec.label_smoothing else None,
-        entropy=joined("entropy") if entropy else None,
+        weighted_sum=joined("weighted_sum", problem.spec.label_smoothing != 0),
+        entropy=joined("entropy", statistics & ENTROPY),
+        argmax=joined("argmax", statistics & ARGMAX),
+        mean_logit=joined("mean_logit", statistics & LOGIT_SUM),
+        sum_squared_probs=joined("sum_squared_probs", statistics & SQUARES),
     )

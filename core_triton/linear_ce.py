@@ -17,6 +17,7 @@ The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token lo
 `input_grad.py` or `target_grad.py`.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -30,8 +31,10 @@ from torch.autograd import forward_ad
 from core_triton import ops, token_hook, token_ops
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
+from core_triton.row_math import is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
+from core_triton.token_ops import TokenStats
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
@@ -42,6 +45,7 @@ from linear_ce.spec import (
     check_memory_budget,
     check_normalizer,
 )
+from linear_ce.statistics import LSE, MAX, NO_STATS, TOKEN_STATS, check_stats
 
 IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
 
@@ -165,7 +169,7 @@ def linear_cross_entropy(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    return _shaped(_loss(call, statistics=False).loss, target)
+    return _shaped(_loss(call, statistics=0).loss, target)
 
 
 def linear_cross_entropy_with_stats(
@@ -209,8 +213,7 @@ def linear_cross_entropy_with_stats(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    loss, *found = _loss(call, statistics=True)
-    row_weight, lse, target_logit, top = found
+    loss, row_weight, lse, target_logit, top, *_ = _loss(call, statistics=MAX | LSE)
     assert row_weight is not None
     assert lse is not None
     assert target_logit is not None
@@ -218,12 +221,11 @@ def linear_cross_entropy_with_stats(
     leading = target.shape
     contributes = row_weight != 0
     z_loss = row_weight * spec.z_loss_weight * lse.square()
-    right = contributes & (target_logit >= top)
     stats = LossStats(
         lse=lse.reshape(leading),
         target_logit=target_logit.reshape(leading),
         z_loss=_shaped(z_loss if spec.reduction == "none" else z_loss.sum(), target),
-        accuracy=right.sum() / contributes.sum().clamp(min=1),
+        accuracy=is_top1(row_weight, target_logit, top).sum() / contributes.sum().clamp(min=1),
         n_valid=(call.arrays.target != ignore_index).sum(),
     )
     return _shaped(loss, target), stats
@@ -336,36 +338,99 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36).
     """
+    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
+    return _token_loss(
+        input, linear_weight, target, token_loss, per_token, options, memory_budget, implementation, NO_STATS
+    )[0]
+
+
+def linear_token_loss_with_stats(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    *per_token: Tensor,
+    stats: Sequence[str] = TOKEN_STATS,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_weight: Tensor | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Tensor, TokenStats]:
+    r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
+
+    .. math:: H_i = -\sum_j p_{ij} \log p_{ij}, \qquad \frac{1}{K} \sum_j z_{ij}, \qquad \sum_j p_{ij}^2
+
+    Args:
+        stats: the names of the fields of `TokenStats` to compute. log_prob and lse cost nothing. Each of the others
+            takes a few instructions for each logit.
+        input: as all other arguments, see `linear_token_loss`.
+
+    Returns:
+        The loss and `TokenStats`. Only the loss has a gradient.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `linear_token_loss`; stats is not a tuple of names of `TokenStats`.
+
+    Example:
+        >>> import torch
+        >>> from core_triton import linear_token_loss_with_stats, token_losses
+        >>> x, w, advantage = torch.randn(6, 16), torch.randn(100, 16), torch.randn(6)
+        >>> loss, stats = linear_token_loss_with_stats(
+        ...     x, w, torch.arange(6), token_losses.reinforce(), advantage, stats=("entropy", "argmax")
+        ... )
+        >>> stats.entropy.shape, stats.lse
+        (torch.Size([6]), None)
+
+    Source:
+        linear_ce/MATH.md (3), (19), (20), (39), (40).
+    """
+    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
+    return _token_loss(
+        input,
+        linear_weight,
+        target,
+        token_loss,
+        per_token,
+        options,
+        memory_budget,
+        implementation,
+        check_stats(stats),
+    )
+
+
+def _token_loss(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    token_loss: TokenLoss,
+    per_token: tuple[Tensor, ...],
+    options: tuple[Any, ...],
+    memory_budget: int | None,
+    implementation: str | None,
+    stats: tuple[bool, ...],
+) -> tuple[Tensor, TokenStats]:
     if not callable(token_loss):
         raise TypeError(f"token_loss must be callable, got {type(token_loss).__name__}")
+    arguments = input, linear_weight, target, token_loss, per_token, options, memory_budget, implementation, stats
     if torch.compiler.is_compiling() and not isinstance(token_loss, Named):
         from core_triton.compiling import call_between_graphs  # loads torch._dynamo
 
-        return call_between_graphs(
-            linear_token_loss,
-            input,
-            linear_weight,
-            target,
-            token_loss,
-            *per_token,
-            linear_bias=linear_bias,
-            logit_scale=logit_scale,
-            softcap=softcap,
-            token_weight=token_weight,
-            reduction=reduction,
-            normalizer=normalizer,
-            ignore_index=ignore_index,
-            vocab_size=vocab_size,
-            memory_budget=memory_budget,
-            implementation=implementation,
-        )
+        return call_between_graphs(_token_loss, *arguments)
+    linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size = options
     spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, None, token_weight, normalizer, memory_budget, implementation
     )
     flat = _check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    return _shaped(run(call.arrays, call.weights, call.options, token_loss, flat), target)
+    loss, found = run(call.arrays, call.weights, call.options, token_loss, flat, stats)
+    return _shaped(loss, target), TokenStats(*(None if one is None else one.reshape(target.shape) for one in found))
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -706,7 +771,7 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
     return loss if loss.ndim == 0 or loss.shape == target.shape else loss.reshape(target.shape)
 
 
-def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
+def _loss(call: _Call, *, statistics: int) -> ops.Losses:
     """Runs what the call needs."""
     reduce = call.spec.reduction != "none"
     return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)

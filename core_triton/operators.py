@@ -41,12 +41,14 @@ from core_triton.token_ops import (
     TokenLossResults,
     dispatch,
     run_token_loss,
+    token_stats,
     which_need_grad,
 )
+from linear_ce.statistics import statistics_for
 
 
 def _losses_op(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     return run_losses(arrays, weights, options, statistics, needs_grad)
 
@@ -58,7 +60,7 @@ def _scaled_op(factors: Factors, saved: Gradients, memory_budget: int) -> Gradie
 
 
 def _loss_and_gradients_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     found = _fake_losses(arrays, statistics=statistics, backward=not reduce)
     if reduce:
@@ -68,7 +70,7 @@ def _loss_and_gradients_fake(
 
 
 def _losses_fake(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     return _fake_losses(arrays, statistics=statistics, backward=any(needs_grad))
 
@@ -107,8 +109,9 @@ def _token_loss_op(
     per_token: list[Tensor],
     needs_grad: NeedsGrad,
     d_per_token: list[bool],
+    stats: list[bool],
 ) -> TokenLossResults:
-    return run_token_loss(TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token))
+    return run_token_loss(TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats))
 
 
 def _token_loss_fake(
@@ -119,10 +122,13 @@ def _token_loss_fake(
     per_token: list[Tensor],
     needs_grad: NeedsGrad,
     d_per_token: list[bool],
+    stats: list[bool],
 ) -> TokenLossResults:
     float16 = arrays.input.dtype == torch.float16 and any(needs_grad)
+    found = _fake_losses(arrays, statistics=statistics_for(stats), backward=True)
     return TokenLossResults(
         _fake_rows(arrays).new_empty(()),
+        token_stats(stats, _fake_rows(arrays), _fake_rows(arrays), found),
         _fake_gradients(arrays, needs_grad),
         _fake_rows(arrays).new_empty(2) if float16 else None,
         tuple(_fake_rows(arrays) if needed else None for needed in d_per_token),
@@ -133,9 +139,10 @@ def _fake_rows(arrays: Arrays) -> Tensor:
     return torch.empty_like(arrays.target, dtype=torch.float32)
 
 
-def _fake_losses(arrays: Arrays, *, statistics: bool, backward: bool) -> Losses:
-    loss, row_weight, lse, target_logit, top = (_fake_rows(arrays) for _ in Losses._fields)
-    found = RowStatistics(lse, target_logit, None, top, None, None)
+def _fake_losses(arrays: Arrays, *, statistics: int, backward: bool) -> Losses:
+    loss, row_weight, lse, target_logit, top, entropy, mean, squares = (_fake_rows(arrays) for _ in range(8))
+    argmax = torch.empty_like(arrays.target)
+    found = RowStatistics(lse, target_logit, None, top, None, entropy, argmax, mean, squares)
     return kept_losses(loss, row_weight, found, statistics=statistics, backward=backward)
 
 
@@ -150,7 +157,7 @@ def _fake_gradients(arrays: Arrays, needs_grad: NeedsGrad) -> Gradients:
 
 
 def _loss_and_gradients_autograd(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     if any(arrays.needs_grad()):
         call = arrays, weights, options, statistics, reduce, needs_grad
@@ -163,7 +170,7 @@ def _loss_and_gradients_autograd(
 
 
 def _losses_autograd(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     if any(arrays.needs_grad()):
         call = arrays, weights, options, statistics, needs_grad
@@ -193,10 +200,12 @@ def _token_loss_autograd(
     per_token: list[Tensor],
     needs_grad: NeedsGrad,
     d_per_token: list[bool],
+    stats: list[bool],
 ) -> tuple[Any, ...]:
-    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token)
+    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats)
     if any(arrays.needs_grad()) or any(which_need_grad(per_token)):
-        return (TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token),)
+        results: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
+        return results
     if is_eager(arrays):
         return run_token_loss(call)
     with torch._C._AutoDispatchBelowAutograd():

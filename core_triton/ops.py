@@ -25,6 +25,7 @@ from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.gpus import known_gpu
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES
 
 
 class Arrays(NamedTuple):
@@ -76,8 +77,8 @@ class Options(NamedTuple):
 class Losses(NamedTuple):
     """What `losses` and `loss_and_gradients` return besides gradients: (N,) float32 each, or () for a reduced loss.
 
-    row_weight and lse are None unless `statistics` or the backward pass needs them. target_logit and max are None
-    unless `statistics`.
+    row_weight and lse are None unless `statistics` or the backward pass needs them. The fields after them are None
+    unless they are part of `statistics`, an int of `linear_ce.statistics`.
     """
 
     loss: Tensor  # weighted; () where reduced
@@ -85,6 +86,10 @@ class Losses(NamedTuple):
     lse: Tensor | None
     target_logit: Tensor | None
     max: Tensor | None  # the largest logit
+    argmax: Tensor | None  # int64
+    entropy: Tensor | None
+    mean_logit: Tensor | None
+    sum_squared_probs: Tensor | None
 
 
 class LogProbs(NamedTuple):
@@ -100,7 +105,7 @@ class LogProbs(NamedTuple):
 
 
 def loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: int, reduce: bool
 ) -> Losses:
     """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, and computes its gradients in the same pass.
 
@@ -116,7 +121,7 @@ def loss_and_gradients(
 
 
 def losses(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: int, reduce: bool
 ) -> Losses:
     """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
     if torch.compiler.is_compiling():
@@ -130,7 +135,7 @@ def losses(
     return found._replace(loss=found.loss.sum()) if reduce else found
 
 
-def loss(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+def loss(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: int, reduce: bool) -> Losses:
     """Runs `loss_and_gradients` if the forward pass can compute the gradients that are needed, and `losses` if not."""
     needs_grad = arrays.needs_grad()
     d_head = needs_grad.d_weight or needs_grad.d_bias
@@ -175,7 +180,7 @@ def no_double_backward(backward: Backward) -> Backward:
 class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, bool, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, bool, NeedsGrad], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, reduce, needs_grad = call
         if is_eager(arrays):
@@ -209,7 +214,7 @@ class LossAndGradients(torch.autograd.Function):
 class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, int, NeedsGrad], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         arrays, weights, options, statistics, needs_grad = call
         if is_eager(arrays):
@@ -383,7 +388,7 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 
 
 def run_loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, reduce: bool, needs_grad: NeedsGrad
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
 
@@ -409,7 +414,7 @@ def plan_a(
     row_weight: Tensor,
     needs_grad: NeedsGrad,
     *,
-    statistics: bool,
+    statistics: int,
     reduce: bool,
     hook: TokenHook | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
@@ -425,7 +430,7 @@ def plan_a(
             if arrays.input.dtype == torch.float16:
                 pair = row_math.saved_scales(row_weight)
             loss, found, gradients = chunked.loss_and_gradients(
-                _tiles(plan), problem, plan.chunk_config, needs_grad, pair, hook
+                _tiles(plan), problem, plan.chunk_config, needs_grad, pair, statistics, hook
             )
             loss = loss.sum() if reduce else loss
     return loss, found, gradients, None if pair is None else torch.stack(pair)
@@ -435,7 +440,7 @@ def run_losses(
     arrays: Arrays,
     weights: TokenWeights,
     options: Options,
-    statistics: bool,
+    statistics: int,
     needs_grad: NeedsGrad,
     *,
     reduce: bool = False,
@@ -454,7 +459,7 @@ def run_losses(
 
 
 def plan_b(
-    arrays: Arrays, options: Options, row_weight: Tensor, *, statistics: bool, reduce: bool, vectors: int = 0
+    arrays: Arrays, options: Options, row_weight: Tensor, *, statistics: int, reduce: bool, vectors: int = 0
 ) -> tuple[Tensor, RowStatistics]:
     """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
     problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
@@ -463,7 +468,7 @@ def plan_b(
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
-            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config)
+            loss, found = chunked.losses(_tiles(plan), problem, plan.chunk_config, statistics)
             loss = loss.sum() if reduce else loss
     return loss, found
 
@@ -489,21 +494,21 @@ def compute_row_weights(arrays: Arrays, weights: TokenWeights, options: Options)
     )
 
 
-def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: bool, backward: bool) -> Losses:
+def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, statistics: int, backward: bool) -> Losses:
     """Returns the results of a pass that are kept. The others are freed."""
-    made = loss, row_weight, found.lse, found.target_logit, found.max
+    made = loss, row_weight, *(getattr(found, field) for field in Losses._fields[2:])
     there = _losses_there(statistics=statistics, backward=backward)
     return Losses(*(one if kept else None for one, kept in zip(made, there, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
-def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
+def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
     """Returns which of the `Losses` are not None. `backward`: the backward pass needs those of each row."""
-    rows = statistics or backward
-    return True, rows, rows, statistics, statistics
+    rows, top = bool(statistics) or backward, bool(statistics & MAX)
+    return True, rows, rows, top, top, *(bool(statistics & one) for one in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES))
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None = None
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool, hook: TokenHook | None = None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
@@ -533,7 +538,7 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
     plan = plan_of(problem)
     with _library_settings(plan, arrays.input):
-        found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+        found: RowStatistics = chunked.row_statistics(_tiles(plan), problem, plan.chunk_config, ENTROPY)
     assert found.entropy is not None
     assert found.nll is not None
     log_prob = 0.0 - found.nll  # never -0.0
@@ -584,7 +589,7 @@ def _problem(
     row_weight: Tensor,
     needs_grad: NeedsGrad,
     *,
-    statistics: bool = False,
+    statistics: int = 0,
     entropy: bool = False,
     vectors: int = 0,
 ) -> Problem:
@@ -620,7 +625,7 @@ def plan_for(
     implementation: str,
     needs_grad: NeedsGrad,
     *,
-    statistics: bool = False,
+    statistics: int = 0,
     entropy: bool = False,
     copied: int = 0,
     device: DeviceInfo | None = None,
@@ -727,7 +732,7 @@ def _in_place(group: Any, found: Sequence[Tensor], there: Iterable[bool]) -> Any
 
 
 def _dispatched_losses(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, needs_grad: NeedsGrad
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: int, needs_grad: NeedsGrad
 ) -> Losses:
     found = torch.ops.linear_ce.losses(*arrays, *weights, *options, statistics, *needs_grad)
     return _in_place(Losses, found, _losses_there(statistics=statistics, backward=any(needs_grad)))

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
 MAX_EXPONENT = 126  # of a normal float32
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
+NO_CLASS = 2**31 - 1  # above all classes
 
 LEAST_SUMMAND = 2.0**-64  # of a target, relative to the reference of its row's sum; below it the ratio may overflow
 
@@ -31,6 +34,9 @@ class Partial(NamedTuple):
     target_logit: Tensor  # 0 where the target lies elsewhere
     weighted_sum: Tensor | None  # of class_weight * logits, for label smoothing
     sum_exp_log: Tensor | None  # of exp(logits - max) * (logits - max), for the entropy
+    argmax: Tensor | None = None  # int64, the class of the largest logit, the lowest of equals
+    logit_sum: Tensor | None = None
+    sum_squared: Tensor | None = None  # of exp(logits - max) ** 2
 
 
 class RowStatistics(NamedTuple):
@@ -43,6 +49,9 @@ class RowStatistics(NamedTuple):
     max: Tensor | None
     weighted_sum: Tensor | None
     entropy: Tensor | None
+    argmax: Tensor | None = None  # int64, -1 where lse is not finite
+    mean_logit: Tensor | None = None
+    sum_squared_probs: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
@@ -62,7 +71,7 @@ class Coefficients(NamedTuple):
         )
 
 
-def empty_partial(target: Tensor, spec: LossSpec, *, entropy: bool) -> Partial:
+def empty_partial(target: Tensor, spec: LossSpec, statistics: int) -> Partial:
     """Returns the statistics of a vocabulary chunk without classes (a shard of padding), `merge`'s identity element."""
     zero = torch.zeros_like(target, dtype=torch.float32)
     return Partial(
@@ -70,7 +79,10 @@ def empty_partial(target: Tensor, spec: LossSpec, *, entropy: bool) -> Partial:
         sum_exp=zero,
         target_logit=zero,
         weighted_sum=zero if spec.label_smoothing else None,
-        sum_exp_log=zero if entropy else None,
+        sum_exp_log=zero if statistics & ENTROPY else None,
+        argmax=torch.full_like(target, NO_CLASS) if statistics & ARGMAX else None,
+        logit_sum=zero if statistics & LOGIT_SUM else None,
+        sum_squared=zero if statistics & SQUARES else None,
     )
 
 
@@ -90,12 +102,22 @@ def merge(a: Partial, b: Partial) -> Partial:
         weighted_sum = a.weighted_sum + b.weighted_sum
     if a.sum_exp_log is not None and b.sum_exp_log is not None:
         sum_exp_log = scale_a * (a.sum_exp_log + shift_a * a.sum_exp) + scale_b * (b.sum_exp_log + shift_b * b.sum_exp)
+    argmax = logit_sum = sum_squared = None
+    if a.argmax is not None and b.argmax is not None:
+        argmax = torch.where(a.max > b.max, a.argmax, torch.where(b.max > a.max, b.argmax, a.argmax.minimum(b.argmax)))
+    if a.logit_sum is not None and b.logit_sum is not None:
+        logit_sum = a.logit_sum + b.logit_sum
+    if a.sum_squared is not None and b.sum_squared is not None:
+        sum_squared = scale_a.square() * a.sum_squared + scale_b.square() * b.sum_squared
     return Partial(
         max=top,
         sum_exp=scale_a * a.sum_exp + scale_b * b.sum_exp,
         target_logit=a.target_logit + b.target_logit,
         weighted_sum=weighted_sum,
         sum_exp_log=sum_exp_log,
+        argmax=argmax,
+        logit_sum=logit_sum,
+        sum_squared=sum_squared,
     )
 
 
@@ -112,17 +134,36 @@ def finish(partial: Partial, target: Tensor, row_weight: Tensor, classes: int) -
     lse = partial.max + log_sum
     nll = torch.where(usable, torch.log1p(rest), lse - target_logit)
     lse = torch.where(usable, target_logit + nll, lse)
-    entropy = None
+
+
+    def selected(values: Tensor) -> Tensor:
+        return torch.where(contributes, values, 0)
+
+    entropy = argmax = mean_logit = sum_squared_probs = None
     if partial.sum_exp_log is not None:
-        entropy = torch.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
+        entropy = selected(log_sum - partial.sum_exp_log / partial.sum_exp)
+    if partial.argmax is not None:
+        argmax = selected(torch.where(lse.isfinite(), partial.argmax, -1))
+    if partial.logit_sum is not None:
+        mean_logit = selected(partial.logit_sum / classes)
+    if partial.sum_squared is not None:
+        sum_squared_probs = selected(partial.sum_squared / partial.sum_exp / partial.sum_exp)
     return RowStatistics(
-        lse=torch.where(contributes, lse, 0.0),
-        target_logit=torch.where(contributes, target_logit, 0.0),
-        nll=torch.where(contributes, nll, 0.0),
-        max=torch.where(contributes, partial.max, 0.0),
+        lse=selected(lse),
+        target_logit=selected(target_logit),
+        nll=selected(nll),
+        max=selected(partial.max),
         weighted_sum=partial.weighted_sum,
         entropy=entropy,
+        argmax=argmax,
+        mean_logit=mean_logit,
+        sum_squared_probs=sum_squared_probs,
     )
+
+
+def is_top1(row_weight: Tensor, target_logit: Tensor, top: Tensor) -> Tensor:
+    """Returns whether a row contributes and its target has the largest logit, `top`, (N,) bool; ties count: (12)."""
+    return (row_weight != 0) & (target_logit >= top)
 
 
 def row_weights(

@@ -27,6 +27,7 @@ class TokenHook:
         row_weight: (N,) float32 of `row_math.row_weights`; rows of weight 0 are excluded.
         d_logits: whether the gradients with respect to the logits are needed.
         d_per_token: which of the arguments are differentiated.
+        log_prob: whether the log-probabilities are kept.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class TokenHook:
         *,
         d_logits: bool,
         d_per_token: Sequence[bool],
+        log_prob: bool = False,
     ) -> None:
         self.token_loss = token_loss
         self.per_token = per_token
@@ -44,6 +46,7 @@ class TokenHook:
         self.loss = torch.empty_like(row_weight)  # (N,), times the row weight
         # (N,), the row weight in the gradients. It is also 0 where the derivative is 0.
         self.gradient_weight = torch.empty_like(row_weight) if d_logits else None
+        self.log_prob = torch.empty_like(row_weight) if log_prob else None  # (N,)
         # (N,) float32 each, times the row weight; None if not needed.
         self.d_per_token = [torch.empty_like(row_weight) if needed else None for needed in d_per_token]
 
@@ -71,6 +74,8 @@ class TokenHook:
         needs_grad = self.gradient_weight is not None, *(one is not None for one in self.d_per_token)
         loss, (d_log_prob, *d_values) = call_and_differentiate(self.token_loss, [log_prob, *values], needs_grad)
         self.loss[rows] = torch.where(contributes, kept * loss, 0.0)
+        if self.log_prob is not None:
+            self.log_prob[rows] = log_prob.detach()
         gradients = None if d_log_prob is None else -d_log_prob, *d_values  # that of nll = -log_prob first
         for result, gradient in zip((self.gradient_weight, *self.d_per_token), gradients, strict=True):
             if result is not None and gradient is not None:

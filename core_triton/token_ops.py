@@ -7,17 +7,19 @@ As in `ops.py`, a call is a `torch.autograd.Function` in eager mode, and an oper
 torch.compile. An operator takes named losses only (`token_losses.py`), because its arguments cannot hold a function.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
-from core_triton.ops import Arrays, Factors, Options, TokenWeights
+from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
 from core_triton.problem import Gradients, NeedsGrad
+from core_triton.row_math import RowStatistics
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
+from linear_ce.statistics import statistics_for
 
 
 class TokenCall(NamedTuple):
@@ -30,43 +32,94 @@ class TokenCall(NamedTuple):
     per_token: Sequence[Tensor]  # (N,) each
     needs_grad: NeedsGrad
     d_per_token: Sequence[bool]  # which of per_token are differentiated
+    stats: Sequence[bool]  # which fields of `TokenStats` are computed
+
+
+class TokenStats(NamedTuple):
+    """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...)
+    float32 unless noted; None for those that were not asked for. None of it has a gradient.
+
+    Rows that do not contribute (ignored, or with token_weight 0) have 0.
+    """
+
+    log_prob: Tensor | None  # of the target, what token_loss gets; NaN for a target that is not a class
+    entropy: Tensor | None
+    lse: Tensor | None  # log-sum-exp of the logits
+    argmax: Tensor | None  # int64, the class of the largest logit, the lowest of equals; -1 where lse is not finite
+    is_top1: Tensor | None  # bool, whether the target has the largest logit; ties count, as in `LossStats.accuracy`
+    mean_logit: Tensor | None
+    sum_squared_probs: Tensor | None  # of the squared probabilities of all classes
 
 
 class TokenLossResults(NamedTuple):
     """What `run_token_loss` returns."""
 
     loss: Tensor  # () float32
+    stats: TokenStats  # (N,) each
     gradients: Gradients
     scales: Tensor | None  # (2,), of the gradients of float16: see `ops.run_loss_and_gradients`
     d_per_token: tuple[Tensor | None, ...]  # (N,) float32 each
 
 
 def token_loss(
-    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
-) -> Tensor:
-    """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed."""
-    call = TokenCall(arrays, weights, options, function, per_token, arrays.needs_grad(), which_need_grad(per_token))
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: TokenLoss,
+    per_token: Sequence[Tensor],
+    stats: Sequence[bool],
+) -> tuple[Tensor, TokenStats]:
+    """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed; and
+    these fields of the statistics, (N,) each."""
+    needs_grad, d_per_token = arrays.needs_grad(), which_need_grad(per_token)
+    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, stats)
     if torch.compiler.is_compiling():
-        return dispatch(call)[0]
+        loss, *rest = dispatch(call)
+        return loss, _stats_in_place(stats, rest)
     if any(call.needs_grad) or any(call.d_per_token):
-        loss: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
-        return loss
-    return _run(call).loss
+        found: Any = TokenLossAndGradients.apply(call, *arrays.differentiated(), *per_token)
+        return found[0], TokenStats(*found[1:])
+    results = _run(call)
+    return results.loss, results.stats
 
 
 def token_loss_rows(
-    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
-) -> Tensor:
-    """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row."""
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: TokenLoss,
+    per_token: Sequence[Tensor],
+    stats: Sequence[bool],
+) -> tuple[Tensor, TokenStats]:
+    """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row, and the
+    statistics (N,) with these names."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    nll = ops.loss(arrays, ones, options._replace(mean=False), statistics=False, reduce=False).loss
+    found = ops.loss(arrays, ones, options._replace(mean=False), statistics=statistics_for(stats), reduce=False)
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
-    log_prob = token_hook.log_prob_of(nll, contributes)
+    log_prob = token_hook.log_prob_of(found.loss, contributes)
     loss = token_hook.call(function, log_prob, values)
-    return torch.where(contributes, token_hook.factors(log_prob, row_weight) * loss, 0.0)
+    loss = torch.where(contributes, token_hook.factors(log_prob, row_weight) * loss, 0.0)
+    return loss, token_stats(stats, log_prob.detach(), row_weight, found)
+
+
+def token_stats(
+    stats: Sequence[bool], log_prob: Tensor | None, row_weight: Tensor, found: Losses | RowStatistics
+) -> TokenStats:
+    """Returns these fields of the statistics, made from what a pass over the logits found."""
+    top1 = None
+    if found.target_logit is not None and found.max is not None:
+        top1 = row_math.is_top1(row_weight, found.target_logit, found.max)
+    made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
+    return TokenStats(*(one if wanted else None for one, wanted in zip(made, stats, strict=True)))
+
+
+def _stats_in_place(stats: Sequence[bool], found: Iterable[Tensor]) -> TokenStats:
+    """Returns these fields of the statistics, the next results in `found`."""
+    rest = iter(found)
+    return TokenStats(*(next(rest) if wanted else None for wanted in stats))
 
 
 def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
@@ -76,15 +129,19 @@ def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
 
 class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = _run(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
-        return found.loss
+        ctx.mark_non_differentiable(*(one for one in found.stats if one is not None))
+        ctx.set_materialize_grads(False)  # zeros for the statistics would be allocated
+        return found.loss, *found.stats
 
     @staticmethod
     @ops.no_double_backward
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if d_loss is None:
+            return None, None, None, None, *(None for _ in ctx.dtypes)
         d_input, d_weight, d_bias, scales, *d_per_token = ctx.saved_tensors
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
         of_tokens = zip(d_per_token, ctx.dtypes, strict=True)
@@ -96,7 +153,8 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, stats = call
+    statistics = statistics_for(stats)
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,
@@ -104,25 +162,30 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         row_weight,
         d_logits=any(needs_grad),
         d_per_token=d_per_token,
+        log_prob=stats[0],
     )
     gradients, scales = Gradients(None, None, None), None
     if any(needs_grad):
-        loss, _, gradients, scales = ops.plan_a(
-            arrays, options, row_weight, needs_grad, statistics=False, reduce=True, hook=hook
+        loss, found, gradients, scales = ops.plan_a(
+            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=True, hook=hook
         )
     else:
         ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
-        nll, _ = ops.plan_b(arrays, options, ones, statistics=False, reduce=False, vectors=hook.bytes)
+        nll, found = ops.plan_b(arrays, options, ones, statistics=statistics, reduce=False, vectors=hook.bytes)
         hook.process(slice(None), nll)
         loss = hook.loss.sum()
-    return TokenLossResults(loss, gradients, scales, tuple(hook.d_per_token))
+    made = token_stats(stats, hook.log_prob, row_weight, found)
+    return TokenLossResults(loss, made, gradients, scales, tuple(hook.d_per_token))
 
 
 def dispatch(call: TokenCall) -> list[Tensor]:
-    """Calls the operator. It returns the results that are not None, or above autograd the loss only."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    """Calls the operator. It returns the results that are not None, or above autograd the loss and the statistics."""
+    arrays, weights, options, function, per_token, *rest = call
+    needs_grad, d_per_token, stats = rest
     assert isinstance(function, Named), "an operator takes named losses only"
-    return torch.ops.linear_ce.token_loss(*arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token)
+    return torch.ops.linear_ce.token_loss(
+        *arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token, stats
+    )
 
 
 def _run(call: TokenCall) -> TokenLossResults:
@@ -132,7 +195,8 @@ def _run(call: TokenCall) -> TokenLossResults:
     with torch._C._AutoDispatchBelowAutograd():
         loss, *rest = dispatch(call)
     saved = iter(rest)
+    stats = _stats_in_place(call.stats, saved)
     gradients = Gradients(*(next(saved) if needed else None for needed in call.needs_grad))
     scales = next(saved) if any(call.needs_grad) and call.arrays.input.dtype == torch.float16 else None
     d_per_token = tuple(next(saved) if needed else None for needed in call.d_per_token)
-    return TokenLossResults(loss, gradients, scales, d_per_token)
+    return TokenLossResults(loss, stats, gradients, scales, d_per_token)

@@ -9,6 +9,7 @@ _LOSSES = (
     "linear_cross_entropy_with_stats",
     "linear_log_probs",
     "linear_token_loss",
+    "linear_token_loss_with_stats",
     "LinearCrossEntropy",
 )
 
