@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
-from core_triton.gluon_common import quarters
+from core_triton.gluon_common import add_statistics, no_statistics, quarters, store_statistics
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
 from core_triton.launch import At
@@ -56,7 +56,7 @@ def exponentials_kernel(
     place = gl.where(owns, target, -1).to(gl.int32)  # the range check needs int64; the comparison below is in int32
     any_target = gl.max(owns.to(gl.int32), 0) != 0
     total = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
-    top = gl.full([BLOCK_N], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    found = no_statistics(total)
     pieces = quarters(raw, MMA)
     for i in gl.static_range(4):
         columns = column + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, MMA))
@@ -64,10 +64,11 @@ def exponentials_kernel(
         logits = masked(logits, columns, column, classes, BLOCK_V)
         if any_target:  # few tiles have any
             store_target_logits(target_logit_ptr, logits, row_ids, columns, place)
-        if STATISTICS:
-            top = gl.maximum(top, gl.max(logits, 1))
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
         total += gl.sum(exponentials, 1)
+        found = add_statistics(
+            found, logits, exponentials, ref_exponent, columns, column, classes, STATISTICS, i * WIDTH
+        )
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
@@ -77,7 +78,7 @@ def exponentials_kernel(
     gl.store(sum_ptr + out, total, mask=inside)
     gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
     if STATISTICS:
-        gl.store(max_ptr + out, top, mask=inside)
+        store_statistics(max_ptr, found, class_block, row_ids, rows, inside, STATISTICS)
 
 
 @gluon.jit
@@ -99,7 +100,8 @@ def exponentials(
     ref_exponent: At,
     flag: At,
     sums: At,
-    tops: At | None,
+    statistics: int,
+    of_logits: At | None,
     target_logit: At,
     e: Tensor | None,
 ) -> None:
@@ -117,6 +119,6 @@ def exponentials(
     }
     n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
     blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=None)
-    pointers = target, ref_exponent, flag, sums, tops, target_logit
-    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit
+    switches = {"STORES": e is not None, "STATISTICS": statistics}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)

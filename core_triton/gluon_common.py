@@ -1,7 +1,11 @@
 """What the kernels in Triton's Gluon dialect share, for Hopper and for compute capability 8.x."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from core_triton.kernels import ARGMAX, ENTROPY, LOG2_E, LOGIT_SUM, MAX, SQUARES, planes
 
 
 @gluon.jit
@@ -32,3 +36,63 @@ def quarters(tile, layout: gl.constexpr):
         gl.convert_layout(third, layout, assert_trivial=True),
         gl.convert_layout(fourth, layout, assert_trivial=True),
     )
+
+
+class Statistics(NamedTuple):
+    """The `linear_ce.statistics` of the rows of a tile over the quarters so far, (rows,) float32 each."""
+
+    top: Any
+    argmax: Any  # the column within the tile
+    exp_log: Any  # sum of exponentials times their logarithms
+    logit: Any  # sum
+    squares: Any
+
+
+@gluon.jit
+def no_statistics(zeros):
+    """Returns the statistics of no classes, in the layout of `zeros` (rows,)."""
+    return Statistics(gl.full_like(zeros, float("-inf")), zeros, zeros, zeros, zeros)
+
+
+@gluon.jit
+def add_statistics(
+    found, logits, exponentials, ref_exponent, columns, column, classes, STATISTICS: gl.constexpr, FIRST: gl.constexpr
+):
+    """Returns the statistics with those of a quarter of a tile, whose logits past the last class are -inf. The tile
+    begins at `column`, and the quarter FIRST columns later."""
+    top, argmax, exp_log, logit, squares = found.top, found.argmax, found.exp_log, found.logit, found.squares
+    if STATISTICS & MAX:
+        of_quarter = gl.max(logits, 1)
+        if STATISTICS & ARGMAX:
+            place = gl.expand_dims((columns - column).to(gl.float32), 0)
+            here = gl.where(logits == gl.expand_dims(of_quarter, 1), place, FIRST + logits.shape[1])
+            argmax = gl.where(of_quarter > top, gl.min(here, 1), argmax)
+        top = gl.maximum(top, of_quarter)
+    if STATISTICS & ENTROPY:
+        terms = exponentials * (logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
+        exp_log += gl.sum(gl.where(exponentials == 0, 0.0, terms), 1)
+    if STATISTICS & LOGIT_SUM:
+        logit += gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
+    if STATISTICS & SQUARES:
+        squares += gl.sum(exponentials * exponentials, 1)
+    return Statistics(top, argmax, exp_log, logit, squares)
+
+
+@gluon.jit
+def store_statistics(pointer, found, class_block, row_ids, rows, inside, STATISTICS: gl.constexpr):
+    """Writes the statistics of a tile's rows where `kernels.store_statistics` writes them."""
+    at = pointer + class_block.to(gl.int64) * planes(STATISTICS) * rows + row_ids
+    if STATISTICS & MAX:
+        gl.store(at, found.top, mask=inside)
+        at += rows
+    if STATISTICS & ARGMAX:
+        gl.store(at, found.argmax, mask=inside)
+        at += rows
+    if STATISTICS & ENTROPY:
+        gl.store(at, found.exp_log, mask=inside)
+        at += rows
+    if STATISTICS & LOGIT_SUM:
+        gl.store(at, found.logit, mask=inside)
+        at += rows
+    if STATISTICS & SQUARES:
+        gl.store(at, found.squares, mask=inside)

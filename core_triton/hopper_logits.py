@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
-from core_triton.gluon_common import active_rows, quarters
+from core_triton.gluon_common import active_rows, add_statistics, no_statistics, quarters, store_statistics
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -33,7 +33,22 @@ from core_triton.hopper_common import (
     next_stage,
     store_quarter,
 )
-from core_triton.kernels import LOG2_E, NO_PROBABILITY, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
+from core_triton.kernels import (
+    ARGMAX,
+    ENTROPY,
+    LOG2_E,
+    MAX,
+    NO_PROBABILITY,
+    OF_MAX,
+    SQUARES,
+    SUM_LIMIT,
+    Active,
+    TileBlocks,
+    launch_tiles,
+    planes,
+    slope,
+    tile_of,
+)
 from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
 
@@ -179,7 +194,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         inside = row_ids < sizes.rows
         ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
-        top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
+        found = no_statistics(total)
         pieces = quarters(raw, quarter)
         for i in gl.static_range(4):
             first = column + i * WIDTH
@@ -191,8 +206,9 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
             total += gl.sum(exponentials, 1)
-            if switches.statistics:
-                top = gl.maximum(top, gl.max(logits, 1))
+            found = add_statistics(
+                found, logits, exponentials, ref_exponent, columns, column, sizes.classes, switches.statistics, i * WIDTH
+            )
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))
@@ -204,7 +220,7 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         lost = inside & ~(total < SUM_LIMIT)
         gl.store(io.flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
         if switches.statistics:
-            gl.store(io.max_ptr + out, top, mask=inside)
+            store_statistics(io.max_ptr, found, class_block, row_ids, sizes.rows, inside, switches.statistics)
     if switches.stores:
         for i in gl.static_range(4):
             store_done(e_desc, buffers, done, WHICH, i)
@@ -251,14 +267,15 @@ def exponentials(
     ref_exponent: At,
     flag: At,
     sums: At,
-    tops: At | None,
+    statistics: int,
+    of_logits: At | None,
     target_logit: At,
     e: Tensor | None,
     hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, ref_exponent, flag, sums, tops, target_logit, hit, *active
-    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit, hit, *active
+    switches = {"STORES": e is not None, "STATISTICS": statistics}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
@@ -278,7 +295,7 @@ class StatisticsSwitches(NamedTuple):
     has_bias: Any
     has_softcap: Any
     weighted: Any
-    entropy: Any
+    statistics: Any
 
 
 @gluon.jit
@@ -301,6 +318,8 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         weighted_sum = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        argmax = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
+        squares = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
         _, owns = targets_of(io.target_ptr, row_ids, column, sizes, tiling.block_v)
         any_target = gl.max(owns.to(gl.int32), 0) != 0
@@ -321,13 +340,25 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
             moved = gl.where(before == float("-inf"), 0.0, before - shift)
             factor = gl.exp2(moved * LOG2_E)
             exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
-            if switches.entropy:
+            if switches.statistics & ARGMAX:
+                place = gl.expand_dims((columns - column).to(gl.float32), 0)
+                here = gl.where(logits == gl.expand_dims(top, 1), place, tiling.block_v)
+                argmax = gl.where(top > before, gl.min(here, 1), argmax)
+            if switches.statistics & SQUARES:
+                squares = factor * factor * squares + gl.sum(exponentials * exponentials, 1)
+            if switches.statistics & ENTROPY:
                 shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
                 sum_exp_log = factor * (sum_exp_log + moved * total) + gl.sum(exponentials * shifted, 1)
             total = factor * total + gl.sum(exponentials, 1)
-        gl.store(io.max_ptr + out, top, mask=inside)
+        at = io.max_ptr + class_block.to(gl.int64) * planes(switches.statistics & OF_MAX | MAX) * sizes.rows + row_ids
+        gl.store(at, top, mask=inside)
+        if switches.statistics & ARGMAX:
+            at += sizes.rows
+            gl.store(at, argmax, mask=inside)
+        if switches.statistics & SQUARES:
+            gl.store(at + sizes.rows, squares, mask=inside)
         gl.store(io.sum_ptr + out, total, mask=inside)
-        if switches.entropy:
+        if switches.statistics & ENTROPY:
             gl.store(io.sum_exp_log_ptr + out, sum_exp_log, mask=inside)
         if switches.weighted:
             gl.store(io.weighted_sum_ptr + out, weighted_sum, mask=inside)
@@ -337,14 +368,14 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
 def statistics_kernel(
     x_desc, w_desc, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr,
     target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
-    WEIGHTED: gl.constexpr, ENTROPY: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """`kernels.statistics_kernel`."""
     head = Head(bias_ptr, scale, softcap)
     sizes = Sizes(first_class, rows, rows, hidden, classes, group)
     tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
-    switches: gl.constexpr = StatisticsSwitches(HAS_BIAS, HAS_SOFTCAP, WEIGHTED, ENTROPY)
+    switches: gl.constexpr = StatisticsSwitches(HAS_BIAS, HAS_SOFTCAP, WEIGHTED, STATISTICS)
     io = StatisticsIO(
         class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr, sum_exp_log_ptr, target_logit_ptr
     )
@@ -366,6 +397,7 @@ def statistics(
     w: Tensor,
     vocab_chunk: slice,
     *,
+    statistics: int,
     class_weight: Tensor | None,
     target: Tensor,
     tops: Tensor,
@@ -376,7 +408,7 @@ def statistics(
 ) -> None:
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
-    switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
+    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics}
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, _blocks(problem))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from core_triton import row_math
 from core_triton.launch import At, Blocks, cdiv, launch
 from core_triton.problem import Problem, plan_of
+from linear_ce import statistics as bits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -29,6 +30,13 @@ NO_PROBABILITY = tl.constexpr(row_math.NO_PROBABILITY)
 # target logit; the sum of all tiles then stays below 2**64, whose reciprocal times a row weight times an input bfloat16
 # holds.
 SUM_LIMIT = tl.constexpr(2.0**48)
+
+MAX, ARGMAX, ENTROPY = (tl.constexpr(one) for one in (bits.MAX, bits.ARGMAX, bits.ENTROPY))
+LOGIT_SUM, SQUARES = tl.constexpr(bits.LOGIT_SUM), tl.constexpr(bits.SQUARES)
+
+OF_MAX = tl.constexpr(bits.ARGMAX | bits.SQUARES)  # what is stored with the largest logits
+
+NO_CLASS = tl.constexpr(row_math.NO_CLASS)
 
 NOT_SPECIALIZED = [  # nothing is gained by a compilation for each
     *("first_class", "rows", "hidden", "classes", "group"),
@@ -274,6 +282,41 @@ def store_target_logit(
     tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
+@triton.jit
+def planes(STATISTICS: tl.constexpr):
+    """Returns how many numbers for each row and class block these statistics are."""
+    return (
+        (STATISTICS & 1) + (STATISTICS >> 1 & 1) + (STATISTICS >> 2 & 1) + (STATISTICS >> 3 & 1) + (STATISTICS >> 4 & 1)
+    )
+
+
+@triton.jit
+def store_statistics(
+    at, rows, logits, exponentials, ref_exponent, inside, column, classes, STATISTICS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
+    before: (25), (39). `at` is where the first goes. The class of the largest logit is its column in the tile."""
+    if STATISTICS & MAX:
+        top = tl.max(logits, 1)
+        tl.store(at, top, mask=inside)
+        at += rows
+        if STATISTICS & ARGMAX:
+            here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
+            tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
+            at += rows
+    if STATISTICS & ENTROPY:
+        terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
+        tl.store(at, tl.sum(terms, 1), mask=inside)
+        at += rows
+    if STATISTICS & LOGIT_SUM:
+        here = (column + tl.arange(0, BLOCK_V) < classes)[None, :]
+        tl.store(at, tl.sum(tl.where(here, logits, 0.0), 1), mask=inside)
+        at += rows
+    if STATISTICS & SQUARES:
+        tl.store(at, tl.sum(exponentials * exponentials, 1), mask=inside)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
@@ -286,8 +329,9 @@ def exponentials_kernel(
 
     Reads x (rows, D), w (V, D) or (D, V), ref_exponent (rows,) float32 and target (rows,) int64. Writes sum (class
     blocks, rows), and target_logit (rows,) of rows whose target minus `first_class` is among these classes. With STORES
-    writes e (rows, V), times the cap's slope: (31). With STATISTICS writes max (class blocks, rows). Sets flag (row
-    blocks,) int32 where a sum is not below SUM_LIMIT: the reference exponent is too low.
+    writes e (rows, V), times the cap's slope: (31). With STATISTICS, which is an int of `linear_ce.statistics`, writes
+    these to max (class blocks, statistics, rows). Sets flag (row blocks,) int32 where a sum is not below SUM_LIMIT: the
+    reference exponent is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -309,7 +353,10 @@ def exponentials_kernel(
         tl.store(sum_ptr + out, total, mask=inside)
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
         if STATISTICS:
-            tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+            at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
+            store_statistics(
+                at, rows, logits, exponentials, ref_exponent, inside, column, classes, STATISTICS, BLOCK_V
+            )
         # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
         # is never below 1.
         store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
@@ -330,13 +377,14 @@ def exponentials(
     ref_exponent: At,
     flag: At,
     sums: At,
-    tops: At | None,
+    statistics: int,
+    of_logits: At | None,
     target_logit: At,
     e: Tensor | None,
 ) -> None:
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
-    pointers = target, ref_exponent, flag, sums, tops, target_logit
-    switches = {"STORES": e is not None, "STATISTICS": tops is not None}
+    pointers = target, ref_exponent, flag, sums, of_logits, target_logit
+    switches = {"STORES": e is not None, "STATISTICS": statistics}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
 
@@ -355,8 +403,8 @@ def flagged(flag_ptr, row_blocks):
 def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
     flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
-    FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
+    BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
@@ -367,6 +415,9 @@ def repair_kernel(
     all tiles of the first step are taken before the first tile of the second step. A program with a tile of the second
     step waits until the first step is complete. It never waits for a program that has not started. Most chunks have no
     flag, and then there is nothing to do.
+
+    With BY_ROW, top is inf for the rows of which no sum is too large (`row_kernels.keep_rows`). They keep their
+    reference exponents and the results of `exponentials_kernel`. So these do not depend on the other rows of the block.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     tiles, found = row_blocks * class_blocks, flagged(flag_ptr, row_blocks) * class_blocks
@@ -393,18 +444,29 @@ def repair_kernel(
             if column + BLOCK_V > classes:
                 logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
             if redoes:
+                redone = inside
+                if BY_ROW:
+                    redone = tl.load(top_ptr + row_ids, mask=inside, other=float("inf"), cache_modifier=".cg") < float(
+                        "inf"
+                    )
                 out = class_block.to(tl.int64) * rows + row_ids
                 store_target_logit(
-                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V
+                    target_logit_ptr, target_ptr, first_class, logits, row_ids, column, redone, classes, BLOCK_V
                 )
-                if STATISTICS:
-                    tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
                 # Read from L2, because other multiprocessors have just raised it.
                 top = tl.load(top_ptr + row_ids, mask=inside, other=0.0, cache_modifier=".cg")
                 ref_exponent = tl.where(tl.abs(top) < float("inf"), tl.floor(top * LOG2_E), 0.0)
-                tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=inside)
+                if BY_ROW:
+                    kept = tl.load(ref_exponent_ptr + row_ids, mask=inside & ~redone, other=0.0)
+                    ref_exponent = tl.where(redone, ref_exponent, kept)
+                tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=redone)
                 exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
-                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+                tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=redone)
+                if STATISTICS:
+                    at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
+                    store_statistics(
+                        at, rows, logits, exponentials, ref_exponent, redone, column, classes, STATISTICS, BLOCK_V
+                    )
                 if STORES:
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
@@ -432,15 +494,17 @@ def repair(
     flag: At,
     ticket: At,
     sums: At,
-    tops: At | None,
+    statistics: int,
+    of_logits: At | None,
     target_logit: At,
     e: Tensor | None,
     finds: bool,
     redoes: bool,
+    by_row: bool,
 ) -> None:
     """Launches `repair_kernel`."""
-    pointers = target, ref_exponent, top, flag, ticket, sums, tops, target_logit
-    switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
+    pointers = target, ref_exponent, top, flag, ticket, sums, of_logits, target_logit
+    switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": statistics, "BY_ROW": by_row}
     launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
 
 
@@ -448,11 +512,14 @@ def repair(
 def statistics_kernel(
     x_matrix, x_stride, w_matrix, w_stride, bias_ptr, class_weight_ptr, target_ptr, max_ptr, sum_ptr, weighted_sum_ptr,
     sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
-    WEIGHTED: tl.constexpr, ENTROPY: tl.constexpr, W_BY_CLASS: tl.constexpr,
+    WEIGHTED: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25).
+    """Writes the statistics of each tile's rows over its classes, (class blocks, rows) float32 each: (25), (39).
+
+    max is (class blocks, 1 to 3, rows): the column of the largest logit in the tile and the sum of the squared
+    exponentials follow the largest logit if they are in STATISTICS, an int of `linear_ce.statistics`.
 
     Reads x (rows, D), w (V, D) or (D, V), and target (rows,) int64. Writes target_logit (rows,) of rows whose target
     minus `first_class` is among the classes of w. The logits are not stored.
@@ -481,11 +548,18 @@ def statistics_kernel(
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
         top = tl.max(logits, 1)
-        tl.store(max_ptr + out, top, mask=inside)
+        at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS & OF_MAX | MAX) * rows + row_ids
+        tl.store(at, top, mask=inside)
         shift = tl.where(top == float("-inf"), 0.0, top)
         exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
         tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
-        if ENTROPY:
+        if STATISTICS & ARGMAX:
+            at += rows
+            here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
+            tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
+        if STATISTICS & SQUARES:
+            tl.store(at + rows, tl.sum(exponentials * exponentials, 1), mask=inside)
+        if STATISTICS & ENTROPY:
             shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
             tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
         if x_stride is None:
@@ -500,6 +574,7 @@ def statistics(
     w: Tensor,
     vocab_chunk: slice,
     *,
+    statistics: int,
     class_weight: Tensor | None,
     target: Tensor,
     tops: Tensor,
@@ -510,8 +585,8 @@ def statistics(
 ) -> None:
     """Launches `statistics_kernel`."""
     pointers = class_weight, target, tops, sums, weighted_sums, sums_exp_log, target_logit
-    switches = {"WEIGHTED": weighted_sums is not None, "ENTROPY": sums_exp_log is not None}
-    blocks = _blocks(problem, crowded=weighted_sums is not None or sums_exp_log is not None)
+    switches = {"WEIGHTED": weighted_sums is not None, "STATISTICS": statistics}
+    blocks = _blocks(problem, crowded=weighted_sums is not None or statistics != 0)
     launch_tiles(statistics_kernel, problem, x, w, vocab_chunk, (), pointers, switches, blocks)
 
 

@@ -25,7 +25,7 @@ from core_triton.row_math import Coefficients, RowStatistics
 from core_triton.token_hook import TokenHook
 from linear_ce.gpus import known_gpu
 from linear_ce.spec import LossSpec
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, LSE, MAX, OF_LOGITS, SQUARES, planes
 
 
 class Arrays(NamedTuple):
@@ -503,7 +503,7 @@ def kept_losses(loss: Tensor, row_weight: Tensor, found: RowStatistics, *, stati
 
 def _losses_there(*, statistics: int, backward: bool) -> tuple[bool, ...]:
     """Returns which of the `Losses` are not None. `backward`: the backward pass needs those of each row."""
-    rows, top = bool(statistics) or backward, bool(statistics & MAX)
+    rows, top = bool(statistics & ~BY_ROW) or backward, bool(statistics & MAX)
     return True, rows, rows, top, top, *(bool(statistics & one) for one in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES))
 
 
@@ -535,13 +535,18 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
-    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
+    statistics = LSE | ENTROPY | BY_ROW
+    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics)
     plan = plan_of(problem)
     with _library_settings(plan, arrays.input):
-        found: RowStatistics = chunked.row_statistics(_tiles(plan), problem, plan.chunk_config, ENTROPY)
+        if plan.path == "scaled_exp":  # the row weights are 1, so the losses are negative log-likelihoods
+            nll, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=False)
+        else:
+            found = chunked.row_statistics(_tiles(plan), problem, plan.chunk_config, statistics)
+            nll = found.nll
     assert found.entropy is not None
-    assert found.nll is not None
-    log_prob = 0.0 - found.nll  # never -0.0
+    assert nll is not None
+    log_prob = 0.0 - nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
 
 
@@ -597,6 +602,8 @@ def _problem(
 
     `vectors`: bytes of other vectors of the call, which are part of its workspace.
     """
+    if statistics & OF_LOGITS & ~MAX:
+        vectors += 8 * len(row_weight) * (1 + planes(statistics))
     copied, named = vectors, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):
@@ -646,11 +653,11 @@ def plan_for(
         copied_bytes=copied,
         label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,
-        entropy=entropy,
+        entropy=entropy or statistics & ENTROPY != 0,
         d_input=needs_grad.d_input,
         d_weight=needs_grad.d_weight,
         d_bias=needs_grad.d_bias,
-        statistics=statistics,
+        statistics=planes(statistics),
         memory_budget=memory_budget,
         implementation=implementation,
         device=device,

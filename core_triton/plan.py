@@ -76,7 +76,7 @@ class PlanKey(NamedTuple):
     d_input: bool
     d_weight: bool
     d_bias: bool
-    statistics: bool  # the largest logits are needed
+    statistics: int  # numbers for each row and class block besides sums of exponentials
     memory_budget: int
     implementation: str
     device: DeviceInfo
@@ -250,7 +250,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
         key.stage == "losses"
         or (
-            key.stage == "loss_and_gradients"
+            # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
+            key.stage in ("loss_and_gradients", "statistics")
             and x.dtype == "bfloat16"
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
@@ -312,7 +313,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         classes=key.classes,
         itemsize=x.itemsize,
         block_v=tile.block_v,
-        statistics=2 + (key.label_smoothing != 0) + key.entropy,
+        statistics=2 + (key.label_smoothing != 0) + max(key.statistics, key.entropy),
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,

@@ -14,26 +14,32 @@ from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, layout_of, operand, plan_of
 from core_triton.row_math import Partial
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
 
 def _partial(
-    problem: Problem, x: Tensor, w: Tensor, target: Tensor, vocab_chunk: slice, kept: None, *, entropy: bool
+    problem: Problem, x: Tensor, w: Tensor, target: Tensor, vocab_chunk: slice, kept: None, statistics: int
 ) -> Partial:
     plan = plan_of(problem)
     assert plan.tile is not None
     n, blocks = x.shape[0], cdiv(vocab_chunk.stop - vocab_chunk.start, plan.tile.block_v)
-    weighted = problem.spec.label_smoothing != 0
-    part = x.new_empty((2 + weighted + entropy, blocks, n), dtype=torch.float32)
-    top, sum_exp = part[0], part[1]
-    weighted_sum = part[2] if weighted else None
-    sum_exp_log = part[2 + weighted] if entropy else None
-    target_logit = top.new_zeros(n)
+    # The sum of the logits is weighted by ones, and token losses have no label smoothing.
+    weighted, entropy = problem.spec.label_smoothing != 0 or statistics & LOGIT_SUM != 0, statistics & ENTROPY != 0
+    with_top = planes(statistics & (ARGMAX | SQUARES) | MAX)
+    part = x.new_empty((1 + with_top + weighted + entropy, blocks, n), dtype=torch.float32)
+    top, sum_exp = part[:with_top].view(blocks, with_top, n), part[with_top]
+    weighted_sum = part[1 + with_top] if weighted else None
+    sum_exp_log = part[1 + with_top + weighted] if entropy else None
+    target_logit = sum_exp.new_zeros(n)
+    argmax = target.new_empty(n) if statistics & ARGMAX else None
+    sum_squared = sum_exp.new_empty(n) if statistics & SQUARES else None
     launcher = hopper_logits if plan.hopper else kernels
     launcher.statistics(
         problem,
         tma_compatible(x, by_row=True, pointers=plan.pointers),
         tma_compatible(w, pointers=plan.pointers),
         vocab_chunk,
+        statistics=statistics & (ARGMAX | ENTROPY | SQUARES),
         class_weight=problem.class_weight_or_ones(vocab_chunk) if weighted else None,
         target=target,
         tops=top,
@@ -42,13 +48,30 @@ def _partial(
         sums_exp_log=sum_exp_log,
         target_logit=target_logit,
     )
-    row_kernels.merge(top, sum_exp, weighted_sum, sum_exp_log, blocks, n)
+    row_kernels.merge(
+        top,
+        sum_exp,
+        weighted_sum,
+        sum_exp_log,
+        argmax,
+        sum_squared,
+        statistics & (ARGMAX | ENTROPY | SQUARES),
+        blocks,
+        plan.tile.block_v,
+        n,
+    )
+    if argmax is not None:
+        argmax += problem.vocab_offset + vocab_chunk.start
+    weighted_sum = None if weighted_sum is None else weighted_sum[0].clone()  # a clone, so that `part` can be freed
     return Partial(
-        top[0],
+        top[0, 0],
         sum_exp[0],
         target_logit,
-        None if weighted_sum is None else weighted_sum[0].clone(),  # a clone, so that `part` can be freed
+        weighted_sum if problem.spec.label_smoothing else None,
         None if sum_exp_log is None else sum_exp_log[0],
+        argmax,
+        weighted_sum if statistics & LOGIT_SUM else None,
+        sum_squared,
     )
 
 

@@ -42,10 +42,12 @@ from core_triton import (
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
+from core_triton.row_kernels import LogitStatistics
 from core_triton.row_math import RowStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, OF_LOGITS, SQUARES, planes
 
 
 class PackedRows(NamedTuple):
@@ -71,10 +73,11 @@ class PackedRows(NamedTuple):
     loss_out: Tensor
     lse_out: Tensor
     target_logit_out: Tensor
-    top_out: Tensor | None  # the largest logit
+    top_out: Tensor | None  # the largest logit, if it is the only one of the statistics
+    statistics_out: LogitStatistics | None  # if there are others
 
 
-def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
+def pack_rows(problem: Problem, rows: int, *, statistics: int) -> PackedRows:
     """Packs the rows of a call with chunks of `rows` rows. The results of the rows are not yet computed."""
     plan, target, row_weight = plan_of(problem), problem.target, problem.row_weight
     assert plan.tile is not None
@@ -95,8 +98,13 @@ def pack_rows(problem: Problem, rows: int, *, statistics: bool) -> PackedRows:
         zeros[: 2 * chunks].view(chunks, 2),
         hit,
         *(torch.empty_like(row_weight) for _ in range(8)),
-        top_out=torch.empty_like(row_weight) if statistics else None,
+        top_out=torch.empty_like(row_weight) if statistics & OF_LOGITS == MAX else None,
+        statistics_out=None,
     )
+    if statistics & OF_LOGITS & ~MAX:
+        kinds = (MAX, torch.float32), (ARGMAX, torch.int64), *((one, torch.float32) for one in (ENTROPY, LOGIT_SUM, SQUARES))
+        made = (torch.empty_like(row_weight, dtype=dtype) if statistics & one else None for one, dtype in kinds)
+        found = found._replace(statistics_out=LogitStatistics(*made))
     row_kernels.pack(
         target,
         row_weight,
@@ -118,7 +126,7 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 
 
 def scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False, hook: TokenHook | None = None
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool = False, hook: TokenHook | None = None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -127,19 +135,20 @@ def scaled_exp(
     the first. So the memory of d_input can hold the packed rows of the input until each chunk's gradient replaces them.
 
     Args:
+        statistics: of `linear_ce.statistics`.
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
 
     Returns:
-        The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
-        logits only if `statistics`; and the gradients of the sum. With a hook, the statistics are 0 in rows whose
-        gradients are 0.
+        The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with those of
+        the logits only if they are in `statistics`; and the gradients of the sum. With a hook and without `statistics`,
+        lse and the target logit are 0 in rows whose gradients are 0.
     """
     with on_device(problem.input.device):
         return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: int, reduce: bool, hook: TokenHook | None
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     plan = plan_of(problem)
     config = plan.scaled_exp_config
@@ -165,6 +174,10 @@ def _scaled_exp(
     else:
         padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
         held = (x.new_empty if padded_hidden == hidden else x.new_zeros)((config.rows, padded_hidden))
+    gradient_rows = rows  # where the results go that are computed with the row weights of the gradients
+    if hook is not None and statistics & ~BY_ROW:
+        unused = torch.empty_like(rows.loss_out)
+        gradient_rows = rows._replace(loss_out=unused, lse_out=unused, target_logit_out=unused, top_out=None)
     chunks = list(problem.chunks(config.rows))
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
@@ -174,14 +187,17 @@ def _scaled_exp(
         e = None if stored is None else stored[:n, :classes]
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
-        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
+        active = Active(rows.count, start, least)
+        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, statistics)
         row_weight = At(rows.row_weight, start)
         if hook is not None:
-            row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook)
+            row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook, statistics)
         if smoothing is not None and d_weight is not None:
             smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None else chunk_x
-        _finish_rows(problem, config, rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        _finish_rows(problem, config, gradient_rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        if hook is None:
+            _finish_statistics(problem, config, rows, chunk, scratch, statistics)
         if smoothing is not None:
             smoothing.add_to_rows(
                 n,
@@ -224,6 +240,8 @@ def _scaled_exp(
         total = row_kernels.finish_call(row_weight, d_input, loss if reduce else None)
         loss = loss if total is None else total
     found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
+    if rows.statistics_out is not None:
+        found = found._replace(**rows.statistics_out._asdict())
     return loss, found, gradients
 
 
@@ -259,17 +277,18 @@ def _store_exponentials(
     e: Tensor | None,
     scratch: Tensor,
     active: Active,
+    statistics: int,
 ) -> None:
     """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
-    The sums (blocks, n) are at the start of `scratch`. If the largest logits are needed, those of each class block
-    follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
+    The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
     The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
     nothing to do. Rows after the active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
     number, first_block = start // config.rows, 0
+    of_logits, by_row = statistics & OF_LOGITS, statistics & BY_ROW != 0
     pieces: list[tuple[slice, dict[str, Any]]] = []
     for vocab_chunk in problem.vocab_chunks(config.head_rows):
         place = first_block * n
@@ -278,7 +297,8 @@ def _store_exponentials(
             "ref_exponent": At(rows.ref_exponent, start),
             "flag": At(rows.flag, number),
             "sums": At(scratch, place),
-            "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
+            "statistics": of_logits,
+            "of_logits": At(scratch, config.blocks * n + planes(statistics) * place) if of_logits else None,
             "target_logit": At(rows.target_logit, start),
             "e": None if e is None else e[:, vocab_chunk],
         }
@@ -295,6 +315,8 @@ def _store_exponentials(
         else:
             module = ampere_logits if plan.ampere_tile is not None else kernels
             module.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
+    if by_row:
+        row_kernels.keep_rows(n, first_block, sums=At(scratch, 0), top=At(rows.top, start))
     # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:
@@ -308,6 +330,7 @@ def _store_exponentials(
                 ticket=At(rows.ticket, number),
                 finds=finds,
                 redoes=redoes,
+                by_row=by_row,
             )
 
 
@@ -347,14 +370,43 @@ def _finish_rows(
     )
 
 
+def _finish_statistics(
+    problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, statistics: int
+) -> None:
+    """Writes the statistics of a chunk's packed rows from those of the class blocks in `scratch`."""
+    tile, n, start = plan_of(problem).tile, chunk.stop - chunk.start, chunk.start
+    if rows.statistics_out is None:
+        return
+    assert tile is not None
+    row_kernels.finish_statistics(
+        problem,
+        n,
+        config.blocks,
+        min(config.head_rows, tile.block_v),  # a vocabulary chunk has fewer classes or whole tiles
+        statistics & OF_LOGITS,
+        sums=At(scratch, 0),
+        of_logits=At(scratch, config.blocks * n),
+        row_weight=At(rows.row_weight, start),
+        order=At(rows.order, start),
+        results=rows.statistics_out,
+    )
+
+
 def _weights_of_token_loss(
-    problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, hook: TokenHook
+    problem: Problem,
+    config: ScaledExpConfig,
+    rows: PackedRows,
+    chunk: slice,
+    scratch: Tensor,
+    hook: TokenHook,
+    statistics: int,
 ) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
     assert hook.gradient_weight is not None
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
     _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
+    _finish_statistics(problem, config, rows, chunk, scratch, statistics)
     order = rows.order[chunk]
     hook.process(order, rows.loss_out[order])
     return At(hook.gradient_weight[order], 0)

@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from core_triton import row_kernels, tile_config
+from core_triton import kernels, row_kernels, tile_config
 from core_triton.chunked import RowGradient, Tiles
-from core_triton.kernels import LOG2_E, d_logits_of, tanh
+from core_triton.kernels import LOG2_E, NO_CLASS, d_logits_of, tanh
 from core_triton.launch import At, cdiv, launch
 from core_triton.problem import Problem
 from core_triton.row_math import Partial
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
 
 @triton.jit
@@ -45,21 +46,23 @@ def statistics_kernel(
     weighted_sum_ptr,
     sum_exp_log_ptr,
     target_logit_ptr,
+    argmax_ptr,
+    sum_squared_ptr,
     first_class,
     stride,
     classes,
     scale,
     softcap,
     WEIGHTED: tl.constexpr,
-    ENTROPY: tl.constexpr,
+    STATISTICS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the statistics of one row of x @ w.T, (rows, V) float32, over these classes: (25).
+    """Writes the statistics of one row of x @ w.T, (rows, V) float32, over these classes: (25), (39).
 
-    Reads target (rows,) int64. Writes max, sum, weighted_sum, sum_exp_log and target_logit (rows,) float32.
-    target_logit is 0 where the target minus `first_class` is not among these classes.
+    Reads target (rows,) int64. Writes max, sum, weighted_sum, sum_exp_log, target_logit and sum_squared (rows,) float32
+    and argmax (rows,) int64, those of them that are in STATISTICS, an int of `linear_ce.statistics`. target_logit is 0 where the target minus `first_class` is not among these classes.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
@@ -69,6 +72,8 @@ def statistics_kernel(
     weighted_sum = tl.zeros((), tl.float32)
     sum_exp_log = tl.zeros((), tl.float32)
     target_logit = tl.zeros((), tl.float32)
+    sum_squared = tl.zeros((), tl.float32)
+    argmax = tl.zeros((), tl.int32)
     for start in range(0, classes, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < classes
@@ -84,7 +89,12 @@ def statistics_kernel(
         moved = tl.where(before == float("-inf"), 0.0, before - shift)
         factor = tl.exp2(moved * LOG2_E)
         exponentials = tl.exp2((logits - shift) * LOG2_E)
-        if ENTROPY:
+        if STATISTICS & kernels.ARGMAX:
+            here = tl.min(tl.where(inside & (logits == top), columns, NO_CLASS), 0)
+            argmax = tl.where(top > before, here, argmax)
+        if STATISTICS & kernels.SQUARES:
+            sum_squared = factor * factor * sum_squared + tl.sum(exponentials * exponentials, 0)
+        if STATISTICS & kernels.ENTROPY:
             shifted = tl.where(exponentials == 0, 0.0, logits - shift)
             sum_exp_log = factor * (sum_exp_log + moved * total) + tl.sum(exponentials * shifted, 0)
         total = factor * total + tl.sum(exponentials, 0)
@@ -93,8 +103,12 @@ def statistics_kernel(
     tl.store(target_logit_ptr + row, target_logit)
     if WEIGHTED:
         tl.store(weighted_sum_ptr + row, weighted_sum)
-    if ENTROPY:
+    if STATISTICS & kernels.ENTROPY:
         tl.store(sum_exp_log_ptr + row, sum_exp_log)
+    if STATISTICS & kernels.ARGMAX:
+        tl.store(argmax_ptr + row, (first_class + argmax).to(tl.int64))
+    if STATISTICS & kernels.SQUARES:
+        tl.store(sum_squared_ptr + row, sum_squared)
 
 
 def _partial(
@@ -104,17 +118,20 @@ def _partial(
     target: Tensor,
     vocab_chunk: slice,
     kept: list[Tensor] | None,
-    *,
-    entropy: bool,
+    statistics: int,
 ) -> Partial:
     logits, spec = _matmul(x, w), problem.spec
     if kept is not None:
         kept.append(logits)
-    weighted = spec.label_smoothing != 0
-    part = logits.new_empty((3 + weighted + entropy, len(x)))
+    # The sum of the logits is weighted by ones, and token losses have no label smoothing.
+    weighted, entropy = spec.label_smoothing != 0 or statistics & LOGIT_SUM != 0, statistics & ENTROPY != 0
+    squares = statistics & SQUARES != 0
+    part = logits.new_empty((3 + weighted + entropy + squares, len(x)))
     top, sum_exp, target_logit = part[:3]
     weighted_sum = part[3] if weighted else None
     sum_exp_log = part[3 + weighted] if entropy else None
+    sum_squared = part[-1] if squares else None
+    argmax = target.new_empty(len(x)) if statistics & ARGMAX else None
     launch(
         statistics_kernel,
         (len(x),),
@@ -127,19 +144,22 @@ def _partial(
         weighted_sum,
         sum_exp_log,
         target_logit,
+        argmax,
+        sum_squared,
         problem.vocab_offset + vocab_chunk.start,
         logits.stride(0),
         logits.shape[1],
         spec.logit_scale,
         spec.softcap or 1.0,
         WEIGHTED=weighted,
-        ENTROPY=entropy,
+        STATISTICS=statistics & (ARGMAX | ENTROPY | SQUARES),
         HAS_BIAS=problem.linear_bias is not None,
         HAS_SOFTCAP=spec.softcap is not None,
         BLOCK=_block(logits),
         num_warps=8,
     )
-    return Partial(top, sum_exp, target_logit, weighted_sum, sum_exp_log)
+    smoothed, logit_sum = (weighted_sum if one else None for one in (spec.label_smoothing, statistics & LOGIT_SUM))
+    return Partial(top, sum_exp, target_logit, smoothed, sum_exp_log, argmax, logit_sum, sum_squared)
 
 
 @triton.jit

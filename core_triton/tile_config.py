@@ -239,7 +239,7 @@ def choose_scaled_exp(
     d_input: bool,
     holds: bool,
     needs_cast: bool,
-    statistics: bool,
+    statistics: int,
     tiling: DInputTiling | None,
     copied: int = 0,
     call: chunk_cost.Call | None = None,
@@ -259,7 +259,7 @@ def choose_scaled_exp(
         d_input: d_input is computed.
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
-        statistics: the largest logits are computed.
+        statistics: how many numbers besides the sums a kernel writes for each row and class block.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         copied: bytes of the contiguous copies of strided vectors.
         call: what the time of a call depends on; None: the fewest chunks win.

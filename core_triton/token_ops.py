@@ -19,7 +19,7 @@ from core_triton.problem import Gradients, NeedsGrad
 from core_triton.row_math import RowStatistics
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
-from linear_ce.statistics import statistics_for
+from linear_ce.statistics import BY_ROW, statistics_for
 
 
 class TokenCall(NamedTuple):
@@ -96,7 +96,7 @@ def token_loss_rows(
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    found = ops.loss(arrays, ones, options._replace(mean=False), statistics=statistics_for(stats), reduce=False)
+    found = ops.loss(arrays, ones, options._replace(mean=False), statistics=statistics_for(stats) | BY_ROW, reduce=False)
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
     log_prob = token_hook.log_prob_of(found.loss, contributes)
@@ -154,7 +154,7 @@ class TokenLossAndGradients(torch.autograd.Function):
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
     arrays, weights, options, function, per_token, needs_grad, d_per_token, stats = call
-    statistics = statistics_for(stats)
+    statistics = statistics_for(stats) | BY_ROW
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,

@@ -56,14 +56,27 @@ class LogProbsResult(NamedTuple):
     d_bias: np.ndarray | None  # (V,)
 
 
+class TokenStatsResult(NamedTuple):
+    """Statistics of the distribution of every token, (...) each, target's shape; 0 where it does not contribute."""
+
+    log_prob: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray
+    argmax: np.ndarray  # int64, -1 where lse is not finite
+    is_top1: np.ndarray  # bool
+    mean_logit: np.ndarray
+    sum_squared_probs: np.ndarray
+
+
 class TokenLossResult(NamedTuple):
-    """A token loss and its gradients; `...` is target's shape."""
+    """A token loss, its gradients and its statistics; `...` is target's shape."""
 
     loss: np.ndarray  # (), or (...) for reduction "none"
     d_input: np.ndarray  # (..., D)
     d_weight: np.ndarray  # (V, D)
     d_bias: np.ndarray | None  # (V,)
     d_per_token: tuple[np.ndarray, ...]  # (...) each
+    stats: TokenStatsResult
 
 
 # (log_prob, *per_token) -> the loss, and its derivatives with respect to log_prob and each of per_token, all (N,).
@@ -271,7 +284,8 @@ def reference_token_loss(
     d_loss: float | np.ndarray | None = None,
     arithmetic: Arithmetic = EXACT,
 ) -> TokenLossResult:
-    """Returns the loss of a function of the log-probabilities, and its gradients: MATH.md (10), (35), (36).
+    """Returns the loss of a function of the log-probabilities, its gradients and its statistics: MATH.md (10), (35),
+    (36), (39), (40).
 
     Args:
         input: (..., D), float32 or float64.
@@ -335,7 +349,32 @@ def reference_token_loss(
             d_weight=found.d_weight,
             d_bias=found.d_bias,
             d_per_token=tuple(select(upstream * factor * one) for one in d_values),
+            stats=_token_stats(input, linear_weight, y, contributes, linear_bias, spec, real, shape),
         )
+
+
+def _token_stats(
+    input: np.ndarray,
+    linear_weight: np.ndarray,
+    y: np.ndarray,
+    contributes: np.ndarray,
+    linear_bias: np.ndarray | None,
+    spec: LossSpec,
+    real: type[np.floating],
+    shape: tuple[int, ...],
+) -> TokenStatsResult:
+    p = _problem(input, linear_weight, y, contributes, linear_bias, spec, real)
+    log_prob = p.logits - p.lse[:, None]
+    stats = TokenStatsResult(
+        log_prob=p.target_logit - p.lse,
+        entropy=-np.sum(np.where(p.probs == 0, real(0), p.probs * log_prob), axis=1),  # (20)
+        lse=p.lse,
+        argmax=np.where(np.isfinite(p.lse), np.argmax(p.logits, axis=1), -1),
+        is_top1=p.target_logit >= np.max(p.logits, axis=1),
+        mean_logit=np.mean(p.logits, axis=1),  # (39)
+        sum_squared_probs=np.sum(p.probs**2, axis=1),  # (40)
+    )
+    return TokenStatsResult(*(np.where(contributes, one, one.dtype.type(0)).reshape(shape) for one in stats))
 
 
 def _denominator(

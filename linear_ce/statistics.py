@@ -17,6 +17,10 @@ LOGIT_SUM = 8
 SQUARES = 16  # the sum of the squared probabilities
 LSE = 32
 
+# Not a statistic: a row whose exponentials are computed again is so for its own sake only, and not with the rows around
+# it. Then its log-probability does not depend on how a call is divided, bit for bit.
+BY_ROW = 64
+
 OF_LOGITS = MAX | ARGMAX | ENTROPY | LOGIT_SUM | SQUARES
 
 # What each field of `TokenStats` is made from. log_prob is an argument of the token loss in any case.

@@ -108,9 +108,9 @@ def run_case(name: str, case: Case, arrays: Arrays) -> Outcome:
     outputs = {}
     for output in outputs_of(case):
         outputs[output], dtype = run.results[output]
-        if output == "n_valid":
+        if output in ("n_valid", "argmax"):
             if not dtype.startswith("int"):
-                raise TypeError(f"n_valid must be an integer, got {dtype}")
+                raise TypeError(f"{output} must be an integer, got {dtype}")
         elif dtype != dtype_of(case, output):
             raise TypeError(f"{output} must be {dtype_of(case, output)}, got {dtype}")
     return Outcome(run.implementation, run.platform, run.device, outputs)
@@ -173,7 +173,10 @@ def function_of(package: Any, case: Case) -> Callable[..., dict[str, Any]]:
         first = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
         per_token = [arguments.pop(name) for name in case.per_token]
         named = FORMS[case.token_loss].named(package.token_losses)
-        return {"loss": package.linear_token_loss(*first, named, *per_token, **arguments)}
+        if not case.token_stats:
+            return {"loss": package.linear_token_loss(*first, named, *per_token, **arguments)}
+        loss, stats = package.linear_token_loss_with_stats(*first, named, *per_token, **arguments)
+        return {"loss": loss, **stats._asdict()}
 
     return {"loss": loss, "log_probs": log_probs, "token_loss": token_loss}[case.function]
 

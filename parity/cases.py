@@ -70,6 +70,7 @@ class Case:
     upstream: Literal["one", "random"] = "one"
     unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
+    token_stats: bool = False  # a token loss also returns all its statistics
     frozen: tuple[str, ...] = ()  # arguments whose gradient is not computed
     strided: bool = False  # PyTorch: non-contiguous input
     loss_scale: float = 1.0
@@ -472,6 +473,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
+_STATS = {"token_stats": True}
 _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {**_CLIP, "lead": (0,), "has_bias": True}, _ONE),
     ("empty-none", {**_CLIP, "lead": (2, 0), "spec": _NONE}, _BF16),
@@ -495,6 +497,18 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
+    ("stats-mean", {**_KL, **_STATS, "hidden": 64, "has_bias": True, "spec": LossSpec(vocab_size=500)}, _ALL),
+    ("stats-none", {**_CLIP, **_STATS, "vocab": 123, "spec": LossSpec("none", softcap=5.0, logit_scale=0.5)}, _ALL),
+    ("stats-tight", {**_KL, **_STATS, "tight_memory": True, "lead": (252,), "hidden": 64, "ignored": "some"}, _ALL),
+    ("stats-no_gradient", {**_STATS, "token_loss": "reinforce-k1", "frozen": ("input", "linear_weight")}, _16_BITS),
+    (
+        "stats-poisons",
+        {**_STATS, "token_loss": "weighted_nll", "has_bias": True, "ignored": "some"}
+        | {"poison": ("ignored_rows", "bias_neg_inf_target", "input_nan", "target_range")},
+        _TWO,
+    ),
+    ("stats-logits80", {**_CLIP, **_STATS, "logit_std": 40.0, "hidden": 64}, _ALL),
+    ("stats-empty", {**_CLIP, **_STATS, "lead": (2, 0)}, _ONE),
 )
 
 

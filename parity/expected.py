@@ -19,6 +19,7 @@ from linear_ce.reference import (
     unfused,
 )
 from linear_ce.rounding import round_to
+from linear_ce.statistics import TOKEN_STATS
 from parity.cases import Case
 from parity.token_losses import FORMS, conditions
 from parity.tolerances import ROW_NAMES, ZERO_NORM, RowErrors, budget, distance, error, row_errors
@@ -57,7 +58,7 @@ class Comparison(NamedTuple):
 def outputs_of(case: Case) -> tuple[str, ...]:
     """Returns the names of the outputs that a backend must give for a case."""
     forward = ("log_prob", "entropy", "lse") if case.function == "log_probs" else ("loss",)
-    statistics = STATS if case.function == "loss" and case.with_stats else ()
+    statistics = STATS if case.function == "loss" and case.with_stats else TOKEN_STATS if case.token_stats else ()
     arguments = {"input", "linear_weight", *(["linear_bias"] if case.has_bias else []), *case.per_token}
     gradients = (name for name, argument in GRADIENT_OF.items() if argument in arguments - {*case.frozen})
     return (*forward, *gradients, *statistics)
@@ -65,7 +66,7 @@ def outputs_of(case: Case) -> tuple[str, ...]:
 
 def dtype_of(case: Case, output: str) -> str:
     """Returns the dtype that a floating-point output must have."""
-    dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
+    dtypes = {"is_top1": "bool", "d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
     return dtypes.get(output, case.per_token_dtype if output in GRADIENT_OF else "float32")
 
 
@@ -190,8 +191,9 @@ def evaluate_unfused(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, 
 
 def _named(case: Case, result: Result) -> dict[str, np.ndarray]:
     """Returns the outputs by name."""
-    found = {name: np.asarray(value) for name, value in result._asdict().items() if name != "d_per_token"}
+    found = {n: np.asarray(value) for n, value in result._asdict().items() if n not in ("d_per_token", "stats")}
     if isinstance(result, TokenLossResult):
+        found |= result.stats._asdict()
         found |= {f"d_{name}": value for name, value in zip(case.per_token, result.d_per_token, strict=True)}
     return found
 
