@@ -61,19 +61,19 @@ def add_statistics(
     """Returns the statistics with those of a quarter of a tile, whose logits past the last class are -inf. The tile
     begins at `column`, and the quarter FIRST columns later."""
     top, argmax, exp_log, logit, squares = found.top, found.argmax, found.exp_log, found.logit, found.squares
-    if STATISTICS & MAX:
+    if MAX & STATISTICS:
         of_quarter = gl.max(logits, 1)
-        if STATISTICS & ARGMAX:
+        if ARGMAX & STATISTICS:
             place = gl.expand_dims((columns - column).to(gl.float32), 0)
             here = gl.where(logits == gl.expand_dims(of_quarter, 1), place, FIRST + logits.shape[1])
             argmax = gl.where(of_quarter > top, gl.min(here, 1), argmax)
         top = gl.maximum(top, of_quarter)
-    if STATISTICS & ENTROPY:
+    if ENTROPY & STATISTICS:
         terms = exponentials * (logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
         exp_log += gl.sum(gl.where(exponentials == 0, 0.0, terms), 1)
-    if STATISTICS & LOGIT_SUM:
+    if LOGIT_SUM & STATISTICS:
         logit += gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
-    if STATISTICS & SQUARES:
+    if SQUARES & STATISTICS:
         squares += gl.sum(exponentials * exponentials, 1)
     return Statistics(top, argmax, exp_log, logit, squares)
 
@@ -82,17 +82,17 @@ def add_statistics(
 def store_statistics(pointer, found, class_block, row_ids, rows, inside, STATISTICS: gl.constexpr):
     """Writes the statistics of a tile's rows where `kernels.store_statistics` writes them."""
     at = pointer + class_block.to(gl.int64) * planes(STATISTICS) * rows + row_ids
-    if STATISTICS & MAX:
+    if MAX & STATISTICS:
         gl.store(at, found.top, mask=inside)
         at += rows
-    if STATISTICS & ARGMAX:
+    if ARGMAX & STATISTICS:
         gl.store(at, found.argmax, mask=inside)
         at += rows
-    if STATISTICS & ENTROPY:
+    if ENTROPY & STATISTICS:
         gl.store(at, found.exp_log, mask=inside)
         at += rows
-    if STATISTICS & LOGIT_SUM:
+    if LOGIT_SUM & STATISTICS:
         gl.store(at, found.logit, mask=inside)
         at += rows
-    if STATISTICS & SQUARES:
+    if SQUARES & STATISTICS:
         gl.store(at, found.squares, mask=inside)

@@ -340,25 +340,25 @@ def statistics_warpgroup(ring, io, head, sizes, tiling, switches, WHICH: gl.cons
             moved = gl.where(before == float("-inf"), 0.0, before - shift)
             factor = gl.exp2(moved * LOG2_E)
             exponentials = gl.exp2((logits - gl.expand_dims(shift, 1)) * LOG2_E)  # exact where the logit is the largest
-            if switches.statistics & ARGMAX:
+            if ARGMAX & switches.statistics:
                 place = gl.expand_dims((columns - column).to(gl.float32), 0)
                 here = gl.where(logits == gl.expand_dims(top, 1), place, tiling.block_v)
                 argmax = gl.where(top > before, gl.min(here, 1), argmax)
-            if switches.statistics & SQUARES:
+            if SQUARES & switches.statistics:
                 squares = factor * factor * squares + gl.sum(exponentials * exponentials, 1)
-            if switches.statistics & ENTROPY:
+            if ENTROPY & switches.statistics:
                 shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(shift, 1))
                 sum_exp_log = factor * (sum_exp_log + moved * total) + gl.sum(exponentials * shifted, 1)
             total = factor * total + gl.sum(exponentials, 1)
-        at = io.max_ptr + class_block.to(gl.int64) * planes(switches.statistics & OF_MAX | MAX) * sizes.rows + row_ids
+        at = io.max_ptr + class_block.to(gl.int64) * planes(MAX | OF_MAX & switches.statistics) * sizes.rows + row_ids
         gl.store(at, top, mask=inside)
-        if switches.statistics & ARGMAX:
+        if ARGMAX & switches.statistics:
             at += sizes.rows
             gl.store(at, argmax, mask=inside)
-        if switches.statistics & SQUARES:
+        if SQUARES & switches.statistics:
             gl.store(at + sizes.rows, squares, mask=inside)
         gl.store(io.sum_ptr + out, total, mask=inside)
-        if switches.statistics & ENTROPY:
+        if ENTROPY & switches.statistics:
             gl.store(io.sum_exp_log_ptr + out, sum_exp_log, mask=inside)
         if switches.weighted:
             gl.store(io.weighted_sum_ptr + out, weighted_sum, mask=inside)

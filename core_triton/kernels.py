@@ -297,23 +297,23 @@ def store_statistics(
 ):  # fmt: skip
     """Writes the `linear_ce.statistics` of a tile's rows, one after the other, each `rows` elements after the one
     before: (25), (39). `at` is where the first goes. The class of the largest logit is its column in the tile."""
-    if STATISTICS & MAX:
+    if MAX & STATISTICS:
         top = tl.max(logits, 1)
         tl.store(at, top, mask=inside)
         at += rows
-        if STATISTICS & ARGMAX:
+        if ARGMAX & STATISTICS:
             here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
             tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
             at += rows
-    if STATISTICS & ENTROPY:
+    if ENTROPY & STATISTICS:
         terms = tl.where(exponentials == 0, 0.0, exponentials * (logits * LOG2_E - ref_exponent[:, None]))
         tl.store(at, tl.sum(terms, 1), mask=inside)
         at += rows
-    if STATISTICS & LOGIT_SUM:
+    if LOGIT_SUM & STATISTICS:
         here = (column + tl.arange(0, BLOCK_V) < classes)[None, :]
         tl.store(at, tl.sum(tl.where(here, logits, 0.0), 1), mask=inside)
         at += rows
-    if STATISTICS & SQUARES:
+    if SQUARES & STATISTICS:
         tl.store(at, tl.sum(exponentials * exponentials, 1), mask=inside)
 
 
@@ -548,18 +548,18 @@ def statistics_kernel(
         if column + BLOCK_V > classes:
             logits = tl.where((columns < classes)[None, :], logits, float("-inf"))
         top = tl.max(logits, 1)
-        at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS & OF_MAX | MAX) * rows + row_ids
+        at = max_ptr + class_block.to(tl.int64) * planes(MAX | OF_MAX & STATISTICS) * rows + row_ids
         tl.store(at, top, mask=inside)
         shift = tl.where(top == float("-inf"), 0.0, top)
         exponentials = tl.exp2((logits - shift[:, None]) * LOG2_E)
         tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
-        if STATISTICS & ARGMAX:
+        if ARGMAX & STATISTICS:
             at += rows
             here = tl.where(logits == top[:, None], tl.arange(0, BLOCK_V)[None, :], BLOCK_V)
             tl.store(at, tl.min(here, 1).to(tl.float32), mask=inside)
-        if STATISTICS & SQUARES:
+        if SQUARES & STATISTICS:
             tl.store(at + rows, tl.sum(exponentials * exponentials, 1), mask=inside)
-        if STATISTICS & ENTROPY:
+        if ENTROPY & STATISTICS:
             shifted = tl.where(exponentials == 0, 0.0, logits - shift[:, None])
             tl.store(sum_exp_log_ptr + out, tl.sum(exponentials * shifted, 1), mask=inside)
         if x_stride is None:

@@ -540,10 +540,10 @@ def finish_statistics_kernel(
     contributes = tl.load(row_weight_ptr + row_ids, mask=inside, other=0.0) != 0
     out = tl.load(row_ptr + row_ids, mask=inside, other=0)
     at = statistic_ptr
-    if STATISTICS & MAX:
+    if MAX & STATISTICS:
         top = column_maxima(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
         tl.store(max_out_ptr + out, tl.where(contributes, top, 0.0), mask=inside)
-        if STATISTICS & ARGMAX:
+        if ARGMAX & STATISTICS:
             first = tl.full((BLOCK_T, BLOCK_N), NO_CLASS, tl.int32)
             for start in range(0, class_blocks, BLOCK_T):
                 blocks = start + tl.arange(0, BLOCK_T)
@@ -556,16 +556,16 @@ def finish_statistics_kernel(
             tl.store(argmax_out_ptr + out, tl.where(contributes, argmax, 0).to(tl.int64), mask=inside)
             at += rows
         at += rows
-    if STATISTICS & ENTROPY:
+    if ENTROPY & STATISTICS:
         exp_log = column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
         entropy = (tl.log2(total) - exp_log / total) * LN_2
         tl.store(entropy_out_ptr + out, tl.where(contributes, entropy, 0.0), mask=inside)
         at += rows
-    if STATISTICS & LOGIT_SUM:
+    if LOGIT_SUM & STATISTICS:
         mean = column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T) / classes
         tl.store(mean_logit_out_ptr + out, tl.where(contributes, mean, 0.0), mask=inside)
         at += rows
-    if STATISTICS & SQUARES:
+    if SQUARES & STATISTICS:
         squares = column_sums(at, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
         squares = squares / total / total  # the square of the total may be infinite
         tl.store(sum_squared_probs_out_ptr + out, tl.where(contributes, squares, 0.0), mask=inside)
@@ -814,7 +814,7 @@ def merge_kernel(
     owns BLOCK_N rows."""
     row_ids = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row_ids < rows
-    stride = planes(STATISTICS & OF_MAX | MAX) * rows
+    stride = planes(MAX | OF_MAX & STATISTICS) * rows
     top = column_maxima(max_ptr, row_ids, rows, stride, class_blocks, BLOCK_N, BLOCK_T)
     total = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     weighted = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
@@ -832,23 +832,23 @@ def merge_kernel(
         factor = tl.where(masked, 0.0, tl.exp2(shift * LOG2_E))
         part = tl.load(sum_ptr + place, mask=mask, other=0.0)
         total += factor * part
-        if STATISTICS & ARGMAX:
+        if ARGMAX & STATISTICS:
             at += rows
             here = mask & (part_top == top[None, :])
             column = tl.load(at, mask=here, other=0.0).to(tl.int32)
             first = tl.minimum(first, tl.where(here, blocks[:, None] * block_width + column, NO_CLASS))
-        if STATISTICS & SQUARES:
+        if SQUARES & STATISTICS:
             squares += factor * factor * tl.load(at + rows, mask=mask, other=0.0)
-        if STATISTICS & ENTROPY:
+        if ENTROPY & STATISTICS:
             logs += factor * (tl.load(sum_exp_log_ptr + place, mask=mask, other=0.0) + shift * part)
         if WEIGHTED:
             weighted += tl.load(weighted_sum_ptr + place, mask=mask, other=0.0)
     tl.store(sum_ptr + row_ids, tl.sum(total, 0), mask=inside)
-    if STATISTICS & ENTROPY:
+    if ENTROPY & STATISTICS:
         tl.store(sum_exp_log_ptr + row_ids, tl.sum(logs, 0), mask=inside)
-    if STATISTICS & ARGMAX:
+    if ARGMAX & STATISTICS:
         tl.store(argmax_ptr + row_ids, tl.min(first, 0).to(tl.int64), mask=inside)
-    if STATISTICS & SQUARES:
+    if SQUARES & STATISTICS:
         tl.store(sum_squared_ptr + row_ids, tl.sum(squares, 0), mask=inside)
     if WEIGHTED:
         tl.store(weighted_sum_ptr + row_ids, tl.sum(weighted, 0), mask=inside)

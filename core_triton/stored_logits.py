@@ -89,12 +89,12 @@ def statistics_kernel(
         moved = tl.where(before == float("-inf"), 0.0, before - shift)
         factor = tl.exp2(moved * LOG2_E)
         exponentials = tl.exp2((logits - shift) * LOG2_E)
-        if STATISTICS & kernels.ARGMAX:
+        if kernels.ARGMAX & STATISTICS:
             here = tl.min(tl.where(inside & (logits == top), columns, NO_CLASS), 0)
             argmax = tl.where(top > before, here, argmax)
-        if STATISTICS & kernels.SQUARES:
+        if kernels.SQUARES & STATISTICS:
             sum_squared = factor * factor * sum_squared + tl.sum(exponentials * exponentials, 0)
-        if STATISTICS & kernels.ENTROPY:
+        if kernels.ENTROPY & STATISTICS:
             shifted = tl.where(exponentials == 0, 0.0, logits - shift)
             sum_exp_log = factor * (sum_exp_log + moved * total) + tl.sum(exponentials * shifted, 0)
         total = factor * total + tl.sum(exponentials, 0)
@@ -103,11 +103,11 @@ def statistics_kernel(
     tl.store(target_logit_ptr + row, target_logit)
     if WEIGHTED:
         tl.store(weighted_sum_ptr + row, weighted_sum)
-    if STATISTICS & kernels.ENTROPY:
+    if kernels.ENTROPY & STATISTICS:
         tl.store(sum_exp_log_ptr + row, sum_exp_log)
-    if STATISTICS & kernels.ARGMAX:
+    if kernels.ARGMAX & STATISTICS:
         tl.store(argmax_ptr + row, (first_class + argmax).to(tl.int64))
-    if STATISTICS & kernels.SQUARES:
+    if kernels.SQUARES & STATISTICS:
         tl.store(sum_squared_ptr + row, sum_squared)
 
 
