@@ -51,7 +51,9 @@ class Launch(NamedTuple):
     @property
     def name(self) -> str:
         """The kernel's module and name, and the switches that are on."""
-        switches = ",".join(name for name, value in self.constexprs if value is True)
+        on = [name for name, value in self.constexprs if value is True]
+        on += [f"{name}={value}" for name, value in self.constexprs if name == "STATISTICS" and value]
+        switches = ",".join(on)
         module = self.kernel.__module__.removeprefix("core_triton.")
         blocks = [re.sub(r"tensordesc<(.*?\]).*", r"\1", kind) for _, kind in self.signature if "tensordesc" in kind]
         return f"{module}.{self.kernel.__name__}({', '.join(blocks)}; {switches})"

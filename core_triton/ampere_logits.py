@@ -10,9 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
-from core_triton.gluon_common import add_statistics, no_statistics, quarters, store_statistics
+from core_triton.gluon_common import add_exponentials, add_logits, no_statistics, quarters, store_statistics
 from core_triton.hopper_logits import Head, masked, to_logits
-from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
+from core_triton.kernels import (
+    LOG2_E,
+    LOGIT_SUM,
+    NOT_SPECIALIZED,
+    SUM_LIMIT,
+    Active,
+    TileBlocks,
+    launch_tiles,
+    slope,
+    tile_of,
+)
 from core_triton.launch import At
 from core_triton.problem import Problem, plan_of
 
@@ -64,11 +74,13 @@ def exponentials_kernel(
         logits = masked(logits, columns, column, classes, BLOCK_V)
         if any_target:  # few tiles have any
             store_target_logits(target_logit_ptr, logits, row_ids, columns, place)
+        logit_sum = total
+        if LOGIT_SUM & STATISTICS:
+            logit_sum = gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
+        found = add_logits(found, logits, logit_sum, columns, column, STATISTICS, i * WIDTH)
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
         total += gl.sum(exponentials, 1)
-        found = add_statistics(
-            found, logits, exponentials, ref_exponent, columns, column, classes, STATISTICS, i * WIDTH
-        )
+        found = add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS)
         if STORES:
             if HAS_SOFTCAP:
                 exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))

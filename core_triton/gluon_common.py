@@ -55,27 +55,32 @@ def no_statistics(zeros):
 
 
 @gluon.jit
-def add_statistics(
-    found, logits, exponentials, ref_exponent, columns, column, classes, STATISTICS: gl.constexpr, FIRST: gl.constexpr
-):
-    """Returns the statistics with those of a quarter of a tile, whose logits past the last class are -inf. The tile
-    begins at `column`, and the quarter FIRST columns later."""
-    top, argmax, exp_log, logit, squares = found.top, found.argmax, found.exp_log, found.logit, found.squares
+def add_logits(found, logits, logit_sum, columns, column, STATISTICS: gl.constexpr, FIRST: gl.constexpr):
+    """Returns the statistics with those of the logits of a quarter of a tile, which are -inf past the last class, and
+    their sum without those. The tile begins at `column`, and the quarter FIRST columns later."""
+    top, argmax, logit = found.top, found.argmax, found.logit
     if MAX & STATISTICS:
         of_quarter = gl.max(logits, 1)
         if ARGMAX & STATISTICS:
-            place = gl.expand_dims((columns - column).to(gl.float32), 0)
+            place = gl.expand_dims(columns - column, 0)
             here = gl.where(logits == gl.expand_dims(of_quarter, 1), place, FIRST + logits.shape[1])
-            argmax = gl.where(of_quarter > top, gl.min(here, 1), argmax)
+            argmax = gl.where(of_quarter > top, gl.min(here, 1).to(gl.float32), argmax)
         top = gl.maximum(top, of_quarter)
-    if ENTROPY & STATISTICS:
-        terms = exponentials * (logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
-        exp_log += gl.sum(gl.where(exponentials == 0, 0.0, terms), 1)
     if LOGIT_SUM & STATISTICS:
-        logit += gl.sum(gl.where(gl.expand_dims(columns < classes, 0), logits, 0.0), 1)
+        logit += logit_sum
+    return Statistics(top, argmax, found.exp_log, logit, found.squares)
+
+
+@gluon.jit
+def add_exponentials(found, logits, exponentials, ref_exponent, STATISTICS: gl.constexpr):
+    """Returns the statistics with those of the exponentials of a quarter of a tile."""
+    exp_log, squares = found.exp_log, found.squares
+    if ENTROPY & STATISTICS:
+        exponents = gl.maximum(logits * LOG2_E - gl.expand_dims(ref_exponent, 1), -1e4)  # 0 times it is 0
+        exp_log += gl.sum(exponentials * exponents, 1)
     if SQUARES & STATISTICS:
         squares += gl.sum(exponentials * exponentials, 1)
-    return Statistics(top, argmax, exp_log, logit, squares)
+    return Statistics(found.top, found.argmax, exp_log, found.logit, squares)
 
 
 @gluon.jit

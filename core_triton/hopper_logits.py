@@ -17,7 +17,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
-from core_triton.gluon_common import active_rows, add_statistics, no_statistics, quarters, store_statistics
+from core_triton.gluon_common import (
+    active_rows,
+    add_exponentials,
+    add_logits,
+    no_statistics,
+    quarters,
+    store_statistics,
+)
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -37,6 +44,7 @@ from core_triton.kernels import (
     ARGMAX,
     ENTROPY,
     LOG2_E,
+    LOGIT_SUM,
     MAX,
     NO_PROBABILITY,
     OF_MAX,
@@ -200,15 +208,17 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
             first = column + i * WIDTH
             columns = first + gl.arange(0, WIDTH, gl.SliceLayout(0, quarter))
             logits = to_logits(pieces[i], columns, head, sizes, switches)
+            logit_sum = total
+            if LOGIT_SUM & switches.statistics:  # past the last class logits are 0 still
+                logit_sum = gl.sum(logits, 1)
             logits = masked(logits, columns, column, sizes.classes, tiling.block_v)
             if ((hits >> i) & 1) != 0:  # few quarters have any
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
+            found = add_logits(found, logits, logit_sum, columns, column, switches.statistics, i * WIDTH)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
             total += gl.sum(exponentials, 1)
-            found = add_statistics(
-                found, logits, exponentials, ref_exponent, columns, column, sizes.classes, switches.statistics, i * WIDTH
-            )
+            found = add_exponentials(found, logits, exponentials, ref_exponent, switches.statistics)
             if switches.stores:
                 if switches.has_softcap:
                     exponentials = gl.where(exponentials == 0, 0.0, exponentials * slope(logits, head.softcap))

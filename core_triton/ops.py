@@ -462,7 +462,8 @@ def plan_b(
     arrays: Arrays, options: Options, row_weight: Tensor, *, statistics: int, reduce: bool, vectors: int = 0
 ) -> tuple[Tensor, RowStatistics]:
     """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
-    problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
+    stage: Stage = "statistics" if statistics & BY_ROW else "losses"
+    problem = _problem(stage, arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
     plan = plan_of(problem)
     with _library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":

@@ -35,13 +35,14 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 import core_triton
-from core_triton import chunked, operators, ops, row_kernels, row_math, target_grad
+from core_triton import chunked, operators, ops, row_kernels, row_math, scaled_exp, target_grad, token_losses
 from core_triton.problem import NeedsGrad, Problem, plan_of
 from core_triton.stored_logits import STORED_TILES
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
+from linear_ce.statistics import OF_LOGITS
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
@@ -493,6 +494,72 @@ def run_token_loss(dtype: str, *names: str) -> None:
         say(name=f"{dtype}-{name}", used=used, chunks=chunks.call_count)
 
 
+def run_log_probs(dtype: str, spread: float) -> None:
+    """Checks that a token loss with gradients gets the log-probabilities of `linear_log_probs`, bit for bit, with any
+    budget and beside any other rows. With a large spread of the logits, rows are repaired."""
+    generator = torch.Generator().manual_seed(0)
+    n, d, v = 300, 16, 300
+    x, w = torch.randn(n, d, generator=generator), torch.randn(v, d, generator=generator)
+    x[::7] *= spread
+    target = torch.randint(0, v, (n,), generator=generator)
+    arrays = x.to(getattr(torch, dtype)), w.to(getattr(torch, dtype))
+    want = core_triton.linear_log_probs(*arrays, target, implementation=Running.implementation)
+    half = target.clone()
+    half[torch.rand(n, generator=generator) < 0.5] = -100
+
+    def of_token_loss(target: Tensor, budget: int | None, reduction: Any = "mean") -> core_triton.TokenStats:
+        leaves = [one.clone().requires_grad_() for one in arrays]
+        return core_triton.linear_token_loss_with_stats(
+            *leaves,
+            target,
+            token_losses.weighted_nll(),
+            torch.linspace(-1, 1, n),
+            stats=("log_prob", "lse"),
+            reduction=reduction,
+            memory_budget=budget,
+            implementation=Running.implementation,
+        )[1]
+
+    least = least_budget(lambda budget: of_token_loss(target, budget))
+    for name, y, budget, reduction in (
+        ("all rows", target, None, "mean"),
+        ("rows", target, None, "none"),
+        ("least budget", target, least, "mean"),
+        ("half of the rows", half, None, "mean"),
+        ("half of the rows, least budget", half, 2 * least, "mean"),
+    ):
+        found = of_token_loss(y, budget, reduction)
+        counted = y >= 0
+        same = [torch.equal(a[counted], b[counted]) for a, b in ((found.log_prob, want.log_prob), (found.lse, want.lse))]
+        repaired = int((-want.log_prob > LIMIT + 1).sum())
+        say(name=f"{name}, spread {spread}", used={"difference": 0.0 if all(same) else 200.0}, repaired=repaired)
+
+
+PACK_ROWS = scaled_exp.pack_rows
+
+
+def run_kept_rows() -> None:
+    """Checks that a token loss keeps the reference exponents of the rows beside one that must be repaired, and that the
+    loss does not."""
+    arrays = make_arrays(Case(name="kept", logit_std=60.0, dtype="bfloat16", lead=(150,)))
+    near = torch.arange(150) != 140
+    arrays["input"][near] /= 64
+    x, w = (torch.tensor(arrays[name]).bfloat16().requires_grad_() for name in ("input", "linear_weight"))
+    target = torch.tensor(arrays["target"])
+    for name, call, kept in (
+        ("token loss", lambda: core_triton.linear_token_loss(x, w, target, torch.neg, implementation="triton"), True),
+        ("loss", lambda: core_triton.linear_cross_entropy(x, w, target, implementation="triton"), False),
+    ):
+        packed = []
+        with mock.patch.object(scaled_exp, "pack_rows", lambda *a, **o: packed.append(PACK_ROWS(*a, **o)) or packed[0]):
+            call()
+        (rows,) = packed
+        from_target = torch.floor(rows.target_logit / np.log(2) + 0.5)
+        same = (rows.ref_exponent == from_target)[near]
+        right = bool(same.all()) == kept and rows.ref_exponent[140] > from_target[140] + 64
+        say(name=name, used={"kept": 0.0 if right else 200.0})
+
+
 # Rows of several programs.
 
 
@@ -553,7 +620,7 @@ def run_stored() -> None:
         found, want = [], []
         for results, tiles in ((found, STORED_TILES), (want, chunked.TORCH_TILES)):
             kept: list[Tensor] = []
-            partial = tiles.partial(problem, x, w[whole], target, whole, kept, entropy=True)
+            partial = tiles.partial(problem, x, w[whole], target, whole, kept, OF_LOGITS)
             results += [one for one in partial if one is not None]
             lse = row_math.finish(partial, target, row_weight, classes).lse
             sigma = row_weight if spec.label_smoothing else None
@@ -636,6 +703,8 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "layouts": run_layouts,
     "chunks": run_chunks,
     "token_loss": run_token_loss,
+    "log_probs": run_log_probs,
+    "kept_rows": run_kept_rows,
     "rows": run_rows,
     "stored": run_stored,
     "scale": run_scale,

@@ -202,6 +202,25 @@ def test_token_losses_in_several_chunks(results: Results) -> None:
     assert all(result["chunks"] >= 3 for result in results)
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        quick("log_probs", "bfloat16", 40.0),
+        quick("log_probs", "float16", 20.0),
+        slow("log_probs", "bfloat16", 1.0),
+        slow("sm80", "log_probs", "bfloat16", 40.0),
+    ],
+)
+def test_a_token_loss_gets_the_log_probabilities_bit_for_bit(program: Program, results: Results) -> None:
+    assert_within_budget(results)
+    assert all((result["repaired"] > 5) == (program[-1] == 40.0) for result in results)
+
+
+@pytest.mark.parametrize("program", [quick("kept_rows")])
+def test_a_token_loss_repairs_no_rows_but_those_that_need_it(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("rows")])
 def test_rows_of_several_programs(results: Results) -> None:
     assert_within_budget(results)

@@ -29,6 +29,7 @@ from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
 from core_triton.scaled_exp import scaled_exp
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import BY_ROW, ENTROPY, LSE, MAX, OF_LOGITS
 
 DEFAULT = 512 * 2**20
 
@@ -37,8 +38,8 @@ class Call(NamedTuple):
     """A call of the loss. The tests compile its launches and count its memory.
 
     Args:
-        plan: "train", "stats" (training with statistics), "eval", "eval-stats", "entropy" (evaluation with the
-        entropy), or the backward pass of "none" or "log_probs".
+        plan: "train", "stats" (training with the largest logits), "token-stats" (training with all statistics),
+        "eval", "eval-stats", "entropy" (evaluation with the entropy), or the backward pass of "none" or "log_probs".
         shape: a name from benchmarks/shapes.py.
         dtype: the dtype of the input.
         head: the dtype of linear_weight. None means `dtype`.
@@ -92,13 +93,13 @@ class Call(NamedTuple):
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
             found = chunked.loss_and_gradients(
-                ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array())
+                ops._tiles(plan), problem, plan.chunk_config, needs_grad, (array(), array()), statistics
             )[2]
         elif stage == "losses":
-            chunked.losses(ops._tiles(plan), problem, plan.chunk_config)
+            chunked.losses(ops._tiles(plan), problem, plan.chunk_config, statistics)
             return ()
         elif stage == "statistics":
-            chunked.statistics(ops._tiles(plan), problem, plan.chunk_config, entropy)
+            chunked.row_statistics(ops._tiles(plan), problem, plan.chunk_config, statistics)
             return ()
         else:
             row = problem.row_weight
@@ -108,16 +109,17 @@ class Call(NamedTuple):
         return tuple(found)
 
 
-# For each plan: the stage, whether it computes the entropy, and whether it computes the largest logits.
-STAGES: dict[str, tuple[Stage, bool, bool]] = {
-    "train": ("loss_and_gradients", False, False),
-    "stats": ("loss_and_gradients", False, True),
-    "eval": ("losses", False, False),
-    "eval-stats": ("losses", False, True),
-    "entropy": ("statistics", True, False),
-    "rows": ("row_gradients", False, False),
-    "none": ("gradients", False, False),
-    "log_probs": ("gradients", True, False),
+# For each plan: the stage, whether it differentiates the entropy, and the statistics that it computes.
+STAGES: dict[str, tuple[Stage, bool, int]] = {
+    "train": ("loss_and_gradients", False, 0),
+    "stats": ("loss_and_gradients", False, MAX),
+    "token-stats": ("loss_and_gradients", False, LSE | OF_LOGITS | BY_ROW),
+    "eval": ("losses", False, 0),
+    "eval-stats": ("losses", False, MAX),
+    "entropy": ("statistics", False, LSE | ENTROPY | BY_ROW),
+    "rows": ("row_gradients", False, 0),
+    "none": ("gradients", False, 0),
+    "log_probs": ("gradients", True, 0),
 }
 
 
@@ -143,6 +145,11 @@ CALLS = {
     "eval-fp32": Call("eval", "llama3-8b", torch.float32, bias=True),
     "eval-stats": Call("eval-stats", "llama3-8b", torch.float16, bias=True),
     "entropy": Call("entropy", "gemma2-2b", bias=True, softcap=30.0),
+    "entropy-fp16": Call("entropy", "gemma2-2b", torch.float16, bias=True, softcap=30.0),
+    "token-stats": Call("token-stats", "llama3-8b", bias=True),
+    "token-stats-softcap": Call("token-stats", "gemma2-2b", softcap=30.0),
+    "token-stats-fp16": Call("token-stats", "qwen2.5-0.5b", torch.float16),
+    "token-stats-fp32": Call("token-stats", "qwen2.5-0.5b", torch.float32),
     "log_probs": Call("log_probs", "llama3-8b", bias=True, softcap=30.0),
     "log_probs-fp32": Call("log_probs", "qwen2.5-0.5b", torch.float32, transposed=True),
 }
@@ -227,7 +234,7 @@ def sample(arch: int, operands: str) -> list[Launch]:
 
 
 def switches_on(launch: Launch) -> int:
-    return sum(value is True for _, value in launch.constexprs)
+    return sum(value is True for _, value in launch.constexprs) + dict(launch.constexprs).get("STATISTICS", 0)
 
 
 def assert_fits(launch: Launch, arch: int) -> None:
@@ -388,7 +395,7 @@ SPILLS = {
         "HAS_SOFTCAP)": 72
     },
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
-    (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,STATISTICS,HAS_SOFTCAP)": 32},
+    (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,HAS_SOFTCAP,STATISTICS=1)": 32},
 }
 
 

@@ -314,14 +314,15 @@ def test_another_function_breaks_the_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("_fresh_compiler")
-def test_opcheck() -> None:
+@pytest.mark.parametrize("stats", [[False] * 7, [True] * 7, [False, True, False, True, True, False, False]])
+def test_opcheck(stats: list[bool]) -> None:
     made = make_problem("grpo-k3", "float16", d=8, v=50, token_weight=True)
     named, per_token = tensors(made)
     arrays = named["input"].detach().nan_to_num().requires_grad_(), named["linear_weight"], None, named["target"], None
     options = True, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked"
     per_token = [one.detach().nan_to_num().requires_grad_() for one in per_token]
     loss = made.token_loss
-    rest = loss.name, list(loss.parameters), loss.kl, per_token, True, True, False, [True, False, True]
+    rest = loss.name, list(loss.parameters), loss.kl, per_token, True, True, False, [True, False, True], stats
     torch.library.opcheck(
         torch.ops.linear_ce.token_loss.default,
         (*arrays, named["token_weight"], None, *options, *rest),
