@@ -10,6 +10,7 @@ from jax_pallas.linear_ce import (
     Implementation,
     LogProbs,
     LossStats,
+    TokenStats,
     check_targets,
     check_token_loss,
     explain,
@@ -17,12 +18,14 @@ from jax_pallas.linear_ce import (
     linear_cross_entropy_with_stats,
     linear_log_probs,
     linear_token_loss,
+    linear_token_loss_with_stats,
 )
 
 __all__ = [
     "Implementation",
     "LogProbs",
     "LossStats",
+    "TokenStats",
     "check_targets",
     "check_token_loss",
     "explain",
@@ -30,5 +33,6 @@ __all__ = [
     "linear_cross_entropy_with_stats",
     "linear_log_probs",
     "linear_token_loss",
+    "linear_token_loss_with_stats",
     "token_losses",
 ]

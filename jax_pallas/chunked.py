@@ -5,7 +5,7 @@ tile of the logits exists at a time:
 
     plan A  `loss_and_gradients`  gradients in the forward pass: 3 matmuls where the budget holds a chunk's logits in
                                   float32 between the passes, 4 where the second pass recomputes them
-    plan B  `statistics`          no gradient: 1 matmul, a tile of logits at a time
+    plan B  `row_statistics`      no gradient: 1 matmul, a tile of logits at a time
     plan C  `gradients`           any upstream gradient: the logits are recomputed once lse is computed: 1 + 3 matmuls
 
 All plans use the same two passes over a chunk, `chunk_statistics` and `chunk_gradients`. They process the classes from
@@ -30,6 +30,7 @@ from jax_pallas.row_math import NO_PROBABILITY, Coefficients, Partial, RowStatis
 from jax_pallas.slicing import Slice, over_slices
 from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.chunking import ChunkConfig
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, SQUARES
 
 FLOAT16_HEADROOM = 14  # without its row's power of two |d_logits| < 3, and 3 * 2**14 < 65504
 
@@ -47,11 +48,16 @@ def logits_tile(problem: Problem, x: Array, w: Array, vocab_chunk: Slice) -> Arr
     return logits
 
 
-def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> Partial:
-    """Returns the statistics of one tile of logits: MATH.md (25)."""
+def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Slice, statistics: int) -> Partial:
+    """Returns the statistics of one tile of logits: MATH.md (25), (39)."""
+    argmax = logit_sum = sum_squared = sum_exp_log = None
+    if statistics & LOGIT_SUM:
+        logit_sum = (logits if vocab_chunk.fresh is None else jnp.where(vocab_chunk.fresh, logits, 0.0)).sum(1)
     if vocab_chunk.fresh is not None:
         logits = jnp.where(vocab_chunk.fresh, logits, -jnp.inf)
     top = logits.max(1)
+    if statistics & ARGMAX:
+        argmax = problem.vocab_offset + vocab_chunk.start + logits.argmax(1).astype(jnp.int32)  # the first of equals
     shift = jnp.where(top == -jnp.inf, 0.0, top)  # all -inf: sums of 0, not NaN
     column, hit = problem.target_column(target, vocab_chunk)
     target_logit = jnp.take_along_axis(logits, column[:, None], 1)[:, 0]
@@ -64,19 +70,23 @@ def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Sl
         weighted_sum = (weighted if vocab_chunk.fresh is None else jnp.where(vocab_chunk.fresh, weighted, 0.0)).sum(1)
     shifted = logits - shift[:, None]
     sum_exp = jnp.exp(shifted).sum(1)
-    if not entropy:
-        return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, None)
-    shifted = jnp.maximum(shifted, NO_PROBABILITY)
-    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, (jnp.exp(shifted) * shifted).sum(1))
+    if statistics & SQUARES:
+        sum_squared = jnp.square(jnp.exp(shifted)).sum(1)
+    if statistics & ENTROPY:
+        shifted = jnp.maximum(shifted, NO_PROBABILITY)
+        sum_exp_log = (jnp.exp(shifted) * shifted).sum(1)
+    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, sum_exp_log, argmax, logit_sum, sum_squared)
 
 
-def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, Array]:
+def _partial(
+    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int
+) -> tuple[Partial, Array]:
     logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
     if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
         # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the
         # maximum once: then the target's summand is not the one of the sum.
         logits = lax.optimization_barrier(logits)
-    return tile_partial(problem, logits, target, vocab_chunk, entropy=entropy), logits
+    return tile_partial(problem, logits, target, vocab_chunk, statistics), logits
 
 
 def _d_logits(
@@ -132,21 +142,21 @@ def chunk_statistics(
     chunk: Slice,
     vocab_chunk_size: int,
     *,
-    entropy: bool = False,
+    statistics: int = 0,
     keep: bool = False,
     tiles: Tiles = XLA_TILES,
 ) -> tuple[Partial, Array | None]:
     """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
     K) if `keep`."""
     x, target = problem.rows(chunk), chunk.of(problem.target)
-    empty = row_math.empty_partial(target, problem.spec, entropy=entropy)
+    empty = row_math.empty_partial(target, problem.spec, statistics)
     classes = problem.local_classes
     if not classes:
         return empty, jnp.zeros((chunk.size, 0), jnp.float32) if keep else None
 
     def body(carry: tuple[Partial, Array | None], vocab_chunk: Slice) -> tuple[tuple[Partial, Array | None], None]:
         merged, kept = carry
-        partial, logits = tiles.partial(problem, x, target, vocab_chunk, entropy=entropy)
+        partial, logits = tiles.partial(problem, x, target, vocab_chunk, statistics)
         if kept is not None and logits is not None:
             kept = vocab_chunk.put(kept, logits, axis=1)
         return (row_math.merge(merged, partial), kept), None
@@ -245,18 +255,18 @@ def chunk_gradients(
     return d_rows, sums
 
 
-def losses(tiles: Tiles, problem: Problem, config: ChunkConfig) -> tuple[Array, RowStatistics]:
+def losses(tiles: Tiles, problem: Problem, config: ChunkConfig, statistics: int) -> tuple[Array, RowStatistics]:
     """Plan B: returns the weighted loss (N,) and the statistics of each row, without gradients."""
-    found = statistics(tiles, problem, config, False)
+    found = row_statistics(tiles, problem, config, statistics)
     target, row_weight, class_weight = problem.target, problem.row_weight, problem.class_weight
     return row_math.row_loss(problem.spec, found, target, row_weight, class_weight, problem.classes), found
 
 
-def statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, entropy: bool) -> RowStatistics:
+def row_statistics(tiles: Tiles, problem: Problem, config: ChunkConfig, statistics: int) -> RowStatistics:
     """Plan B without the loss: returns the statistics of each row."""
 
     def body(carry: None, chunk: Slice) -> tuple[None, RowStatistics]:
-        partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, tiles=tiles)
+        partial, _ = chunk_statistics(problem, chunk, config.first_vocab_chunk, statistics=statistics, tiles=tiles)
         row_weight = problem.chunk_row_weight(chunk)
         return carry, row_math.finish(partial, chunk.of(problem.target), row_weight, problem.classes)
 
@@ -272,7 +282,12 @@ class ChunkRows(NamedTuple):
 
 
 def loss_and_gradients(
-    tiles: Tiles, problem: Problem, config: ChunkConfig, needs_grad: NeedsGrad, scales: tuple[Array, Array] | None
+    tiles: Tiles,
+    problem: Problem,
+    config: ChunkConfig,
+    needs_grad: NeedsGrad,
+    scales: tuple[Array, Array] | None,
+    statistics: int,
 ) -> tuple[Array, RowStatistics, Gradients]:
     """Plan A: each row's weighted loss (N,), its statistics, and the gradients of their sum, times `scales`."""
     classes = problem.classes
@@ -282,7 +297,7 @@ def loss_and_gradients(
         loss = row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes)
         return (loss, part), row_weight, nothing
 
-    (loss, parts), gradients, _ = _plan_a(tiles, problem, config, needs_grad, scales, middle, None)
+    (loss, parts), gradients, _ = _plan_a(tiles, problem, config, needs_grad, scales, middle, None, statistics)
     return loss, parts, gradients
 
 
@@ -293,21 +308,26 @@ def token_loss_and_gradients(
     needs_grad: NeedsGrad,
     scales: tuple[Array, Array] | None,
     hook: TokenHook,
-) -> tuple[TokenRows, Gradients]:
-    """Plan A with a token loss: the results of all rows and the gradients of the sum of their losses, times `scales`.
+    statistics: int,
+) -> tuple[TokenRows, RowStatistics | None, Gradients]:
+    """Plan A with a token loss: the results of all rows, their statistics if there are `statistics`, and the gradients
+    of the sum of their losses, times `scales`.
 
     `scales` does not apply to the gradients in `TokenRows`.
     """
 
     def middle(
         rows: ChunkRows, part: RowStatistics, d_closure: tuple[Array | None, ...]
-    ) -> tuple[TokenRows, Array, tuple[Array | None, ...]]:
+    ) -> tuple[tuple[TokenRows, RowStatistics | None], Array, tuple[Array | None, ...]]:
         assert part.nll is not None
         found = hook.of_chunk(rows.chunk, 0.0 - part.nll, rows.row_weight)  # -nll could be -0.0
-        return found._replace(d_closure=()), found.gradient_weight, jax.tree.map(jnp.add, d_closure, found.d_closure)
+        d_closure = jax.tree.map(jnp.add, d_closure, found.d_closure)
+        return (found._replace(d_closure=()), part if statistics & ~BY_ROW else None), found.gradient_weight, d_closure
 
-    rows, gradients, d_closure = _plan_a(tiles, problem, config, needs_grad, scales, middle, hook.zeros_of_closure())
-    return rows._replace(d_closure=d_closure), gradients
+    (rows, parts), gradients, d_closure = _plan_a(
+        tiles, problem, config, needs_grad, scales, middle, hook.zeros_of_closure(), statistics
+    )
+    return rows._replace(d_closure=d_closure), parts, gradients
 
 
 def _plan_a(
@@ -318,6 +338,7 @@ def _plan_a(
     scales: tuple[Array, Array] | None,
     middle: Callable[["ChunkRows", RowStatistics, Any], tuple[Any, Array, Any]],
     summed: Any,
+    statistics: int = 0,
 ) -> tuple[Any, Gradients, Any]:
     """Runs both passes over each chunk, with `middle` between them.
 
@@ -335,7 +356,7 @@ def _plan_a(
         d_input, sums, summed = carry
         target, row_weight = chunk.of(problem.target), problem.chunk_row_weight(chunk)
         partial, kept = chunk_statistics(
-            problem, chunk, config.first_vocab_chunk, keep=config.keeps_logits, tiles=tiles
+            problem, chunk, config.first_vocab_chunk, statistics=statistics, keep=config.keeps_logits, tiles=tiles
         )
         part = row_math.finish(partial, target, row_weight, classes)
         found, upstream, summed = middle(ChunkRows(chunk, target, row_weight), part, summed)

@@ -41,6 +41,16 @@ from linear_ce.spec import (
     check_memory_budget,
     check_normalizer,
 )
+from linear_ce.statistics import (
+    BY_ROW,
+    ENTROPY,
+    LSE,
+    MAX,
+    NO_STATS,
+    TOKEN_STATS,
+    check_stats,
+    statistics_for,
+)
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
 ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
@@ -57,6 +67,22 @@ class LossStats(NamedTuple):
     z_loss: Array  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
     accuracy: Array  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Array  # () int32, targets that are not ignore_index
+
+
+class TokenStats(NamedTuple):
+    """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...,)
+    float32 unless noted; None for those that were not asked for. None of it has a gradient.
+
+    Rows that do not contribute (ignored, or with token_weight 0) have 0.
+    """
+
+    log_prob: Array | None  # of the target, what token_loss gets; NaN for a target that is not a class
+    entropy: Array | None
+    lse: Array | None  # log-sum-exp of the logits
+    argmax: Array | None  # int32, the class of the largest logit, the lowest of equals; -1 where lse is not finite
+    is_top1: Array | None  # bool, whether the target has the largest logit; ties count, as in `LossStats.accuracy`
+    mean_logit: Array | None
+    sum_squared_probs: Array | None  # of the squared probabilities of all classes
 
 
 class LogProbs(NamedTuple):
@@ -177,7 +203,7 @@ def linear_cross_entropy(
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=0)
     loss = _loss(call)[0]
     return loss.reshape(call.leading) if spec.reduction == "none" else loss
 
@@ -222,14 +248,12 @@ def linear_cross_entropy_with_stats(
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=MAX | LSE)
     loss, lse, target_logit, top = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
-    # XLA may round the two differently: fused into different loops, they are not the same instructions.
-    slack = 4 * jnp.finfo(jnp.float32).eps * jnp.abs(top)  # infinite where the top is, and then of no use
-    right = contributes & ((target_logit >= top) | (target_logit >= top - slack))
+    right = row_math.is_top1(call.row_weight, target_logit, top)
     stats = LossStats(
         lse=lse.reshape(call.leading),
         target_logit=target_logit.reshape(call.leading),
@@ -280,7 +304,7 @@ def linear_log_probs(
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, None, None)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=LSE | ENTROPY | BY_ROW)
     results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
@@ -353,18 +377,95 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
+    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
+    shared = options, memory_budget, implementation, vocab_axis
+    return _token_loss(input, linear_weight, target, token_loss, per_token, *shared, NO_STATS)[0]
+
+
+def linear_token_loss_with_stats(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    token_loss: Callable[..., Array],
+    *per_token: Array,
+    stats: Sequence[str] = TOKEN_STATS,
+    linear_bias: Array | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    token_weight: Array | None = None,
+    reduction: Reduction = "mean",
+    normalizer: ArrayLike | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    memory_budget: int | None = None,
+    implementation: str | None = None,
+    vocab_axis: int = 0,
+) -> tuple[Array, TokenStats]:
+    r"""`linear_token_loss` that also returns statistics of each token's distribution, from its pass over the logits.
+
+    .. math:: H_i = -\sum_j p_{ij} \log p_{ij}, \qquad \frac{1}{K} \sum_j z_{ij}, \qquad \sum_j p_{ij}^2
+
+    Args:
+        stats: the names of the fields of `TokenStats` to compute. log_prob and lse cost nothing. Each of the others
+            takes a few instructions for each logit.
+        input: as all other arguments, see `linear_token_loss`.
+
+    Returns:
+        The loss and `TokenStats`. Only the loss has a gradient.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `linear_token_loss`; stats is not a tuple of names of `TokenStats`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax_pallas import linear_token_loss_with_stats, token_losses
+        >>> x, w, advantage = jnp.ones((6, 16)), jnp.ones((100, 16)), jnp.ones(6)
+        >>> loss, stats = linear_token_loss_with_stats(
+        ...     x, w, jnp.arange(6), token_losses.reinforce(), advantage, stats=("entropy", "argmax")
+        ... )
+        >>> stats.entropy.shape, stats.lse
+        ((6,), None)
+
+    Source:
+        linear_ce/MATH.md (3), (19), (20), (39), (40).
+    """
+    options = linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size
+    shared = options, memory_budget, implementation, vocab_axis
+    return _token_loss(input, linear_weight, target, token_loss, per_token, *shared, check_stats(stats))
+
+
+def _token_loss(
+    input: Array,
+    linear_weight: Array,
+    target: Array,
+    token_loss: Callable[..., Array],
+    per_token: tuple[Array, ...],
+    options: tuple[Any, ...],
+    memory_budget: int | None,
+    implementation: str | None,
+    vocab_axis: int,
+    stats: tuple[bool, ...],
+) -> tuple[Array, TokenStats]:
+    linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size = options
     spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    call = _prepare(
+        spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW
+    )
     flat = _check_per_token(token_loss, per_token, call.leading, "target's")
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        return jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
-    token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *values_of_closure())
-    if scalar:
-        return ops.token_loss_and_gradients(token, *operands)[0]
-    return ops.token_losses(token, *operands).reshape(call.leading)
+        loss = jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
+        dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
+        empty = (jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True))
+        return loss, TokenStats(*empty)
+    token = ops.TokenOptions(call.options, function, len(flat), stats)
+    operands = (*call.arrays, *flat, *values_of_closure())
+    loss, *found = (ops.token_loss_and_gradients if scalar else ops.token_losses)(token, *operands)
+    rest = iter(found)
+    made = (jax.lax.stop_gradient(next(rest)).reshape(call.leading) if wanted else None for wanted in stats)
+    return loss if scalar else loss.reshape(call.leading), TokenStats(*made)
 
 
 def _check_per_token(
@@ -565,7 +666,7 @@ def _prepare(
     memory_budget: int | None,
     implementation: str | None,
     *,
-    statistics: bool,
+    statistics: int,
 ) -> _Call:
     """Checks every argument, flattens the leading axes, and folds what weighs a row into one vector.
 

@@ -43,6 +43,7 @@ from jax_pallas.token_hook import (
     row_token_losses,
 )
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SQUARES, planes
 
 # The checkpoint_name of what a forward rule saves. A policy that saves it avoids running the forward pass again.
 RESIDUAL = "linear_ce_residual"
@@ -65,7 +66,7 @@ class Options:
     implementation: str | None  # None: chosen where the call is lowered
     has_bias: bool
     has_class_weight: bool
-    statistics: bool  # the largest logits are computed; without they may be inf
+    statistics: int  # of `linear_ce.statistics`; without the largest logits these may be inf
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any
@@ -109,6 +110,7 @@ class TokenOptions:
     options: Options
     function: TokenFunction
     per_token: int  # the number of per-token arrays
+    stats: tuple[bool, ...]  # which fields of `TokenStats` are computed
 
     def split(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """Returns the arrays of `options`, the per-token arrays and those of the closure."""
@@ -146,7 +148,25 @@ _loss_and_gradients.defvjp(_loss_and_gradients_fwd, _loss_and_gradients_bwd, sym
 @_rule
 def _row_losses(options: Options, *arrays: Array) -> Arrays:
     loss, found = _losses(options, *arrays)
-    return loss, found.lse, found.target_logit, found.max
+    return loss, *_present(found, options.statistics)
+
+
+def _present(found: row_math.RowStatistics, statistics: int) -> Arrays:
+    """Returns lse, target_logit and max, and the others of the statistics in the order of their bits, as results of an
+    operator."""
+    others = (ARGMAX, found.argmax), (ENTROPY, found.entropy), (LOGIT_SUM, found.mean_logit)
+    others += ((SQUARES, found.sum_squared_probs),)
+    present = (array for bit, array in others if statistics & bit and array is not None)
+    return found.lse, found.target_logit, found.max, *present
+
+
+def row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowStatistics:
+    """Returns the statistics that `_present` made."""
+    lse, target_logit, top, *rest = results
+    argmax, entropy, mean_logit, squares = (
+        rest.pop(0) if statistics & bit else None for bit in (ARGMAX, ENTROPY, LOGIT_SUM, SQUARES)
+    )
+    return row_math.RowStatistics(lse, target_logit, None, top, None, entropy, argmax, mean_logit, squares)
 
 
 def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
@@ -158,8 +178,8 @@ def _row_losses_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
             (jax.tree.map(_named, gradients), scales, options.named(arrays)["row_weight"]),
         )
     _problem("row_gradients", options, arrays, needs_grad)  # refuses what the backward pass could not do
-    loss, lse, target_logit, top = _row_losses(options, *arrays)
-    return (loss, lse, target_logit, top), ((arrays, _named(lse), needs_grad), None)
+    loss, lse, *others = _row_losses(options, *arrays)
+    return (loss, lse, *others), ((arrays, _named(lse), needs_grad), None)
 
 
 def _row_losses_bwd(options: Options, residuals: Any, cotangents: Any) -> Any:
@@ -184,10 +204,9 @@ _row_losses.defvjp(_row_losses_fwd, _row_losses_bwd, symbolic_zeros=True)
 
 @_rule
 def _log_probs(options: Options, *arrays: Array) -> Arrays:
-    statistics = _statistics(options, *arrays)
-    assert statistics.entropy is not None
-    assert statistics.nll is not None
-    return 0.0 - statistics.nll, statistics.entropy, statistics.lse
+    nll, found = _losses(options, *arrays)
+    assert found.entropy is not None
+    return 0.0 - nll, found.entropy, found.lse
 
 
 def _log_probs_fwd(options: Options, *primals: Any) -> tuple[Arrays, Any]:
@@ -221,9 +240,21 @@ _log_probs.defvjp(_log_probs_fwd, _log_probs_bwd, symbolic_zeros=True)
 @_rule
 def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     of_call, per_token, closure = token.split(arrays)
-    nll, _ = _losses(token.options, *_unweighted(token.options, of_call))
+    nll, found = _losses(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
-    return (_token_values(token.function, 0.0 - nll, row_weight, per_token, closure).sum(),)
+    loss = _token_values(token.function, 0.0 - nll, row_weight, per_token, closure).sum()
+    return loss, *_stats(token, 0.0 - nll, row_weight, found)
+
+
+def _stats(
+    token: TokenOptions, log_prob: Array, row_weight: Array, found: row_math.RowStatistics | None
+) -> Arrays:
+    """Returns the fields of `TokenStats` that a call asked for, in their order."""
+    if found is None:
+        return ()
+    top1 = row_math.is_top1(row_weight, found.target_logit, found.max) if token.options.statistics & MAX else None
+    made = log_prob, found.entropy, found.lse, found.argmax, top1, found.mean_logit, found.sum_squared_probs
+    return tuple(one for one, wanted in zip(made, token.stats, strict=True) if wanted and one is not None)
 
 
 def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
@@ -231,19 +262,20 @@ def _token_loss_fwd(token: TokenOptions, *primals: Any) -> tuple[Arrays, Any]:
     of_call, per_token, closure = token.split(primals)
     needs_grad, token_needs_grad = options.needs_grad(of_call), _token_needs_grad(per_token, closure)
     if any(needs_grad):
-        rows, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
+        rows, stats, gradients, scales = _token_plan_a((token, needs_grad, token_needs_grad), *arrays)
     else:
         of_call, per_token, closure = token.split(arrays)
-        nll, _ = _losses(options, *_unweighted(options, of_call))
+        nll, found = _losses(options, *_unweighted(options, of_call))
         row_weight = options.named(of_call)["row_weight"]
         static = (token.function, token_needs_grad)
         rows = _token_derivatives(static, 0.0 - nll, row_weight, per_token, closure)
+        stats = _stats(token, 0.0 - nll, row_weight, found)
         gradients, scales = Gradients(None, None, None), None
     of_tokens = (*rows.d_per_token, *rows.d_closure)
     # The gradient of an array is rounded to its dtype after it is scaled. An empty array holds the dtype.
     like = zip(of_tokens, arrays[len(of_call) :], strict=True)
     dtypes = tuple(None if gradient is None else jnp.zeros(0, array.dtype) for gradient, array in like)
-    return (rows.loss.sum(),), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
+    return (rows.loss.sum(), *stats), (jax.tree.map(_named, (gradients, of_tokens)), scales, dtypes)
 
 
 def _token_loss_bwd(token: TokenOptions, residuals: Any, cotangents: Any) -> Any:
@@ -304,12 +336,15 @@ def _unweighted(options: Options, arrays: Sequence[Array]) -> Any:
     return options.arrays(**named | {"row_weight": (named["row_weight"] != 0).astype(jnp.float32)})
 
 
-def token_losses(token: TokenOptions, *arrays: Array) -> Array:
-    """Returns the (N,) weighted losses of a token loss, for any upstream gradient: plan C, or B without gradients."""
+def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
+    """Returns the (N,) weighted losses of a token loss, for any upstream gradient: plan C, or B without gradients; and
+    the fields of `TokenStats` that the call asked for."""
     of_call, per_token, closure = token.split(arrays)
-    nll = row_losses(token.options, *_unweighted(token.options, of_call))[0]
+    nll, *rest = row_losses(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
-    return token_rows(token, 0.0 - nll, row_weight, *per_token, *closure)[0]
+    loss = token_rows(token, 0.0 - nll, row_weight, *per_token, *closure)[0]
+    found = row_statistics_of(rest, token.options.statistics)
+    return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 
 def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales: Any) -> Gradients:
@@ -331,22 +366,15 @@ def _scaled(gradients: Gradients, input_factor: Array, head_factor: Any, scales:
 @opaque("linear_ce_losses")
 def _losses(options: Options, *arrays: Array, platform: str | None = None) -> tuple[Array, row_math.RowStatistics]:
     """Plan B."""
-    problem = _problem("losses", options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
+    stage: Stage = "statistics" if options.statistics & BY_ROW else "losses"
+    problem = _problem(stage, options, arrays, NO_GRADIENTS, platform, statistics=options.statistics)
     plan = plan_of(problem)
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
         loss, found, _ = scaled_exp(problem, NO_GRADIENTS, statistics=options.statistics)
         return loss, found
-    return chunked.losses(_tiles(plan), problem, plan.chunk_config)
-
-
-@opaque("linear_ce_statistics")
-def _statistics(options: Options, *arrays: Array, platform: str | None = None) -> row_math.RowStatistics:
-    """Plan B, with the entropy."""
-    problem = _problem("statistics", options, arrays, NO_GRADIENTS, platform, entropy=True)
-    plan = plan_of(problem)
-    return chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+    return chunked.losses(_tiles(plan), problem, plan.chunk_config, options.statistics)
 
 
 @opaque("linear_ce_plan_a")
@@ -365,31 +393,34 @@ def _plan_a(
         losses, found, gradients = scaled_exp(problem, needs_grad, statistics=statistics)
     else:
         losses, found, gradients = chunked.loss_and_gradients(
-            _tiles(plan), problem, plan.chunk_config, needs_grad, scales
+            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, statistics
         )
-    return losses, (found.lse, found.target_logit, found.max), gradients, scales
+    return losses, _present(found, options.statistics), gradients, scales
 
 
 @opaque("linear_ce_token_plan_a")
 def _token_plan_a(
     static: tuple[TokenOptions, NeedsGrad, TokenNeedsGrad], *arrays: Array, platform: str | None = None
-) -> tuple[TokenRows, Gradients, Any]:
-    """Returns the results of all rows, the gradients of the sum of their losses, and the powers of two that these
-    carry."""
+) -> tuple[TokenRows, Arrays, Gradients, Any]:
+    """Returns the results of all rows, their statistics, the gradients of the sum of their losses, and the powers of
+    two that these carry."""
     token, needs_grad, token_needs_grad = static
     of_call, per_token, closure = token.split(arrays)
-    problem = _problem("loss_and_gradients", token.options, of_call, needs_grad, platform)
+    statistics = token.options.statistics
+    problem = _problem("loss_and_gradients", token.options, of_call, needs_grad, platform, statistics=statistics)
     plan, token_loss = plan_of(problem), TokenHook(token.function, token_needs_grad, per_token, closure)
     scales = row_math.saved_scales(problem.row_weight) if problem.input.dtype == jnp.float16 else None
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import token_loss_and_gradients
 
-        rows, gradients = token_loss_and_gradients(problem, needs_grad, token_loss)
+        rows, log_prob, found, gradients = token_loss_and_gradients(problem, needs_grad, token_loss, statistics)
     else:
-        rows, gradients = chunked.token_loss_and_gradients(
-            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss
+        rows, found, gradients = chunked.token_loss_and_gradients(
+            _tiles(plan), problem, plan.chunk_config, needs_grad, scales, token_loss, statistics
         )
-    return rows, gradients, scales
+        log_prob = None if found is None or found.nll is None else 0.0 - found.nll
+    stats = () if log_prob is None else _stats(token, log_prob, problem.row_weight, found)
+    return rows, stats, gradients, scales
 
 
 @opaque("linear_ce_token_values")
@@ -464,7 +495,7 @@ def _problem(
     needs_grad: NeedsGrad,
     platform: str | None = None,
     *,
-    statistics: bool = False,
+    statistics: int = 0,
     entropy: bool = False,
 ) -> Problem:
     """Returns the problem, with its plan, of a call that is lowered for `platform`, or traced."""
@@ -494,7 +525,7 @@ def plan_for(
     needs_grad: NeedsGrad,
     device: launch.DeviceInfo,
     *,
-    statistics: bool = False,
+    statistics: int = 0,
     entropy: bool = False,
 ) -> ExecutionPlan:
     """Returns the plan of a problem: `plan.make_plan` of the properties of its arrays."""
@@ -506,11 +537,11 @@ def plan_for(
         classes=problem.local_classes,
         label_smoothing=problem.spec.label_smoothing,
         softcap=problem.spec.softcap is not None,
-        entropy=entropy,
+        entropy=entropy or statistics & ENTROPY != 0,
         d_input=needs_grad.d_input,
         d_weight=needs_grad.d_weight,
         d_bias=needs_grad.d_bias,
-        statistics=statistics,
+        statistics=planes(statistics),
         memory_budget=memory_budget,
         implementation=implementation,
         device=device,
@@ -576,7 +607,8 @@ def _token_loss_of_batch(token: TokenOptions, size: int, arrays: Sequence[Any], 
 
     def flattened(options: Options, of_call: Arrays, batch: int) -> Arrays:
         rows = _as_rows(per_token, token_axes, batch)
-        return (token_losses(token, *of_call, *rows, *closure).reshape(batch, -1).sum(1),)
+        losses, *stats = token_losses(token, *of_call, *rows, *closure)
+        return losses.reshape(batch, -1).sum(1), *_unflattened(tuple(stats), batch)
 
     return _by_batch(flattened)(token.options, size, of_call, axes_of_call)
 

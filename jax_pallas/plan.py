@@ -44,7 +44,7 @@ class PlanKey(NamedTuple):
     d_input: bool
     d_weight: bool
     d_bias: bool
-    statistics: bool  # the largest logits are needed
+    statistics: int  # numbers for each row and class block besides sums of exponentials
     memory_budget: int
     implementation: str
     device: DeviceInfo
@@ -164,7 +164,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
-        and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
+        # "statistics" runs what computes the gradients, so that both have the same sums, bit for bit.
+        and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "statistics") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
@@ -230,7 +231,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         hidden=hidden,
         classes=key.classes,
         itemsize=x.itemsize,
-        statistics=2 + (key.label_smoothing != 0) + key.entropy,
+        statistics=2 + (key.label_smoothing != 0) + max(key.statistics, key.entropy),
         float16=x.dtype == "float16",
         d_input=key.d_input,
         d_weight=key.d_weight,

@@ -17,10 +17,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
 MAX_EXPONENT = 126  # of a normal float32
 
 NO_PROBABILITY = -1e4  # a log-probability whose exp is 0 in float32, finite so that 0 times it is 0
+
+NO_CLASS = 2**31 - 1  # above all classes
 
 # The least summand of a target that its row's loss is made from: where it is smaller, or 0, log space is as accurate.
 LEAST_SUMMAND = 2.0**-64
@@ -35,10 +38,14 @@ class Partial(NamedTuple):
     target_logit: Array  # 0 where the target lies elsewhere
     weighted_sum: Array | None  # of class_weight * logits, for label smoothing
     sum_exp_log: Array | None  # of exp(logits - max) * (logits - max), for the entropy
+    argmax: Array | None = None  # int32, the class of the largest logit, the lowest of equals
+    logit_sum: Array | None = None
+    sum_squared: Array | None = None  # of exp(logits - max) ** 2
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute."""
+    """Statistics of n rows over the whole vocabulary, all (n,) float32; 0 for rows that do not contribute, None if not
+    computed."""
 
     lse: Array
     target_logit: Array  # NaN where the target is not a class
@@ -46,6 +53,9 @@ class RowStatistics(NamedTuple):
     max: Array
     weighted_sum: Array | None
     entropy: Array | None
+    argmax: Array | None = None  # int32, -1 where lse is not finite
+    mean_logit: Array | None = None
+    sum_squared_probs: Array | None = None
 
 
 class Coefficients(NamedTuple):
@@ -65,7 +75,7 @@ class Coefficients(NamedTuple):
         )
 
 
-def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
+def empty_partial(target: Array, spec: LossSpec, statistics: int) -> Partial:
     """Returns the statistics of a vocabulary chunk without classes (a shard of padding), `merge`'s identity element."""
     zero = jnp.zeros(target.shape, jnp.float32)
     return Partial(
@@ -74,7 +84,10 @@ def empty_partial(target: Array, spec: LossSpec, *, entropy: bool) -> Partial:
         target_exp=zero,
         target_logit=zero,
         weighted_sum=zero if spec.label_smoothing else None,
-        sum_exp_log=zero if entropy else None,
+        sum_exp_log=zero if statistics & ENTROPY else None,
+        argmax=jnp.full(target.shape, NO_CLASS, jnp.int32) if statistics & ARGMAX else None,
+        logit_sum=zero if statistics & LOGIT_SUM else None,
+        sum_squared=zero if statistics & SQUARES else None,
     )
 
 
@@ -94,6 +107,14 @@ def merge(a: Partial, b: Partial) -> Partial:
         weighted_sum = a.weighted_sum + b.weighted_sum
     if a.sum_exp_log is not None and b.sum_exp_log is not None:
         sum_exp_log = scale_a * (a.sum_exp_log + shift_a * a.sum_exp) + scale_b * (b.sum_exp_log + shift_b * b.sum_exp)
+    argmax = logit_sum = sum_squared = None
+    if a.argmax is not None and b.argmax is not None:
+        equal = jnp.minimum(a.argmax, b.argmax)
+        argmax = jnp.where(a.max > b.max, a.argmax, jnp.where(b.max > a.max, b.argmax, equal))
+    if a.logit_sum is not None and b.logit_sum is not None:
+        logit_sum = a.logit_sum + b.logit_sum
+    if a.sum_squared is not None and b.sum_squared is not None:
+        sum_squared = jnp.square(scale_a) * a.sum_squared + jnp.square(scale_b) * b.sum_squared
     return Partial(
         max=top,
         sum_exp=scale_a * a.sum_exp + scale_b * b.sum_exp,
@@ -101,6 +122,9 @@ def merge(a: Partial, b: Partial) -> Partial:
         target_logit=a.target_logit + b.target_logit,
         weighted_sum=weighted_sum,
         sum_exp_log=sum_exp_log,
+        argmax=argmax,
+        logit_sum=logit_sum,
+        sum_squared=sum_squared,
     )
 
 
@@ -108,19 +132,39 @@ def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> 
     """Returns the statistics that a loss is computed from, given those of the whole vocabulary: (27)."""
     contributes = row_weight != 0
     log_sum = jnp.log(partial.sum_exp)
-    entropy = None
-    if partial.sum_exp_log is not None:
-        entropy = jnp.where(contributes, log_sum - partial.sum_exp_log / partial.sum_exp, 0.0)
+
+    def selected(values: Array) -> Array:
+        return jnp.where(contributes, values, jnp.zeros((), values.dtype))
+
     is_class = _is_class(target, classes)
     nll, lse = nll_and_lse(partial.sum_exp, partial.target_exp, partial.target_logit, partial.max, log_sum)
+    entropy = argmax = mean_logit = sum_squared_probs = None
+    if partial.sum_exp_log is not None:
+        entropy = selected(log_sum - partial.sum_exp_log / partial.sum_exp)
+    if partial.argmax is not None:
+        argmax = selected(jnp.where(jnp.isfinite(lse), partial.argmax, -1))
+    if partial.logit_sum is not None:
+        mean_logit = selected(partial.logit_sum / classes)
+    if partial.sum_squared is not None:
+        sum_squared_probs = selected(partial.sum_squared / partial.sum_exp / partial.sum_exp)
     return RowStatistics(
-        lse=jnp.where(contributes, lse, 0.0),
-        target_logit=jnp.where(contributes, jnp.where(is_class, partial.target_logit, jnp.nan), 0.0),
-        nll=jnp.where(contributes, jnp.where(is_class, nll, jnp.nan), 0.0),
-        max=jnp.where(contributes, partial.max, 0.0),
+        lse=selected(lse),
+        target_logit=selected(jnp.where(is_class, partial.target_logit, jnp.nan)),
+        nll=selected(jnp.where(is_class, nll, jnp.nan)),
+        max=selected(partial.max),
         weighted_sum=partial.weighted_sum,
         entropy=entropy,
+        argmax=argmax,
+        mean_logit=mean_logit,
+        sum_squared_probs=sum_squared_probs,
     )
+
+
+def is_top1(row_weight: Array, target_logit: Array, top: Array) -> Array:
+    """Returns whether a row contributes and its target has the largest logit, `top`, (N,) bool; ties count: (12)."""
+    # XLA may round the two differently: fused into different loops, they are not the same instructions.
+    slack = 4 * jnp.finfo(jnp.float32).eps * jnp.abs(top)  # infinite where the top is, and then of no use
+    return (row_weight != 0) & ((target_logit >= top) | (target_logit >= top - slack))
 
 
 def nll_and_lse(

@@ -261,7 +261,7 @@ def choose_scaled_exp(
     stores: bool,
     holds: bool,
     d_bias: bool,
-    statistics: bool,
+    statistics: int,
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
@@ -281,7 +281,7 @@ def choose_scaled_exp(
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
         holds: the chunk's rows of the input are in the memory of d_input or of the input.
         d_bias: d_bias is computed.
-        statistics: the largest logits are computed.
+        statistics: how many numbers besides the sums a kernel writes for each row and class block.
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
