@@ -46,9 +46,10 @@ from jax_pallas.hopper_tiles import (
     logits_warpgroup,
     walk_of,
 )
-from jax_pallas.row_kernels import LOG2_E, Exponentials
-from jax_pallas.row_math import NO_PROBABILITY
+from jax_pallas.row_kernels import LN_2, LOG2_E, Exponentials
+from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import HALF, STEP, cdiv, padded
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, OF_LOGITS, SQUARES
 
 STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret")
 
@@ -195,13 +196,27 @@ class ExponentialsSwitches(NamedTuple):
     Args:
         logit_scale, softcap: of the logits.
         stores: the exponentials.
-        largest: the rows' largest logits.
+        statistics: of `linear_ce.statistics`, which are computed.
     """
 
     logit_scale: float
     softcap: float | None
     stores: bool
-    largest: bool
+    statistics: int
+
+
+def largest_of(half: Half, piece: int, logits: Array, carried: Any, statistics: int) -> dict[str, Array]:
+    """Returns the largest logits of this piece and the earlier ones and, with ARGMAX, their columns in the tile."""
+    top = logits.max(1)
+    found = {"tops": top if carried is None else jnp.maximum(carried["tops"], top)}
+    if statistics & ARGMAX:
+        before = (half.column - half.columns(piece)).astype(jnp.float32)  # minus the columns, whose largest is the first
+        here = logits == lax.broadcast_in_dim(top, logits.shape, (0,))
+        column = -jnp.where(here, before, -jnp.inf).max(1)
+        if carried is not None:
+            column = jnp.where(top > carried["tops"], column, carried["columns"])
+        found["columns"] = column
+    return found
 
 
 def exponentials_epilogue(
@@ -211,10 +226,18 @@ def exponentials_epilogue(
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
     # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
     values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("ref_exponent")), piece, 0.0)
-    found = {"sums": values.sum(1) if carried is None else carried["sums"] + values.sum(1)}
-    if switches.largest:
-        top = half.masked(capped, piece, -jnp.inf).max(1)
-        found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
+    found = {"sums": values.sum(1)}
+    if switches.statistics & ENTROPY:
+        exponents = jnp.maximum(capped * LOG2_E - half.of_rows("ref_exponent"), NO_PROBABILITY)  # 0 times it is 0
+        found["exp_logs"] = half.masked(values * exponents, piece, 0.0).sum(1)
+    if switches.statistics & LOGIT_SUM:
+        found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
+    if switches.statistics & SQUARES:
+        found["squares"] = (values * values).sum(1)
+    if carried is not None:
+        found = {name: carried[name] + value for name, value in found.items()}
+    if switches.statistics & MAX:
+        found |= largest_of(half, piece, half.masked(capped, piece, -jnp.inf), carried, switches.statistics)
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
     store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
@@ -223,7 +246,7 @@ def exponentials_epilogue(
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest"))  # chunks of one size are lowered once
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "statistics"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -239,7 +262,7 @@ def exponentials(
     logit_scale: float,
     softcap: float | None,
     stores: bool,
-    largest: bool,
+    statistics: int,
     interpret: bool = False,
 ) -> Exponentials:
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -254,18 +277,20 @@ def exponentials(
         start: a number of rows, or such a scalar on the device.
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
         stores: whether the exponentials are stored.
-        largest: whether the largest logits are computed.
+        statistics: of `linear_ce.statistics`, which are computed.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
-    results = dict.fromkeys(["sums", *["tops"] * largest], tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
+    bits = {"tops": MAX, "columns": ARGMAX, "exp_logs": ENTROPY, "logit_sums": LOGIT_SUM, "squares": SQUARES}
+    names = ["sums", *(name for name, bit in bits.items() if statistics & bit)]
+    results = dict.fromkeys(names, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
         results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
     found = launch_tiles(
         "exponentials",
-        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, largest)),
+        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, statistics & OF_LOGITS)),
         tiles,
         x,
         w,
@@ -276,18 +301,22 @@ def exponentials(
         stored=jnp.bfloat16 if stores else None,
         interpret=interpret,
     )
-    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *(found[name] for name in OF_TARGETS))
+    if "exp_logs" in found:
+        found["exp_logs"] *= LN_2  # of the binary logarithms
+    others = {name: found.get(name) for name in bits if name != "tops"}
+    of_targets = (found[name] for name in OF_TARGETS)
+    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *of_targets, **others)
 
 
 class StatisticsSwitches(NamedTuple):
-    """The options of `statistics_epilogue`: sums of class_weight * logits and of exp(logits - max) * (logits - max),
-    and what the targets have."""
+    """The options of `statistics_epilogue`: the sum of class_weight * logits, `linear_ce.statistics`, and what the
+    targets have."""
 
     logit_scale: float
     softcap: float | None
     weighted: bool
     has_class_weight: bool  # otherwise they are ones
-    entropy: bool
+    statistics: int
     has_target: bool
 
 
@@ -301,12 +330,15 @@ def statistics_epilogue(
         # of that logit is not 1, and a confident target's is not its summand.
         capped = jnp.where(capped == capped, capped, raw)
     logits = half.masked(capped, piece, -jnp.inf)
-    top = logits.max(1) if carried is None else jnp.maximum(carried["tops"], logits.max(1))
+    of_top = largest_of(half, piece, logits, carried, switches.statistics)
+    top = of_top["tops"]
     shift = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # all -inf: sums of 0, not NaN
     shifted = logits - lax.broadcast_in_dim(shift, logits.shape, (0,))
     exponentials = jnp.exp2(shifted * LOG2_E)
-    found = {"tops": top, "sums": exponentials.sum(1)}
-    if switches.entropy:
+    found = {**of_top, "sums": exponentials.sum(1)}
+    if switches.statistics & SQUARES:
+        found["squares"] = (exponentials * exponentials).sum(1)
+    if switches.statistics & ENTROPY:
         found["sums_exp_log"] = (exponentials * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
     if switches.weighted:
         terms = capped * half.of_columns("class_weight", piece) if switches.has_class_weight else capped
@@ -315,7 +347,9 @@ def statistics_epilogue(
         moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
         factor = jnp.exp2(moved * LOG2_E)
         found["sums"] += factor * carried["sums"]
-        if switches.entropy:
+        if switches.statistics & SQUARES:
+            found["squares"] += factor * factor * carried["squares"]
+        if switches.statistics & ENTROPY:
             found["sums_exp_log"] += factor * (carried["sums_exp_log"] + moved * carried["sums"])
         if switches.weighted:
             found["weighted_sums"] += carried["weighted_sums"]
@@ -326,7 +360,7 @@ def statistics_epilogue(
     return found, None
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "weighted", "entropy"))
+@partial(jax.jit, static_argnames=(*STATIC, "weighted", "statistics"))
 def statistics(
     x: Array,
     w: Array,
@@ -342,7 +376,7 @@ def statistics(
     logit_scale: float,
     softcap: float | None,
     weighted: bool,
-    entropy: bool,
+    statistics: int,
     target: Array | None = None,
     interpret: bool = False,
 ) -> tuple[Array | None, ...]:
@@ -355,12 +389,14 @@ def statistics(
             where `vocab_axis` is 1 `first_class` is a multiple of 64.
         skip: how many classes at the chunk's start are left out.
         weighted: whether the sum of class_weight * logits is computed.
-        entropy: whether the sum of exp(logits - max) * (logits - max) is computed.
+        statistics: of `linear_ce.statistics`: whether the sum of exp(logits - max) * (logits - max), the column of the
+            largest logit and the sum of exp(logits - max) ** 2 are computed.
         target: (rows,) int32, columns of the chunk, none of which is left out, -1 for none; or None.
 
     Returns:
-        The largest logit, the sum of exp(logits - max), and the two above or None; the target's summand of the former,
-        and its logit, 0 where there is none, or None.
+        The largest logit, the sum of exp(logits - max), those of class_weight * logits and exp(logits - max) * (logits
+        - max); the target's summand of the former, and its logit, 0 where there is none; the column of the largest
+        logit, int32, and the sum of the squares. Results that are not computed are None.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     weights = class_weight if weighted else None
@@ -372,12 +408,14 @@ def statistics(
         "places": places,
         "target": target,
     }
-    names = ["tops", "sums", *["weighted_sums"] * weighted, *["sums_exp_log"] * entropy]
+    bits = {"sums_exp_log": ENTROPY, "columns": ARGMAX, "squares": SQUARES}
+    statistics &= ENTROPY | ARGMAX | SQUARES
+    names = ["tops", "sums", *["weighted_sums"] * weighted, *(name for name, bit in bits.items() if statistics & bit)]
 
     results = dict.fromkeys(names, tiles.by_block)
     if target is not None:
         results |= dict.fromkeys(OF_TARGETS, tiles.by_place)
-    switches = StatisticsSwitches(logit_scale, softcap, weighted, weights is not None, entropy, target is not None)
+    switches = StatisticsSwitches(logit_scale, softcap, weighted, weights is not None, statistics, target is not None)
     epilogue, offsets = partial(statistics_epilogue, switches), (start, first_class, skip)
     found = launch_tiles("statistics", epilogue, tiles, x, w, offsets, {}, operands, results, interpret=interpret)
     targets = None
@@ -407,6 +445,8 @@ def _merged(out: dict[str, Array], targets: tuple[Array, Array, Array] | None) -
         (scale * (out["sums_exp_log"] + shift * out["sums"])).sum(0) if "sums_exp_log" in out else None,
         target_exp,
         target_logit,
+        first_of_largest(tops, out["columns"], top, BLOCK_V) if "columns" in out else None,
+        (jnp.square(scale) * out["squares"]).sum(0) if "squares" in out else None,
     )
 
 

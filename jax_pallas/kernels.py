@@ -28,9 +28,10 @@ from jax_pallas.row_kernels import (
     Repaired,
     repaired_ref_exponent,
 )
-from jax_pallas.row_math import NO_PROBABILITY
+from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES
 
 GROUP = 8  # neighboring row blocks that share a block of classes
 REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
@@ -156,6 +157,10 @@ class ExponentialsIO(NamedTuple):
     top_ref: Any  # (class blocks, rows)
     target_exp_ref: Any  # (1, rows)
     target_logit_ref: Any  # (1, rows)
+    column_ref: Any  # (class blocks, rows), as the next three
+    exp_log_ref: Any
+    logit_sum_ref: Any
+    square_ref: Any
 
 
 def exponential(logits: Array, reference: Array) -> Array:
@@ -181,6 +186,11 @@ def store_exponentials(
     at_targets(part, load(io.target_ref, first_row + part.row, mask=part.inside), part.logits, put_target)
     exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
     store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+    if io.exp_log_ref is not None:
+        terms = jnp.where(exponentials == 0, 0.0, exponentials * (part.logits - reference[:, None]))
+        store(io.exp_log_ref, *part.by_block, values=terms.sum(1), mask=part.inside)
+    if io.square_ref is not None:
+        store(io.square_ref, *part.by_block, values=lax.square(exponentials).sum(1), mask=part.inside)
     if io.e_ref is not None:
         if matmul.softcap is not None:
             exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
@@ -196,13 +206,20 @@ def exponentials_kernel(
     blocks, io = blocks_of(matmul, pl.program_id(0)), ExponentialsIO(target_ref, *results)
     part = logits_tile(matmul, blocks, scalars_ref, x_ref, w_ref, bias_ref)
     if io.top_ref is not None:
-        store(io.top_ref, *part.by_block, values=part.only_seen(part.logits, -jnp.inf).max(1), mask=part.inside)
+        top = part.only_seen(part.logits, -jnp.inf).max(1)
+        store(io.top_ref, *part.by_block, values=top, mask=part.inside)
+        if io.column_ref is not None:
+            column = (part.place - part.first).astype(jnp.float32)
+            here = part.only_seen(jnp.where(part.logits == top[:, None], -column[None, :], -jnp.inf), -jnp.inf)
+            store(io.column_ref, *part.by_block, values=-here.max(1), mask=part.inside)
+    if io.logit_sum_ref is not None:
+        store(io.logit_sum_ref, *part.by_block, values=part.only_seen(part.logits).sum(1), mask=part.inside)
     store_exponentials(matmul, part, load(ref_exponent_ref, part.row, mask=part.inside), io)
 
 
 def exponentials(
     x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
-    classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
+    classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, statistics: int,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
@@ -212,18 +229,26 @@ def exponentials(
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; the arguments after it are static.
-        stores, largest: whether the exponentials, the largest logits are computed.
+        stores: whether the exponentials are computed.
+        statistics: of `linear_ce.statistics`, which are computed.
     """
-    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
-    tile = triton_tile(x.dtype.itemsize, crowded=crowded)
+    tile = exponentials_tile(x, w, vocab_axis, stores=stores, softcap=softcap)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
-    results = stored, by_block, by_block if largest else None, of_target, of_target
+    bits = MAX, ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
+    top, *others = (by_block if statistics & bit else None for bit in bits)
+    results = stored, by_block, top, of_target, of_target, *others
     return Exponentials(
         *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
     )
+
+
+def exponentials_tile(x: Array, w: Array, vocab_axis: int, *, stores: bool, softcap: float | None) -> TritonTile:
+    """Returns the tile of `exponentials`."""
+    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
+    return triton_tile(x.dtype.itemsize, crowded=crowded)
 
 
 FINDS, REDOES = 1, 2  # steps of a repair. Not 0: XLA launches a kernel to write scalars that are all 0
@@ -247,7 +272,7 @@ def repair_kernel(
     `exponentials_kernel` writes. Both launches are one kernel, which is compiled once. Programs take turns at the
     tiles. Most chunks have no flag, and then there is nothing to do.
     """
-    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-5:]
+    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-7:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
     program = pl.program_id(0)
 
@@ -263,8 +288,9 @@ def repair_kernel(
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
             ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
-            sum_ref, target_exp_ref, target_logit_ref = results
-            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref)
+            sum_ref, target_exp_ref, target_logit_ref, exp_log_ref, square_ref = results
+            of_targets = target_exp_ref, target_logit_ref
+            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, *of_targets, None, exp_log_ref, None, square_ref)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
 
     def step(index: Any, _: None) -> None:
@@ -278,7 +304,7 @@ def repair_kernel(
 
 
 def repair(
-    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None
+    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None, statistics: int
 ) -> tuple[CallRows, Array | None, Repaired]:
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`."""
     spec, bias = problem.spec, problem.linear_bias
@@ -287,7 +313,9 @@ def repair(
     static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
-    made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32)
+    others = (by_block if statistics & bit else None for bit in (ENTROPY, SQUARES))  # those of the exponentials
+    made = by_block, of_target, of_target, *others
     for step in (FINDS, REDOES):
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e
@@ -307,7 +335,8 @@ def repair(
 
 def statistics_kernel(
     matmul: Matmul, scalars_ref: Any, x_ref: Any, w_ref: Any, bias_ref: Any, class_weight_ref: Any, target_ref: Any,
-    top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any, target_logit_ref: Any,
+    top_ref: Any, sum_ref: Any, weighted_sum_ref: Any, sum_exp_log_ref: Any, target_logit_ref: Any, column_ref: Any,
+    square_ref: Any,
 ) -> None:  # fmt: skip
     """Writes the statistics of a tile's rows over its classes, (class blocks, rows) each, and the logits of the targets
     in it, (rows,): (25)."""
@@ -330,6 +359,11 @@ def statistics_kernel(
     shifted = logits - jnp.where(top == -jnp.inf, 0.0, top)[:, None]  # all -inf: sums of 0, not NaN
     exponentials = jnp.exp2(shifted * LOG2_E)
     put(sum_ref, *part.by_block, values=exponentials.sum(1))
+    if column_ref is not None:
+        column = (part.place - part.first).astype(jnp.float32)
+        put(column_ref, *part.by_block, values=-jnp.where(logits == top[:, None], -column[None, :], -jnp.inf).max(1))
+    if square_ref is not None:
+        put(square_ref, *part.by_block, values=lax.square(exponentials).sum(1))
     if sum_exp_log_ref is not None:
         shifted = jnp.where(shifted < NO_PROBABILITY, NO_PROBABILITY, shifted)
         put(sum_exp_log_ref, *part.by_block, values=(exponentials * shifted).sum(1))
@@ -338,7 +372,7 @@ def statistics_kernel(
 def statistics(
     x: Array, w: Array, bias: Array | None, class_weight: Array | None, start: Array | int, first_class: Array | int,
     skip: Array | int, *, rows: int, classes: int, vocab_axis: int, logit_scale: float, softcap: float | None,
-    weighted: bool, entropy: bool, target: Array | None = None,
+    weighted: bool, statistics: int, target: Array | None = None,
 ) -> tuple[Array | None, ...]:  # fmt: skip
     """Returns statistics of rows over a chunk of the classes, (rows,) float32 each: (25).
 
@@ -347,12 +381,14 @@ def statistics(
         class_weight: (V,) float32, indexed as w is, or None, which means ones.
         first_class, classes: the chunk, from class `first_class` of w on. A number or a scalar, as `skip` is.
         skip: how many classes at its start are skipped.
-        weighted, entropy: whether the third and the fourth result are computed.
+        weighted: whether the third result is computed.
+        statistics: of `linear_ce.statistics`: whether the fourth and the last two results are computed.
         target: (rows,) int32, columns of the chunk that are not skipped, -1 for a target outside; or None.
 
     Returns:
         The largest logit and sums of exp(logits - max), class_weight * logits, exp(logits - max) * (logits - max); the
-        target's summand of the first sum, and its logit, 0 where there is none. Results that are not computed are None.
+        target's summand of the first sum, and its logit, 0 where there is none; the column of the largest logit, int32,
+        and the sum of exp(logits - max) ** 2. Results that are not computed are None.
     """
     crowded = softcap is not None or weighted or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
@@ -360,9 +396,10 @@ def statistics(
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     operands = (x, w, bias, class_weight if weighted else None, target)
     of_target = None if target is None else jax.ShapeDtypeStruct((rows,), jnp.float32)
-    results = (by_block, by_block, by_block if weighted else None, by_block if entropy else None, of_target)
+    sum_exp_log, columns, squares = (by_block if statistics & bit else None for bit in (ENTROPY, ARGMAX, SQUARES))
+    results = (by_block, by_block, by_block if weighted else None, sum_exp_log, of_target, columns, squares)
     found = matmul.run(statistics_kernel, (start, first_class, skip), operands, results, matmul.tiles)
-    tops, sums, weighted_sums, sums_exp_log, target_logit = found
+    tops, sums, weighted_sums, sums_exp_log, target_logit, columns, squares = found
     top = tops.max(0)  # (26), all blocks at once
     shift = jnp.where(tops == -jnp.inf, NO_PROBABILITY, tops - top)
     scale = jnp.exp(shift)
@@ -373,7 +410,12 @@ def statistics(
         # 1, the summand bit for bit, where the target's is the largest logit; else it is at most half of the sum.
         target_exp = jnp.where(target >= 0, jnp.exp(target_logit - top), 0.0)
     weighted_sum = None if weighted_sums is None else weighted_sums.sum(0)
-    return top, (scale * sums).sum(0), weighted_sum, sum_exp_log, target_exp, target_logit
+    argmax = None
+    if columns is not None:
+        before = first_class % ALIGNED if vocab_axis == 1 else 0  # columns of the first block before the chunk
+        argmax = first_of_largest(tops, columns, top, tile.block_v) - before
+    sum_squared = None if squares is None else (lax.square(scale) * squares).sum(0)
+    return top, (scale * sums).sum(0), weighted_sum, sum_exp_log, target_exp, target_logit, argmax, sum_squared
 
 
 def d_logits_kernel(

@@ -465,7 +465,7 @@ def _row_gradients(
     if plan.path == "scaled_exp":
         from jax_pallas.scaled_exp import scaled_exp
 
-        return scaled_exp(problem, needs_grad, statistics=False)[2]
+        return scaled_exp(problem, needs_grad, statistics=0)[2]
     coefficients = row_math.loss_coefficients(
         options.spec, lse, problem.target, upstream, upstream, problem.class_weight, options.classes
     )

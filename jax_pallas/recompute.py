@@ -18,26 +18,32 @@ from jax_pallas.row_math import Partial
 from jax_pallas.scaled_exp import static_args
 from jax_pallas.slicing import Slice
 from linear_ce.gpus import share_added_in_l2
+from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, SQUARES
 
 
-def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, *, entropy: bool) -> tuple[Partial, None]:
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int) -> tuple[Partial, None]:
     w, bias, class_weight, first, skip = _vocab_chunk(problem, vocab_chunk)
-    weighted = problem.spec.label_smoothing != 0
+    smoothed = problem.spec.label_smoothing != 0
+    weighted = smoothed or statistics & LOGIT_SUM != 0  # by ones: token losses have no label smoothing
     column, hit = problem.target_column(target, vocab_chunk)
-    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit = _launcher(problem).statistics(
+    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit, argmax, sum_squared = _launcher(problem).statistics(
         x,
         w,
         bias,
-        class_weight if weighted else None,
+        class_weight if smoothed else None,
         0,
         first,
         skip,
         target=jnp.where(hit, column, -1),
         **static_args(problem, len(x), vocab_chunk.size),
         weighted=weighted,
-        entropy=entropy,
+        statistics=statistics & (ENTROPY | ARGMAX | SQUARES),
     )
-    return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, sum_exp_log), None
+    if argmax is not None:
+        argmax += problem.vocab_offset + vocab_chunk.start
+    weighted_sum, logit_sum = (weighted_sum if one else None for one in (smoothed, statistics & LOGIT_SUM))
+    sums = weighted_sum, sum_exp_log, argmax, logit_sum, sum_squared
+    return Partial(top, sum_exp, target_exp, target_logit, *sums), None
 
 
 def _d_logits(

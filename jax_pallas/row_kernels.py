@@ -58,6 +58,8 @@ class Exponentials(NamedTuple):
         target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
             there is no target.
         target_logit: the targets' logits, likewise.
+        columns, exp_logs, logit_sums, squares: the column of the largest logit in its class block, the lowest of equals,
+            and the sums of exponentials times their logarithms, of logits and of squared exponentials, as `tops`.
     """
 
     e: Array | None
@@ -65,6 +67,10 @@ class Exponentials(NamedTuple):
     tops: Array | None
     target_exp: Array
     target_logit: Array
+    columns: Array | None = None
+    exp_logs: Array | None = None
+    logit_sums: Array | None = None
+    squares: Array | None = None
 
 
 class TargetPlaces(NamedTuple):
@@ -94,6 +100,8 @@ class Repaired(NamedTuple):
     sums: Any  # (class blocks, rows)
     target_exp: Any  # (1, rows)
     target_logit: Any  # (1, rows)
+    exp_logs: Any = None  # (class blocks, rows), of `Exponentials`; None if not computed
+    squares: Any = None
 
 
 def chunk_flags(chunk_rows: int) -> int:
@@ -207,7 +215,7 @@ def join_blocks_kernel(
     if largest_ref is not None:
         store(largest_ref, row, values=column_maxima(top_ref, row), mask=inside)
     contributes = load(row_weight_ref, place_ref[FIRST_ROW] + row, mask=inside) != 0
-    leaves = inside & contributes & ~((total > LEAST_SUM) & (total < LARGEST_SUM))
+    leaves = inside & contributes & leaves_range(total)
 
     @pl.when(leaves.astype(jnp.int32).max() != 0)
     def _raise() -> None:
@@ -231,6 +239,12 @@ class FinishRows(NamedTuple):
     z_loss_weight: float
     logit_scale: float
     softcap: float | None
+    by_row: bool
+
+
+def leaves_range(total: Array) -> Array:
+    """Returns whether the sum of a row's exponentials leaves the range, so that it is computed again: (30)."""
+    return ~((total > LEAST_SUM) & (total < LARGEST_SUM))
 
 
 def finish_rows_kernel(
@@ -245,6 +259,9 @@ def finish_rows_kernel(
     also writes rho (rows,), and theta at its place in the call, both times the scale: (31). It sets the target's column
     of e (rows, padded) to 0, because theta is its term. If x is given, multiplies its rows by rho, rounded once, with
     zeros where rho is 0. One program owns FINISHED_ROWS rows.
+
+    The sums of `Repaired` count for the row blocks that were computed again; with `by_row`, only for those rows of them
+    whose own sums leave the range. So the results do not depend on the other rows of the block.
     """
     loss_ref, lse_ref, logit_ref, largest_ref, theta_ref, e_ref, x_ref, rho_ref = rest[len(rest) // 2 :]
     row = arange(pl.program_id(0) * FINISHED_ROWS, FINISHED_ROWS)
@@ -262,6 +279,8 @@ def finish_rows_kernel(
         place = lax.max(load(target_places_ref, place_ref[CHUNK], half, class_block, mask=is_class), jnp.int32(0))
     repaired = inside & flagged
     total = load(total_ref, row, mask=inside)
+    if static_args.by_row:
+        repaired = repaired & leaves_range(total)
     target_exp, target_logit = (load(ref, place, row, mask=is_class) for ref in (target_exp_ref, target_logit_ref))
     ref_exponent = load(ref_exponent_ref, at, mask=inside)
     new_ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=repaired))
@@ -321,15 +340,15 @@ def repaired_ref_exponent(top: Array) -> Array:
 
 def finish_rows(
     problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, places: TargetPlaces | None,
-    joined: Joined, repaired: Repaired, x: Array | None,
+    joined: Joined, repaired: Repaired, x: Array | None, *, by_row: bool,
 ) -> tuple[CallRows, Array | None, Array | None, Array | None]:  # fmt: skip
     """Launches `finish_rows_kernel` for a chunk of `size` rows at place (4,) of `join_blocks`. Returns the rows of the
     call, e, x times rho and rho, each None if not computed."""
     spec, of_targets = problem.spec, None
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
-    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
-    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired
+    static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap, by_row)
+    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired[:3]
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)

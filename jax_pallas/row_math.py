@@ -160,6 +160,13 @@ def finish(partial: Partial, target: Array, row_weight: Array, classes: int) -> 
     )
 
 
+def first_of_largest(tops: Array, columns: Array, top: Array, width: int) -> Array:
+    """Returns where each row's largest logit `top` is, the first of equals, (n,) int32, from those of class blocks of
+    `width` classes: the largest logits and their columns, (class blocks, n)."""
+    place = jnp.arange(len(tops), dtype=jnp.int32)[:, None] * width + columns.astype(jnp.int32)
+    return jnp.where(tops == top, place, NO_CLASS).min(0)
+
+
 def is_top1(row_weight: Array, target_logit: Array, top: Array) -> Array:
     """Returns whether a row contributes and its target has the largest logit, `top`, (N,) bool; ties count: (12)."""
     # XLA may round the two differently: fused into different loops, they are not the same instructions.

@@ -35,12 +35,20 @@ from jax import Array, lax
 from jax_pallas import kernels, row_kernels, target_grad, tile_config
 from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
-from jax_pallas.row_math import RowStatistics
+from jax_pallas.row_math import RowStatistics, first_of_largest
 from jax_pallas.slicing import Slice, over_chunks
 from jax_pallas.smoothing import Smoothing
 from jax_pallas.tile_config import CALL_PLACES, ROW_BLOCK
 from jax_pallas.token_hook import TokenHook, TokenRows
 from linear_ce.gpus import share_added_in_l2
+from linear_ce.statistics import BY_ROW, MAX, OF_LOGITS
+
+
+class OfTokens(NamedTuple):
+    """What a call knows of the tokens of a chunk, or of all; None if not computed."""
+
+    rows: TokenRows | None  # the results of a token loss
+    statistics: RowStatistics | None
 
 
 class Carry(NamedTuple):
@@ -52,39 +60,45 @@ class Carry(NamedTuple):
     d_bias: Array | None  # (K,) float32
 
 
-def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> tuple[Array, RowStatistics, Gradients]:
+def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: int) -> tuple[Array, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
     Returns:
-        The weighted loss of each row (N,); the statistics of the rows, in which the largest logits are inf unless
-        `statistics`; and the gradients of the sum.
+        The weighted loss of each row (N,); the statistics of the rows, those of the logits only if they are in
+        `statistics` (the largest ones are inf otherwise); and the gradients of the sum.
     """
     smoothing = Smoothing.of(problem)
     whole = problem if smoothing is None else smoothing.problem
-    rows, gradients, _ = _run(whole, needs_grad, None, smoothing, statistics=statistics)
+    rows, gradients, (_, found) = _run(whole, needs_grad, None, smoothing, statistics=statistics)
     loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
     if smoothing is not None:
         loss = smoothing.losses(loss, target_logit)
     largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
-    return loss, RowStatistics(lse, target_logit, None, largest, None, None), gradients
+    of_rows = RowStatistics(lse, target_logit, None, largest, None, None)
+    return loss, of_rows if found is None else found, gradients
 
 
-def token_loss_and_gradients(problem: Problem, needs_grad: NeedsGrad, hook: TokenHook) -> tuple[TokenRows, Gradients]:
+def token_loss_and_gradients(
+    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook, statistics: int
+) -> tuple[TokenRows, Array | None, RowStatistics | None, Gradients]:
     """Runs plan A with a token loss: (29)-(33), (35).
 
     Returns:
-        The results of all rows, and the gradients of the sum of their losses.
+        The results of all rows; their log-probabilities and statistics if there are `statistics`; and the gradients of
+        the sum of their losses.
     """
-    _, gradients, found = _run(problem, needs_grad, hook, None, statistics=False)
-    assert found is not None
-    return found._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), found.d_closure)), gradients
+    _, gradients, (rows, found) = _run(problem, needs_grad, hook, None, statistics=statistics)
+    assert rows is not None
+    rows = rows._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), rows.d_closure))
+    nll = None if found is None else found.nll
+    return rows, None if nll is None else 0.0 - nll, found, gradients
 
 
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, smoothing: Smoothing | None, *, statistics: bool
-) -> tuple[CallRows, Gradients, TokenRows | None]:
-    """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
-    closure (chunks, ...) are those of each chunk."""
+    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, smoothing: Smoothing | None, *, statistics: int
+) -> tuple[CallRows, Gradients, OfTokens]:
+    """Returns the rows of the call, the gradients and what is known of the tokens. In the results of a token loss, the
+    gradients of the closure (chunks, ...) are those of each chunk."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
@@ -97,13 +111,14 @@ def _run(
         chunks=chunks,
         chunk_rows=config.rows,
         holds=needs_grad.d_input,
-        largest=statistics,
+        largest=statistics & MAX != 0,
         gradients=any(needs_grad),
     )
     places = _call_places(problem, target, chunks)
 
-    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
-        return _chunk(problem, carry, chunk, places, hook, smoothing, first=first, gradients=any(needs_grad))
+    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, OfTokens]:
+        shared = hook, smoothing, statistics
+        return _chunk(problem, carry, chunk, places, *shared, first=first, gradients=any(needs_grad))
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:  # overwritten by the first chunk
@@ -180,11 +195,12 @@ def _chunk(
     places: Array | None,
     hook: TokenHook | None,
     smoothing: Smoothing | None,
+    statistics: int,
     *,
     first: bool,
     gradients: bool,
-) -> tuple[Carry, TokenRows | None]:
-    """Computes one chunk of rows. Returns the carry and, with a token loss, its results for the chunk."""
+) -> tuple[Carry, OfTokens]:
+    """Computes one chunk of rows. Returns the carry and what is known of its tokens."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size = config.kernel_rows(chunk.size)
     if carry.held is not None:
@@ -198,17 +214,19 @@ def _chunk(
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
     rows, found, joined, repaired = _store_exponentials(
-        problem, rows, chunk, size, place, x, chunk_places, stores=gradients
+        problem, rows, chunk, size, place, x, chunk_places, statistics, stores=gradients
     )
-    of_tokens = None
+    of_tokens = OfTokens(None, None)
     if hook is not None:
         rows, of_tokens = _call_token_loss(
-            problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired
+            problem, hook, rows, chunk, place, size, found, chunk_places, joined, repaired, statistics
         )
-    scales = carry.d_weight is not None
+    scales, by_row = carry.d_weight is not None, not gradients and statistics & BY_ROW != 0
     rows, e, scaled, rho = row_kernels.finish_rows(
-        problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None
+        problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None, by_row=by_row
     )
+    if hook is None and statistics & OF_LOGITS & ~MAX:
+        of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired, stores=gradients))
     if smoothing is not None and rows.theta is not None:
         theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
@@ -230,19 +248,77 @@ def _call_token_loss(
     places: TargetPlaces | None,
     joined: Joined,
     repaired: Repaired,
-) -> tuple[CallRows, TokenRows]:
+    statistics: int,
+) -> tuple[CallRows, OfTokens]:
     """Returns the rows with the weights of (35) in place of a chunk's row weights, and the results of the chunk.
 
     `row_kernels.finish_rows` runs as in plan B. With row weights of 1 its losses are the negative log-likelihoods.
     """
     of_call = rows._replace(theta=None)
     without_e = found._replace(e=None)
-    of_call, *_ = row_kernels.finish_rows(problem, of_call, place, size, without_e, places, joined, repaired, None)
+    of_call, *_ = row_kernels.finish_rows(
+        problem, of_call, place, size, without_e, places, joined, repaired, None, by_row=True
+    )
+    stats = None
+    if statistics & ~BY_ROW:
+        stats = _statistics_of(problem, of_call, chunk, found, joined, repaired, stores=True)
     log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
     of_tokens = hook.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
     rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
     d_closure = jax.tree.map(lambda gradient: gradient[None], of_tokens.d_closure)
-    return rows, of_tokens._replace(d_closure=d_closure)
+    return rows, OfTokens(of_tokens._replace(d_closure=d_closure), stats)
+
+
+def _statistics_of(
+    problem: Problem,
+    rows: CallRows,
+    chunk: Slice,
+    found: Exponentials,
+    joined: Joined,
+    repaired: Repaired,
+    *,
+    stores: bool,
+) -> RowStatistics:
+    """Returns the statistics of a chunk's rows, whose losses are their negative log-likelihoods: (39), (40)."""
+    n, contributes = chunk.size, chunk.of(rows.row_weight) != 0
+    total = joined.total[:n]
+    again = row_kernels.leaves_range(total)
+
+    def summed(values: Array | None, values_again: Array | None) -> Array | None:
+        if values is None:
+            return None
+        total = values[:, :n].sum(0)
+        return total if values_again is None else jnp.where(again, values_again[:, :n].sum(0), total)
+
+    total = jnp.where(again, repaired.sums[:, :n].sum(0), total)
+    total = jnp.where(total == jnp.inf, jnp.nan, total)
+
+    def selected(values: Array | None) -> Array | None:
+        return None if values is None else jnp.where(contributes, values, jnp.zeros((), values.dtype))
+
+    exp_log, logit_sum = summed(found.exp_logs, repaired.exp_logs), summed(found.logit_sums, None)
+    squares, argmax = summed(found.squares, repaired.squares), None
+    if found.columns is not None:
+        assert found.tops is not None
+        assert joined.largest is not None
+        plan = plan_of(problem)
+        tile = plan.tile if plan.hopper else None
+        if tile is None:
+            w, spec = problem.linear_weight, problem.spec
+            tile = kernels.exponentials_tile(problem.input, w, problem.vocab_axis, stores=stores, softcap=spec.softcap)
+        argmax = first_of_largest(found.tops[:, :n], found.columns[:, :n], joined.largest[:n], tile.block_v)
+        argmax = jnp.where((total > 0) & (total < jnp.inf), argmax, -1)
+    return RowStatistics(
+        lse=chunk.of(rows.lse),
+        target_logit=chunk.of(rows.target_logit),
+        nll=chunk.of(rows.loss),
+        max=jnp.full(n, jnp.inf, jnp.float32) if rows.largest is None else chunk.of(rows.largest),
+        weighted_sum=None,
+        entropy=selected(None if exp_log is None else jnp.log(total) - exp_log / total),
+        argmax=selected(argmax),
+        mean_logit=selected(None if logit_sum is None else logit_sum / problem.classes),
+        sum_squared_probs=selected(None if squares is None else squares / total / total),
+    )
 
 
 def _store_exponentials(
@@ -253,6 +329,7 @@ def _store_exponentials(
     place: Array,
     x: Array,
     places: TargetPlaces | None,
+    statistics: int,
     *,
     stores: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Repaired]:
@@ -268,7 +345,7 @@ def _store_exponentials(
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     part = Slice(chunk.start, size, None)
     arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
-    options = {**static_args(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
+    options = {**static_args(problem, size, problem.classes), "stores": stores, "statistics": statistics & OF_LOGITS}
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
@@ -278,7 +355,7 @@ def _store_exponentials(
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e)
+    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, statistics)
     return rows, found._replace(e=e), joined, repaired
 
 

@@ -304,8 +304,10 @@ def choose_scaled_exp(
 
     def config(rows: int) -> ScaledExpConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
-        # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again.
-        sums = (4 * max((1 + statistics) * blocks, again) + TARGET_BYTES * hopper + 32) * padded_rows
+        # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again. Other
+        # statistics are read when these are there.
+        partial = (1 + statistics) * blocks + 3 * again if statistics > 1 else max((1 + statistics) * blocks, again)
+        sums = (4 * partial + TARGET_BYTES * hopper + 32) * padded_rows
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + second_d_weight * (chunks == 2)

@@ -66,6 +66,7 @@ class TokenStatsResult(NamedTuple):
     is_top1: np.ndarray  # bool
     mean_logit: np.ndarray
     sum_squared_probs: np.ndarray
+    mean_abs_logit: np.ndarray  # what errors of mean_logit are relative to
 
 
 class TokenLossResult(NamedTuple):
@@ -373,6 +374,7 @@ def _token_stats(
         is_top1=p.target_logit >= np.max(p.logits, axis=1),
         mean_logit=np.mean(p.logits, axis=1),  # (39)
         sum_squared_probs=np.sum(p.probs**2, axis=1),  # (40)
+        mean_abs_logit=np.mean(np.abs(p.logits), axis=1),
     )
     return TokenStatsResult(*(np.where(contributes, one, one.dtype.type(0)).reshape(shape) for one in stats))
 

@@ -499,7 +499,11 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
     ("stats-mean", {**_KL, **_STATS, "hidden": 64, "has_bias": True, "spec": LossSpec(vocab_size=500)}, _ALL),
     ("stats-none", {**_CLIP, **_STATS, "vocab": 123, "spec": LossSpec("none", softcap=5.0, logit_scale=0.5)}, _ALL),
-    ("stats-tight", {**_KL, **_STATS, "tight_memory": True, "lead": (252,), "hidden": 64, "ignored": "some"}, _ALL),
+    (
+        "stats-tight",
+        {**_KL, **_STATS, "tight_memory": True, "lead": (252,), "hidden": 64, "vocab": 640, "ignored": "some"},
+        _ALL,
+    ),
     ("stats-no_gradient", {**_STATS, "token_loss": "reinforce-k1", "frozen": ("input", "linear_weight")}, _16_BITS),
     (
         "stats-poisons",
@@ -507,7 +511,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         | {"poison": ("ignored_rows", "bias_neg_inf_target", "input_nan", "target_range")},
         _TWO,
     ),
-    ("stats-logits80", {**_CLIP, **_STATS, "logit_std": 40.0, "hidden": 64}, _ALL),
+    ("stats-logits80", {**_CLIP, **_STATS, "logit_std": 40.0, "hidden": 64, "vocab": 640}, _ALL),
     ("stats-empty", {**_CLIP, **_STATS, "lead": (2, 0)}, _ONE),
 )
 

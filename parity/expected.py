@@ -133,7 +133,9 @@ def _conditions(case: Case, arrays: Mapping[str, np.ndarray], exact: Result) -> 
 
         found = conditions(FORMS[case.token_loss], evaluate)
         of_tokens = dict(zip((f"d_{name}" for name in case.per_token), found.d_per_token, strict=True))
-        return of_tokens | {"loss": found.rows if exact.loss.ndim else found.total}
+        sizes = (np.linalg.norm(one[np.isfinite(one)]) for one in (exact.stats.mean_abs_logit, exact.stats.mean_logit))
+        mean_logit = next(sizes) / max(next(sizes), ZERO_NORM)
+        return of_tokens | {"loss": found.rows if exact.loss.ndim else found.total, "mean_logit": max(1.0, mean_logit)}
     if not isinstance(exact, LossResult) or exact.loss.ndim or "token_weight" not in arrays:
         return {}
     terms = _evaluate(case, {**arrays, "token_weight": np.abs(arrays["token_weight"])}, EXACT)

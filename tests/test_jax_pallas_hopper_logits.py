@@ -13,6 +13,7 @@ from jax import Array
 from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
 from jax_pallas.tile_config import HALF, cdiv, padded
+from linear_ce.statistics import ENTROPY
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
@@ -136,7 +137,7 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
 
 def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
     """Returns e, and the sums, largest logits and target values of all blocks together."""
-    options = {"stores": True, "largest": True, **options}
+    options = {"stores": True, "statistics": 1, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
@@ -192,7 +193,7 @@ def test_exponentials(name: str) -> None:
 def test_sums_without_stored_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()
-    e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, largest=False)
+    e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, statistics=0)
     assert e is None
     assert tops is None
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
@@ -228,7 +229,7 @@ def run_statistics(
         jnp.int32(call.first_class),
         jnp.int32(call.skip) if call.first_class else 0,
         weighted=weighted,
-        entropy=entropy,
+        statistics=ENTROPY * entropy,
         **call.options,
         **options,
     )

@@ -21,6 +21,7 @@ from jax_pallas.launch import triton_limits
 from jax_pallas.problem import Problem as CallProblem
 from jax_pallas.row_kernels import CallRows
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 HERE = Path(__file__).parent
 COMPILER = Path(sys.prefix) / "gpu-compiler"  # `make test` installs it there
@@ -120,7 +121,7 @@ def test_exponentials(case: Case) -> None:
 
     @jax.jit
     def run(start: jax.Array) -> Any:
-        options = {**case.static_args, "classes": case.classes, "stores": True, "largest": True}
+        options = {**case.static_args, "classes": case.classes, "stores": True, "statistics": 1}
         return exponentials(problem, problem.ref_exponent, start, bias=problem.bias, target=target, **options)
 
     target = jnp.asarray(problem.rng.integers(-1, case.classes, ROWS), jnp.int32)
@@ -143,7 +144,7 @@ def test_exponentials(case: Case) -> None:
 def test_sums_without_stored_exponentials() -> None:
     case = CASES[0]
     problem = Problem(case)
-    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
+    options = {**case.static_args, "classes": case.classes, "stores": False, "statistics": 0}
     e, sums, tops, *_ = exponentials(problem, problem.ref_exponent, START, **options)
     assert e is None
     assert tops is None
@@ -171,7 +172,7 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     def run(flag: jax.Array) -> Any:
         sevens = jnp.full((ROWS, 320), 7, jnp.bfloat16) if stores else None
         place = jnp.asarray([first_row, first_flag, START, ROWS], jnp.int32)
-        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens)
+        return kernels.repair(ours, problem.x, called(512, target, flag), place, ROWS, sevens, OF_LOGITS)
 
     rows, e, repaired = run(jnp.asarray([0, 0, 0, 1, 0, 1], jnp.int32))
     ref_exponent = np.floor(problem.logits.max(1) * LOG2_E)
@@ -179,6 +180,9 @@ def test_repair_recomputes_only_the_flagged_blocks(stores: bool) -> None:
     assert_close("top", rows.top[first_row + 128 : first_row + ROWS], problem.logits.max(1)[128:], FLOAT32)
     assert np.isneginf(np.delete(np.asarray(rows.top), np.arange(first_row + 128, first_row + ROWS))).all()
     assert_close("sums", repaired.sums.sum(0)[128:], expected.sum(1)[128:], FLOAT32)
+    exp_log = (expected * (problem.logits - ref_exponent[:, None] / LOG2_E)).sum(1)
+    assert_close("exp_logs", repaired.exp_logs.sum(0)[128:], exp_log[128:], FLOAT32)
+    assert_close("squares", repaired.squares.sum(0)[128:], (expected**2).sum(1)[128:], FLOAT32)
     assert_close("target_exp", repaired.target_exp[0, 128::2], expected[128::2, 7], FLOAT32)
     assert_close("target_logit", repaired.target_logit[0, 128::2], problem.logits[128::2, 7], FLOAT32)
     if stores:
@@ -212,14 +216,14 @@ def test_non_finite_values_stay_in_their_row() -> None:
     static_args = {**case.static_args, "classes": case.classes}
     ref_exponent = jnp.zeros(ROWS)
     problem.x = x
-    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, largest=False, **static_args)
+    e, sums, *_ = exponentials(problem, ref_exponent, START, bias=bias, stores=True, statistics=0, **static_args)
     bad = np.isin(np.arange(ROWS), (3, 140))
     expected = np.exp(problem.logits) * (np.arange(case.classes) >= 300)
     assert_close("sums", np.asarray(sums)[~bad], expected.sum(1)[~bad], FLOAT32)
     assert not np.isfinite(np.asarray(sums)[bad]).any()
     assert not wide(e)[~bad, :300].any()
     assert not wide(e)[:, case.classes :].any()
-    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, entropy=True, **static_args)
+    found = kernels.statistics(x, problem.w, bias, None, START, 0, 0, weighted=False, statistics=ENTROPY, **static_args)
     assert_close("max", np.asarray(found[0])[~bad], problem.logits[:, 300:].max(1)[~bad], FLOAT32)
     assert np.isfinite(np.asarray(found[3])[~bad]).all(), "a class with probability 0 must add nothing to the entropy"
     assert not np.isfinite(np.asarray(found[1])[bad]).any()
@@ -233,7 +237,7 @@ def test_statistics(case: Case, class_weights: bool) -> None:
 
     @jax.jit
     def run(start: jax.Array, first: jax.Array, skip: jax.Array) -> Any:
-        options = {**case.static_args, "classes": width, "weighted": True, "entropy": True}
+        options = {**case.static_args, "classes": width, "weighted": True, "statistics": OF_LOGITS}
         weights = problem.class_weight if class_weights else None
         return kernels.statistics(problem.x, problem.w, problem.bias, weights, start, first, skip, **options)
 
@@ -252,6 +256,8 @@ def test_statistics(case: Case, class_weights: bool) -> None:
         assert_close("sum_exp", found[1], terms.sum(1), FLOAT32)
         assert_close("weighted_sum", found[2], (logits * weights).sum(1), FLOAT32)
         assert_close("sum_exp_log", found[3], (terms * (logits - top)).sum(1), FLOAT32)
+        assert np.array_equal(found[6], skip + logits.argmax(1))
+        assert_close("sum_squared", found[7], (terms**2).sum(1), FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +329,7 @@ def test_add_target_rows(dtype: str, vocab_axis: int) -> None:
 def test_vmap_runs_elements_one_after_the_other() -> None:
     case = Case("float32")
     problem = Problem(case)
-    options = {**case.static_args, "classes": case.classes, "stores": False, "largest": False}
+    options = {**case.static_args, "classes": case.classes, "stores": False, "statistics": 0}
 
     def run(ref_exponent: jax.Array) -> jax.Array:
         return exponentials(problem, ref_exponent, START, **options)[1]
@@ -424,7 +430,7 @@ def compile_one(
     classes, maybe = (array(v), row) if options else (None, None)
     static_args = {"rows": n, "vocab_axis": vocab_axis, "logit_scale": 1.0, "softcap": softcap}
     vocab_chunk = {**static_args, "classes": min(v, 8192)}
-    stores = {**static_args, "classes": v, "stores": function != "sums", "largest": options}
+    stores = {**static_args, "classes": v, "stores": function != "sums", "statistics": 31 * options}
     e, size = array(n, -(-v // 64) * 64, dtype=jnp.bfloat16), 8192 + 2048
     of_call, targets = array(size), array(size, dtype=jnp.int32)
     flags = array(4 * (1 + -(-n // 128)), dtype=jnp.int32)
@@ -443,7 +449,7 @@ def compile_one(
 
     def repair(x: Any, w: Any, bias: Any, rows: Any, place: Any, e: Any) -> Any:
         ours = call_problem(x, w, bias)
-        return kernels.repair(ours, x, rows, place, n, e)
+        return kernels.repair(ours, x, rows, place, n, e, OF_LOGITS * options)
 
     def exponentials(*arrays: Any) -> Any:
         return kernels.exponentials(*arrays, **stores)
@@ -460,14 +466,14 @@ def compile_one(
     def finish_rows(*arrays: Any) -> Any:
         x, w, rows, place, e, found, joined, repaired, class_weight = arrays
         ours = call_problem(x, w, None, class_weight)
-        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, repaired, x)
+        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, repaired, x, by_row=options)
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
         return target_grad.sort_by_target(target, row_weight, theta, 9000, v)
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
-        return kernels.statistics(*arrays_, target=target, weighted=options, entropy=options, **vocab_chunk)
+        return kernels.statistics(*arrays_, target=target, weighted=options, statistics=OF_LOGITS * options, **vocab_chunk)
 
     def d_logits(*arrays: Any) -> Any:
         return kernels.d_logits(*arrays, **vocab_chunk)

@@ -182,7 +182,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     static_args |= {"interpret": True}
     places = hopper_logits.chunk_places(y, 700, 160, 1)[0]
     found = hopper_logits.exponentials(
-        x, w, None, ref_exponent, y, places, 0, stores=False, largest=False, **static_args
+        x, w, None, ref_exponent, y, places, 0, stores=False, statistics=0, **static_args
     )
     at, has = (np.arange(160), np.maximum(y, 0)), np.asarray(y) >= 0
     row = jnp.arange(160)
@@ -195,7 +195,7 @@ def test_mosaic_returns_what_a_target_adds_to_the_sums(monkeypatch: pytest.Monke
     expected = np.where(has, np.exp2(logits[at] * np.log2(np.e) - np.asarray(ref_exponent)), 0)
     np.testing.assert_allclose(target_exp, expected, rtol=1e-3, atol=1e-30)
     assert (sums >= target_exp).all()
-    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, entropy=False, target=y, **static_args)
+    found = hopper_logits.statistics(x, w, None, None, 0, 0, 0, weighted=False, statistics=0, target=y, **static_args)
     top, sum_exp, _, _, target_exp, target_logit = found
     assert top is not None
     assert target_exp is not None
