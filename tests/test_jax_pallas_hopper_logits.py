@@ -12,8 +12,9 @@ from jax import Array
 
 from jax_pallas import hopper_common, hopper_logits
 from jax_pallas.launch import hopper_limits
+from jax_pallas.row_math import first_of_largest
 from jax_pallas.tile_config import HALF, cdiv, padded
-from linear_ce.statistics import ENTROPY
+from linear_ce.statistics import ENTROPY, OF_LOGITS
 
 FLOAT32 = 2e-6  # relative to the largest value, for sums of a few hundred float32 terms in another order
 ROUNDED = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-11}
@@ -136,8 +137,8 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
 
 
 def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
-    """Returns e, and the sums, largest logits and target values of all blocks together."""
-    options = {"stores": True, "statistics": 1, **options}
+    """Returns e, the sums, largest logits and target values of all blocks together, and the other statistics."""
+    options = {"stores": True, "statistics": OF_LOGITS, **options}
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
@@ -156,7 +157,12 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
     place = places[row // HALF, target.clip(0) // hopper_common.BLOCK_V].clip(0)
     of_target = (jnp.where(target >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
     top = None if found.tops is None else found.tops.max(0)[: call.rows]
-    return found.e, found.sums.sum(0)[: call.rows], top, *of_target
+    sums = {name: getattr(found, name) for name in ("exp_logs", "logit_sums", "squares")}
+    others = {name: value.sum(0)[: call.rows] for name, value in sums.items() if value is not None}
+    if found.tops is not None and found.columns is not None and top is not None:
+        tops, columns = found.tops[:, : call.rows], found.columns[:, : call.rows]
+        others["argmax"] = first_of_largest(tops, columns, top, hopper_common.BLOCK_V)
+    return found.e, found.sums.sum(0)[: call.rows], top, *of_target, others
 
 
 def check_targets(
@@ -174,7 +180,7 @@ def test_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()
     target = jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
-    e, sums, tops, *of_target = run_exponentials(call, drawn, target=target)
+    e, sums, tops, *of_target, others = run_exponentials(call, drawn, target=target)
     assert e is not None
     assert tops is not None
     logits = call.logits(drawn)
@@ -182,6 +188,11 @@ def test_exponentials(name: str) -> None:
     close(sums, exponentials.sum(1), FLOAT32)
     close(tops, logits.max(1), FLOAT32)
     check_targets(target, (of_target[0], of_target[1]), exponentials, logits)
+    reference = float64(drawn["ref_exponent"])[:, None] * np.log(2)
+    close(others["exp_logs"], (exponentials * (logits - reference)).sum(1), 1e-5)
+    close(others["logit_sums"], logits.sum(1), 1e-5)
+    close(others["squares"], (exponentials**2).sum(1), 1e-5)
+    assert np.array_equal(others["argmax"], logits.argmax(1))
     assert e.shape == (cdiv(call.rows, 8) * 8, padded(call.classes))
     assert e.dtype == jnp.bfloat16
     close(e[: call.rows, : call.classes], exponentials * call.slope(logits), 2.0**-8)
@@ -193,9 +204,10 @@ def test_exponentials(name: str) -> None:
 def test_sums_without_stored_exponentials(name: str) -> None:
     call = CALLS[name]
     drawn = call.drawn()
-    e, sums, tops, *_ = run_exponentials(call, drawn, stores=False, statistics=0)
+    e, sums, tops, *_, others = run_exponentials(call, drawn, stores=False, statistics=0)
     assert e is None
     assert tops is None
+    assert not others
     exponentials = np.exp2(call.logits(drawn) * np.log2(np.e) - float64(drawn["ref_exponent"])[:, None])
     close(sums, exponentials.sum(1), FLOAT32)
 
@@ -218,7 +230,7 @@ def test_masked_classes_and_rows_of_nan() -> None:
 
 
 def run_statistics(
-    call: Call, drawn: dict[str, Array], *, weighted: bool, entropy: bool, **options: Any
+    call: Call, drawn: dict[str, Array], *, weighted: bool, statistics: int, **options: Any
 ) -> tuple[Array | None, ...]:
     return hopper_logits.statistics(
         drawn["x"],
@@ -229,7 +241,7 @@ def run_statistics(
         jnp.int32(call.first_class),
         jnp.int32(call.skip) if call.first_class else 0,
         weighted=weighted,
-        statistics=ENTROPY * entropy,
+        statistics=statistics,
         **call.options,
         **options,
     )
@@ -240,15 +252,19 @@ def test_statistics(name: str) -> None:
     call = {**CALLS, **VOCAB_CHUNKS}[name]
     drawn = call.drawn()
     target = None if call.first_class else jnp.where(drawn["target"] < call.classes, drawn["target"], -1)
-    found = run_statistics(call, drawn, weighted=True, entropy=True, target=target)
-    top, sum_exp, weighted_sum, sum_exp_log, *of_target = found
+    found = run_statistics(call, drawn, weighted=True, statistics=OF_LOGITS, target=target)
+    top, sum_exp, weighted_sum, sum_exp_log, *of_target, argmax, sum_squared = found
     assert top is not None
+    assert argmax is not None
+    assert sum_squared is not None
     assert sum_exp is not None
     assert weighted_sum is not None
     assert sum_exp_log is not None
     logits = call.logits(drawn)[:, call.skip :]
     close(top, logits.max(1), FLOAT32)
     shifted = logits - logits.max(1, keepdims=True)
+    assert np.array_equal(argmax - call.skip, logits.argmax(1))
+    close(sum_squared, np.exp(2 * shifted).sum(1), 1e-5)
     if target is not None:
         check_targets(target, (of_target[0], of_target[1]), np.exp(shifted), logits)
     close(sum_exp, np.exp(shifted).sum(1), FLOAT32)
@@ -263,7 +279,7 @@ def test_statistics_of_masked_classes() -> None:
     drawn = call.drawn()
     drawn["bias"] = drawn["bias"].at[:256].set(-jnp.inf)  # the whole first block
     drawn["x"] = drawn["x"].at[3].set(jnp.nan)
-    top, sum_exp, weighted_sum, sum_exp_log, *_ = run_statistics(call, drawn, weighted=False, entropy=True)
+    top, sum_exp, weighted_sum, sum_exp_log, *_ = run_statistics(call, drawn, weighted=False, statistics=ENTROPY)
     assert weighted_sum is None
     assert top is not None
     assert sum_exp is not None
