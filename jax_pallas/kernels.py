@@ -31,7 +31,7 @@ from jax_pallas.row_kernels import (
 from jax_pallas.row_math import NO_PROBABILITY, first_of_largest
 from jax_pallas.tile_config import REPAIR_STAGES, REPAIR_TILE, ROW_BLOCK, TritonTile, padded, triton_tile, unaligned
 from jax_pallas.triton_launch import arange, load, raise_to, run, store
-from linear_ce.statistics import ARGMAX, ENTROPY, LOGIT_SUM, MAX, SQUARES
+from linear_ce.statistics import ARGMAX, BY_ROW, ENTROPY, LOGIT_SUM, MAX, SQUARES
 
 GROUP = 8  # neighboring row blocks that share a block of classes
 REPAIR_PROGRAMS = 256  # of a repair, which seldom has work: two for each multiprocessor of a large GPU
@@ -232,7 +232,11 @@ def exponentials(
         stores: whether the exponentials are computed.
         statistics: of `linear_ce.statistics`, which are computed.
     """
-    tile = exponentials_tile(x, w, vocab_axis, stores=stores, softcap=softcap)
+    # Token losses and log-probabilities have the same warps, which add in the same order, unless there are statistics
+    # that would spill registers.
+    crowded = softcap is not None and (stores or statistics & BY_ROW != 0)
+    crowded |= statistics & (ARGMAX | LOGIT_SUM | SQUARES) != 0 or unaligned(w.shape[1], vocab_axis)
+    tile = triton_tile(x.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
@@ -243,12 +247,6 @@ def exponentials(
     return Exponentials(
         *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
     )
-
-
-def exponentials_tile(x: Array, w: Array, vocab_axis: int, *, stores: bool, softcap: float | None) -> TritonTile:
-    """Returns the tile of `exponentials`."""
-    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
-    return triton_tile(x.dtype.itemsize, crowded=crowded)
 
 
 FINDS, REDOES = 1, 2  # steps of a repair. Not 0: XLA launches a kernel to write scalars that are all 0

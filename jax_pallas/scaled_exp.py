@@ -226,7 +226,7 @@ def _chunk(
         problem, rows, place, size, found, chunk_places, joined, repaired, x if scales else None, by_row=by_row
     )
     if hook is None and statistics & OF_LOGITS & ~MAX:
-        of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired, stores=gradients))
+        of_tokens = OfTokens(None, _statistics_of(problem, rows, chunk, found, joined, repaired))
     if smoothing is not None and rows.theta is not None:
         theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
@@ -261,7 +261,7 @@ def _call_token_loss(
     )
     stats = None
     if statistics & ~BY_ROW:
-        stats = _statistics_of(problem, of_call, chunk, found, joined, repaired, stores=True)
+        stats = _statistics_of(problem, of_call, chunk, found, joined, repaired)
     log_prob = 0.0 - chunk.of(of_call.loss)  # -loss could be -0.0
     of_tokens = hook.of_chunk(chunk, log_prob, chunk.of(problem.row_weight))
     rows = of_call._replace(row_weight=chunk.put(of_call.row_weight, of_tokens.gradient_weight), theta=rows.theta)
@@ -276,8 +276,6 @@ def _statistics_of(
     found: Exponentials,
     joined: Joined,
     repaired: Repaired,
-    *,
-    stores: bool,
 ) -> RowStatistics:
     """Returns the statistics of a chunk's rows, whose losses are their negative log-likelihoods: (39), (40)."""
     n, contributes = chunk.size, chunk.of(rows.row_weight) != 0
@@ -299,13 +297,10 @@ def _statistics_of(
     exp_log, logit_sum = summed(found.exp_logs, repaired.exp_logs), summed(found.logit_sums, None)
     squares, argmax = summed(found.squares, repaired.squares), None
     if found.columns is not None:
+        tile = plan_of(problem).tile
+        assert tile is not None
         assert found.tops is not None
         assert joined.largest is not None
-        plan = plan_of(problem)
-        tile = plan.tile if plan.hopper else None
-        if tile is None:
-            w, spec = problem.linear_weight, problem.spec
-            tile = kernels.exponentials_tile(problem.input, w, problem.vocab_axis, stores=stores, softcap=spec.softcap)
         argmax = first_of_largest(found.tops[:, :n], found.columns[:, :n], joined.largest[:n], tile.block_v)
         argmax = jnp.where((total > 0) & (total < jnp.inf), argmax, -1)
     return RowStatistics(
@@ -345,7 +340,7 @@ def _store_exponentials(
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     part = Slice(chunk.start, size, None)
     arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
-    options = {**static_args(problem, size, problem.classes), "stores": stores, "statistics": statistics & OF_LOGITS}
+    options = {**static_args(problem, size, problem.classes), "stores": stores, "statistics": statistics & (OF_LOGITS | BY_ROW)}
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
