@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "eval" or "token_loss"), n, d, v, vocab_axis and
-implementation.
+a JSON list of dicts with the keys mode ("train", "none", "eval", "token_loss" or "token_stats"), n, d, v, vocab_axis
+and implementation.
 """
 
 import json
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import linear_cross_entropy, linear_token_loss, token_losses
+from jax_pallas import linear_cross_entropy, linear_token_loss, linear_token_loss_with_stats, token_losses
 
 
 def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, implementation: str) -> Any:
@@ -30,6 +30,10 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
     def token_loss(x: jax.Array, w: jax.Array, y: jax.Array, *per_token: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
         return linear_token_loss(x, w, y, token_losses.ppo_clip(), *per_token, **options)
+
+    def token_stats(x: jax.Array, w: jax.Array, y: jax.Array, *per_token: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+        return linear_token_loss_with_stats(x, w, y, token_losses.ppo_clip(), *per_token, **options)
 
     def none(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
         losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
@@ -45,6 +49,9 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
             jax.value_and_grad(token_loss, argnums=(0, 1)),
             [*arguments, *[shape((n,), jnp.float32)] * 2],
         )
+    elif mode == "token_stats":
+        function = jax.value_and_grad(token_stats, argnums=(0, 1), has_aux=True)
+        arguments += [shape((n,), jnp.float32)] * 2
     elif mode == "none":
         function, arguments = none, [*arguments, shape((n,), jnp.float32)]
     with jax.set_mesh(mesh):
