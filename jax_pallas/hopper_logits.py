@@ -210,9 +210,10 @@ def largest_of(half: Half, piece: int, logits: Array, carried: Any, statistics: 
     top = logits.max(1)
     found = {"tops": top if carried is None else jnp.maximum(carried["tops"], top)}
     if statistics & ARGMAX:
-        before = (half.column - half.columns(piece)).astype(jnp.float32)  # minus the columns, whose largest is the first
+        ids = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
         here = logits == lax.broadcast_in_dim(top, logits.shape, (0,))
-        column = -jnp.where(here, before, -jnp.inf).max(1)
+        # Of the negative columns the largest is the first.
+        column = piece * PIECE - jnp.where(here, -ids.astype(jnp.float32), -jnp.inf).max(1)
         if carried is not None:
             column = jnp.where(top > carried["tops"], column, carried["columns"])
         found["columns"] = column
@@ -229,7 +230,7 @@ def exponentials_epilogue(
     found = {"sums": values.sum(1)}
     if switches.statistics & ENTROPY:
         exponents = jnp.maximum(capped * LOG2_E - half.of_rows("ref_exponent"), NO_PROBABILITY)  # 0 times it is 0
-        found["exp_logs"] = half.masked(values * exponents, piece, 0.0).sum(1)
+        found["exp_logs"] = (values * exponents).sum(1)
     if switches.statistics & LOGIT_SUM:
         found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
     if switches.statistics & SQUARES:
