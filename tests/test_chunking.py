@@ -201,6 +201,7 @@ def scaled_exp_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "classes": draw(st.integers(1, 260000)),
         "itemsize": 2 if options["stores"] else draw(st.sampled_from((2, 4))),
         "block_v": draw(st.sampled_from((128, 256))),
+        "statistics": draw(st.integers(0, 5)),
         "holds": options["holds"] and options["d_input"],
         "tiling": draw(st.sampled_from(TILINGS)),
     }

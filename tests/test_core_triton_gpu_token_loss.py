@@ -17,7 +17,9 @@ from token_loss_problem import (
 from torch import Tensor
 from torch_gpu import DEVICE, assert_same
 
+from core_triton import linear_log_probs, linear_token_loss_with_stats
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
+from linear_ce.statistics import TOKEN_STATS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.apart(programs=3, seconds=120)]
 
@@ -47,6 +49,43 @@ def test_options(reduction: Any, dtype: str, out_of_range: bool, implementation:
     options: dict[str, Any] = {"spec": spec, "bias": True, "token_weight": True, "normalizer": normalizer}
     made = make_problem("grpo-k3", dtype, (300,), out_of_range=out_of_range, per_token_dtype="bfloat16", **options)
     assert_within_budget(made, outputs(made, DEVICE, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", KERNELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"logit_scale": 1.7}], ids=["plain", "softcap", "scale"])
+def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(
+    options: dict[str, Any], dtype: str, implementation: str
+) -> None:
+    """With any budget, beside any rows, with and without statistics, and with rows that are repaired."""
+    made = make_problem("weighted_nll", dtype, **LARGE, spec=LossSpec(**options))
+    made.arrays["input"].reshape(-1, 64)[::50] *= 40
+    named, per_token = tensors(made, DEVICE)
+    first = named["input"], named["linear_weight"]
+    with torch.no_grad():
+        want = linear_log_probs(*first, named["target"], **options, implementation=implementation)
+    kept = named["target"].clone()
+    kept[torch.rand(kept.shape, device=DEVICE) < 0.5] = -100
+    for target, budget, stats, reduction in (
+        (named["target"], None, ("log_prob", "lse"), "mean"),
+        (named["target"], BUDGET, ("log_prob", "lse"), "mean"),
+        (named["target"], None, TOKEN_STATS, "sum"),
+        (named["target"], None, ("log_prob", "lse"), "none"),
+        (kept, BUDGET, ("log_prob", "lse"), "mean"),
+    ):
+        found = linear_token_loss_with_stats(
+            *first,
+            target,
+            made.token_loss,
+            *per_token,
+            **options,
+            stats=stats,
+            reduction=reduction,
+            memory_budget=budget,
+            implementation=implementation,
+        )[1]
+        counts = target != -100
+        assert_same([found.log_prob[counts], found.lse[counts]], [want.log_prob[counts], want.lse[counts]])
 
 
 def results(made: TokenProblem, named: dict[str, Tensor], per_token: list[Tensor], **options: Any) -> list[Tensor]:

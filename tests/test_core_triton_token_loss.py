@@ -2,6 +2,7 @@
 and errors."""
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from torch_problem import problem
 import core_triton
 from core_triton import token_losses
 from linear_ce.spec import FLOAT_DTYPES, LossSpec
+from linear_ce.statistics import TOKEN_STATS
 
 pytestmark = pytest.mark.usefixtures("torch_poisons_buffers")
 
@@ -194,6 +196,95 @@ def test_log_probabilities_are_not_positive(reduction: Any) -> None:
     assert not log_prob.signbit().any()
 
 
+# Statistics.
+
+
+def stats_of(made: TokenProblem, **options: Any) -> core_triton.TokenStats:
+    named, per_token = tensors(made)
+    first = [named.pop(name) for name in ("input", "linear_weight", "target")]
+    spec = {"softcap": made.spec.softcap, "reduction": made.spec.reduction, "vocab_size": made.spec.vocab_size}
+    return core_triton.linear_token_loss_with_stats(*first, made.token_loss, *per_token, **named, **spec, **options)[1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", TOKEN_STATS)
+def test_each_statistic_alone_is_as_among_all(name: str, reduction: Any) -> None:
+    made = make_problem("ppo_clip", "bfloat16", spec=LossSpec(reduction, softcap=3.0), token_weight=True)
+    alone, found = stats_of(made, stats=[name])._asdict(), stats_of(made)._asdict()
+    assert torch.equal(alone.pop(name), found[name])
+    assert set(alone.values()) == {None}
+    assert not found[name].requires_grad
+
+
+def test_the_lowest_of_equal_logits_is_the_argmax() -> None:
+    x, w = torch.ones(3, 2), torch.zeros(700, 2)
+    w[[3, 500, 699]] = 1.0  # in three vocabulary chunks of the smallest budget
+    y = torch.tensor([3, 500, 4])
+    call = partial(core_triton.linear_token_loss_with_stats, x, w, y, torch.neg, stats=("argmax", "is_top1"))
+    for budget in (None, least_budget(lambda budget: call(memory_budget=budget))):
+        stats = call(memory_budget=budget)[1]
+        assert stats.argmax is not None
+        assert stats.is_top1 is not None
+        assert stats.argmax.tolist() == [3, 3, 3]
+        assert stats.is_top1.tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_without_finite_logits_has_no_argmax(value: float) -> None:
+    w = torch.randn(5, 4)
+    b = torch.full((5,), value) if value == -torch.inf else torch.zeros(5).index_fill(0, torch.tensor(2), value)
+    loss, stats = core_triton.linear_token_loss_with_stats(
+        torch.randn(3, 4), w, torch.tensor([1, -100, 2]), torch.neg, linear_bias=b
+    )
+    assert loss.isnan()
+    assert stats.argmax is not None
+    assert stats.argmax.tolist() == [-1, 0, -1]
+
+
+def test_statistics_are_those_of_the_loss() -> None:
+    made = make_problem("weighted_nll", "bfloat16", token_weight=True)
+    named, _ = tensors(made)
+    loss_stats = core_triton.linear_cross_entropy_with_stats(**named)[1]
+    stats = stats_of(made)
+    assert stats.is_top1 is not None
+    contributes = (named["target"] != -100) & (named["token_weight"] != 0)
+    assert torch.equal(stats.is_top1.sum() / contributes.sum(), loss_stats.accuracy)
+    torch.testing.assert_close(stats.lse, loss_stats.lse, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(dtype: str) -> None:
+    """Where both have one chunk. Otherwise PyTorch's matmuls may differ in the last bit."""
+    made = make_problem("weighted_nll", dtype, (400,), d=24, v=300)
+    named, _ = tensors(made)
+    counts = made.arrays["target"] != -100
+    want = core_triton.linear_log_probs(named["input"], named["linear_weight"], named["target"])
+    for reduction in ("mean", "none"):
+        stats = stats_of(made._replace(spec=LossSpec(reduction)))
+        assert stats.log_prob is not None
+        assert torch.equal(stats.log_prob[counts], want.log_prob[counts])
+
+
+def test_statistics_take_no_matmul() -> None:
+    made = make_problem("custom", d=24, v=300)
+    with FlopCounterMode(display=False) as counter:
+        stats_of(made)
+    assert counter.get_total_flops() == 3 * 2 * 70 * 24 * 300
+
+
+@pytest.mark.parametrize(
+    ("stats", "error", "message"),
+    [
+        ("entropy", TypeError, "stats must be a tuple of names, got str"),
+        (None, TypeError, "stats must be a tuple of names, got NoneType"),
+        (["entropy", "top1"], ValueError, "stats must be one of 'log_prob', .*, got 'top1'"),
+    ],
+)
+def test_stats_that_do_not_exist(stats: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stats_of(make_problem("ppo_clip"), stats=stats)
+
+
 # PyTorch's features.
 
 
@@ -273,6 +364,30 @@ def test_a_named_loss_compiles_without_graph_breaks(name: str, reduction: Any, d
         torch.testing.assert_close(one, other, equal_nan=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(named, per_token), want)
+
+
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_statistics_compile_without_graph_breaks(reduction: Any) -> None:
+    made = make_problem("ppo_clip", "bfloat16", spec=LossSpec(reduction))
+    named, per_token = tensors(made)
+    names = ("log_prob", "entropy", "argmax", "is_top1")
+
+    def function(named: dict[str, Tensor], per_token: list[Tensor]) -> tuple[Tensor, core_triton.TokenStats]:
+        return core_triton.linear_token_loss_with_stats(
+            *named.values(), PPO, *per_token, reduction=reduction, stats=names
+        )
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    (want, want_stats), (found, stats) = function(named, per_token), compiled(named, per_token)
+    leaves = [named["input"], named["linear_weight"], per_token[0]]
+    for one, other in zip(stats, want_stats, strict=True):
+        assert (one is None) == (other is None)
+        torch.testing.assert_close(one, other)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(want.sum(), leaves), strict=True
+    ):
+        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 @pytest.mark.usefixtures("_fresh_compiler")

@@ -20,9 +20,19 @@ from jax import Array
 from jax_problem import problem
 from test_jax_pallas_transforms import matmuls_in
 
-from jax_pallas import check_token_loss, elementwise, explain, linear_token_loss, token_losses
+from jax_pallas import (
+    TokenStats,
+    check_token_loss,
+    elementwise,
+    explain,
+    linear_log_probs,
+    linear_token_loss,
+    linear_token_loss_with_stats,
+    token_losses,
+)
 from linear_ce.reference import EXACT, Arithmetic, reference_log_probs, unfused
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import TOKEN_STATS
 from parity.token_losses import FORMS, Form, Values
 from parity.tolerances import budget, error
 
@@ -481,6 +491,95 @@ def test_nan_checks_find_nothing_in_excluded_rows() -> None:
     with jax.debug_nans(True):
         for reduction in ("mean", "none"):
             gradients(lambda a, r=reduction: loss_of(a, reduction=r).sum(), arrays, ("input", "linear_weight"))
+
+
+# Statistics.
+
+
+def stats_of(arrays: dict[str, Any], **options: Any) -> TokenStats:
+    first = [arrays[name] for name in ("input", "linear_weight", "target", "token_loss")]
+    return linear_token_loss_with_stats(*first, *arrays["per_token"], **options)[1]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", TOKEN_STATS)
+def test_each_statistic_alone_is_as_among_all(name: str, reduction: Any) -> None:
+    arrays = simple()
+    alone, found = (stats_of(arrays, reduction=reduction, **one)._asdict() for one in ({"stats": [name]}, {}))
+    np.testing.assert_allclose(alone.pop(name), found[name], rtol=1e-6)
+    assert set(alone.values()) == {None}
+
+
+def test_the_lowest_of_equal_logits_is_the_argmax() -> None:
+    w = jnp.zeros((700, 2)).at[jnp.array([3, 500, 699])].set(1.0)  # in several vocabulary chunks of a small budget
+    arrays = jnp.ones((3, 2)), w, jnp.array([3, 500, 4]), jnp.negative
+    for implementation, budget in (("chunked", None), ("chunked", 30_000), ("pallas_triton", None)):
+        options: dict[str, Any] = {"implementation": implementation, "memory_budget": budget}
+        stats = linear_token_loss_with_stats(*arrays, stats=("argmax", "is_top1"), **options)[1]
+        assert stats.argmax is not None
+        assert stats.is_top1 is not None
+        assert stats.argmax.tolist() == [3, 3, 3]
+        assert stats.is_top1.tolist() == [True, True, False]
+
+
+def test_statistics_under_transformations() -> None:
+    arrays = batched(simple())
+    rows = [arrays[name] for name in ("input", "target", "per_token")]
+
+    def one(rows: list[Any], w: Array) -> tuple[Array, TokenStats]:
+        x, y, per_token = rows
+        return linear_token_loss_with_stats(x, w, y, arrays["token_loss"], *per_token)
+
+    def total(w: Array) -> tuple[Array, TokenStats]:
+        losses, stats = jax.vmap(one, (0, None))(rows, w)
+        return losses.sum(), stats
+
+    (_, found), _ = jax.jit(jax.value_and_grad(total, has_aux=True))(arrays["linear_weight"])
+    for index in range(3):
+        want = one(jax.tree.map(lambda array, index=index: array[index], rows), arrays["linear_weight"])[1]
+        for a, b in zip(found, want, strict=True):
+            np.testing.assert_allclose(a[index], b, rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_have_no_gradient() -> None:
+    arrays = simple()
+    gradient = jax.grad(lambda x: stats_of(arrays | {"input": x}).entropy.sum())(arrays["input"])
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(dtype: str) -> None:
+    """In Pallas' interpreter, with any budget, beside any rows, and with rows that are repaired."""
+    rng, n, v = np.random.default_rng(0), 260, 320
+    x = rng.standard_normal((n, 32))
+    x[::9] *= 20
+    x, w = jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal((v, 32)), dtype)
+    y = jnp.asarray(rng.integers(0, v, n), jnp.int32)
+    half = jnp.where(jnp.asarray(rng.uniform(size=n) < 0.5), y, -100)
+    want = linear_log_probs(x, w, y, implementation="pallas_triton")
+    assert (want.log_prob < -45).sum() > 10
+
+    def of_token_loss(x: Array, w: Array, y: Array, budget: int | None) -> tuple[Array, TokenStats]:
+        options: dict[str, Any] = {"memory_budget": budget, "implementation": "pallas_triton"}
+        return linear_token_loss_with_stats(x, w, y, jnp.negative, stats=("log_prob", "lse"), **options)
+
+    for target, budget in ((y, None), (y, 2**19), (half, 2**19)):
+        (_, found), _ = jax.value_and_grad(of_token_loss, (0, 1), has_aux=True)(x, w, target, budget)
+        counts = target >= 0
+        assert np.array_equal(found.log_prob[counts], want.log_prob[counts])
+        assert np.array_equal(found.lse[counts], want.lse[counts])
+
+
+@pytest.mark.parametrize(
+    ("stats", "error", "message"),
+    [
+        ("entropy", TypeError, "stats must be a tuple of names, got str"),
+        (["entropy", "top1"], ValueError, "stats must be one of 'log_prob', .*, got 'top1'"),
+    ],
+)
+def test_stats_that_do_not_exist(stats: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stats_of(simple(), stats=stats)
 
 
 # Transformations.
