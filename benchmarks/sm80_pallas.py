@@ -86,7 +86,7 @@ def _lower_exponentials(shape: Shape) -> Lowered:
     def chunk(x: Any, w: Any, ref_exponent: Any, target: Any) -> Any:
         return kernels.exponentials(
             x, w, None, ref_exponent, target, 0, rows=rows, classes=shape.v, vocab_axis=0, logit_scale=1.0,
-            softcap=None, stores=True, largest=False,
+            softcap=None, stores=True, statistics=0,
         )  # fmt: skip
 
     arguments = x, w, array(rows, dtype=jnp.float32), array(rows, dtype=jnp.int32)

@@ -51,7 +51,7 @@ class Statistics(NamedTuple):
 @gluon.jit
 def no_statistics(zeros):
     """Returns the statistics of no classes, in the layout of `zeros` (rows,)."""
-    return Statistics(gl.full_like(zeros, float("-inf")), zeros, zeros, zeros, zeros)
+    return Statistics(zeros - float("inf"), zeros, zeros, zeros, zeros)
 
 
 @gluon.jit

@@ -354,9 +354,7 @@ def exponentials_kernel(
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
         if STATISTICS:
             at = max_ptr + class_block.to(tl.int64) * planes(STATISTICS) * rows + row_ids
-            store_statistics(
-                at, rows, logits, exponentials, ref_exponent, inside, column, classes, STATISTICS, BLOCK_V
-            )
+            store_statistics(at, rows, logits, exponentials, ref_exponent, inside, column, classes, STATISTICS, BLOCK_V)
         # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
         # is never below 1.
         store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
@@ -404,8 +402,8 @@ def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
     flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr,
-    BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BY_ROW: tl.constexpr, W_BY_CLASS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 

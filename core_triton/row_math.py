@@ -135,7 +135,6 @@ def finish(partial: Partial, target: Tensor, row_weight: Tensor, classes: int) -
     nll = torch.where(usable, torch.log1p(rest), lse - target_logit)
     lse = torch.where(usable, target_logit + nll, lse)
 
-
     def selected(values: Tensor) -> Tensor:
         return torch.where(contributes, values, 0)
 

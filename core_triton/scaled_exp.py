@@ -102,7 +102,11 @@ def pack_rows(problem: Problem, rows: int, *, statistics: int) -> PackedRows:
         statistics_out=None,
     )
     if statistics & OF_LOGITS & ~MAX:
-        kinds = (MAX, torch.float32), (ARGMAX, torch.int64), *((one, torch.float32) for one in (ENTROPY, LOGIT_SUM, SQUARES))
+        kinds = (
+            (MAX, torch.float32),
+            (ARGMAX, torch.int64),
+            *((one, torch.float32) for one in (ENTROPY, LOGIT_SUM, SQUARES)),
+        )
         made = (torch.empty_like(row_weight, dtype=dtype) if statistics & one else None for one, dtype in kinds)
         found = found._replace(statistics_out=LogitStatistics(*made))
     row_kernels.pack(
@@ -281,9 +285,10 @@ def _store_exponentials(
 ) -> None:
     """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
-    The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
-    The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
-    nothing to do. Rows after the active ones may be left unchanged.
+    The sums (blocks, n) are at the start of `scratch`. The statistics of each class block follow. Row blocks whose sums
+    leave the range are computed again with reference exponents from their largest logits. The host does not know which
+    blocks these are, so the repair kernel is always launched. If there are none, it has nothing to do. Rows after the
+    active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None

@@ -62,7 +62,8 @@ def statistics_kernel(
     """Writes the statistics of one row of x @ w.T, (rows, V) float32, over these classes: (25), (39).
 
     Reads target (rows,) int64. Writes max, sum, weighted_sum, sum_exp_log, target_logit and sum_squared (rows,) float32
-    and argmax (rows,) int64, those of them that are in STATISTICS, an int of `linear_ce.statistics`. target_logit is 0 where the target minus `first_class` is not among these classes.
+    and argmax (rows,) int64, those of them that are in STATISTICS, an int of `linear_ce.statistics`. target_logit is 0
+    where the target minus `first_class` is not among these classes.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride

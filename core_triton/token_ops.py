@@ -96,7 +96,9 @@ def token_loss_rows(
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    found = ops.loss(arrays, ones, options._replace(mean=False), statistics=statistics_for(stats) | BY_ROW, reduce=False)
+    found = ops.loss(
+        arrays, ones, options._replace(mean=False), statistics=statistics_for(stats) | BY_ROW, reduce=False
+    )
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
     log_prob = token_hook.log_prob_of(found.loss, contributes)

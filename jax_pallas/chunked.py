@@ -78,9 +78,7 @@ def tile_partial(problem: Problem, logits: Array, target: Array, vocab_chunk: Sl
     return Partial(top, sum_exp, target_exp, target_logit, weighted_sum, sum_exp_log, argmax, logit_sum, sum_squared)
 
 
-def _partial(
-    problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int
-) -> tuple[Partial, Array]:
+def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, statistics: int) -> tuple[Partial, Array]:
     logits = logits_tile(problem, x, problem.weight_of(vocab_chunk), vocab_chunk)
     if problem.spec.logit_scale != 1.0 or problem.spec.softcap is not None:
         # XLA would scale again in each loop that reads them, and round the multiplication and the subtraction of the

@@ -449,16 +449,16 @@ def _token_loss(
     linear_bias, logit_scale, softcap, token_weight, reduction, normalizer, ignore_index, vocab_size = options
     spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
-    call = _prepare(
-        spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW
-    )
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=statistics_for(stats) | BY_ROW)
     flat = _check_per_token(token_loss, per_token, call.leading, "target's")
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
         loss = jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
         dtypes = TokenStats(*[jnp.float32] * 7)._replace(argmax=jnp.int32, is_top1=jnp.bool_)
-        empty = (jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True))
+        empty = (
+            jnp.zeros(call.leading, dtype) if wanted else None for dtype, wanted in zip(dtypes, stats, strict=True)
+        )
         return loss, TokenStats(*empty)
     token = ops.TokenOptions(call.options, function, len(flat), stats)
     operands = (*call.arrays, *flat, *values_of_closure())

@@ -246,9 +246,7 @@ def _token_loss(token: TokenOptions, *arrays: Array) -> Arrays:
     return loss, *_stats(token, 0.0 - nll, row_weight, found)
 
 
-def _stats(
-    token: TokenOptions, log_prob: Array, row_weight: Array, found: row_math.RowStatistics | None
-) -> Arrays:
+def _stats(token: TokenOptions, log_prob: Array, row_weight: Array, found: row_math.RowStatistics | None) -> Arrays:
     """Returns the fields of `TokenStats` that a call asked for, in their order."""
     if found is None:
         return ()

@@ -26,7 +26,9 @@ def _partial(problem: Problem, x: Array, target: Array, vocab_chunk: Slice, stat
     smoothed = problem.spec.label_smoothing != 0
     weighted = smoothed or statistics & LOGIT_SUM != 0  # by ones: token losses have no label smoothing
     column, hit = problem.target_column(target, vocab_chunk)
-    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit, argmax, sum_squared = _launcher(problem).statistics(
+    top, sum_exp, weighted_sum, sum_exp_log, target_exp, target_logit, argmax, sum_squared = _launcher(
+        problem
+    ).statistics(
         x,
         w,
         bias,

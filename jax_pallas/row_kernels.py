@@ -58,8 +58,9 @@ class Exponentials(NamedTuple):
         target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
             there is no target.
         target_logit: the targets' logits, likewise.
-        columns, exp_logs, logit_sums, squares: the column of the largest logit in its class block, the lowest of equals,
-            and the sums of exponentials times their logarithms, of logits and of squared exponentials, as `tops`.
+        columns, exp_logs, logit_sums, squares: the column of the largest logit in its class block, the lowest of
+            equals, and the sums of exponentials times their logarithms, of logits and of squared exponentials, as
+            `tops`.
     """
 
     e: Array | None

@@ -340,7 +340,11 @@ def _store_exponentials(
     bias = None if problem.linear_bias is None else problem.linear_bias.astype(jnp.float32)
     part = Slice(chunk.start, size, None)
     arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
-    options = {**static_args(problem, size, problem.classes), "stores": stores, "statistics": statistics & (OF_LOGITS | BY_ROW)}
+    options = {
+        **static_args(problem, size, problem.classes),
+        "stores": stores,
+        "statistics": statistics & (OF_LOGITS | BY_ROW),
+    }
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:

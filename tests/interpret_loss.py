@@ -509,15 +509,10 @@ def run_log_probs(dtype: str, spread: float) -> None:
 
     def of_token_loss(target: Tensor, budget: int | None, reduction: Any = "mean") -> core_triton.TokenStats:
         leaves = [one.clone().requires_grad_() for one in arrays]
+        arguments: list[Any] = [*leaves, target, token_losses.weighted_nll(), torch.linspace(-1, 1, n)]
+        options: dict[str, Any] = {"memory_budget": budget, "implementation": Running.implementation}
         return core_triton.linear_token_loss_with_stats(
-            *leaves,
-            target,
-            token_losses.weighted_nll(),
-            torch.linspace(-1, 1, n),
-            stats=("log_prob", "lse"),
-            reduction=reduction,
-            memory_budget=budget,
-            implementation=Running.implementation,
+            *arguments, stats=("log_prob", "lse"), reduction=reduction, **options
         )[1]
 
     least = least_budget(lambda budget: of_token_loss(target, budget))
@@ -530,7 +525,11 @@ def run_log_probs(dtype: str, spread: float) -> None:
     ):
         found = of_token_loss(y, budget, reduction)
         counted = y >= 0
-        same = [torch.equal(a[counted], b[counted]) for a, b in ((found.log_prob, want.log_prob), (found.lse, want.lse))]
+        assert found.log_prob is not None
+        assert found.lse is not None
+        same = [
+            torch.equal(a[counted], b[counted]) for a, b in ((found.log_prob, want.log_prob), (found.lse, want.lse))
+        ]
         repaired = int((-want.log_prob > LIMIT + 1).sum())
         say(name=f"{name}, spread {spread}", used={"difference": 0.0 if all(same) else 200.0}, repaired=repaired)
 
@@ -550,8 +549,13 @@ def run_kept_rows() -> None:
         ("token loss", lambda: core_triton.linear_token_loss(x, w, target, torch.neg, implementation="triton"), True),
         ("loss", lambda: core_triton.linear_cross_entropy(x, w, target, implementation="triton"), False),
     ):
-        packed = []
-        with mock.patch.object(scaled_exp, "pack_rows", lambda *a, **o: packed.append(PACK_ROWS(*a, **o)) or packed[0]):
+        packed: list[scaled_exp.PackedRows] = []
+
+        def pack_rows(*arguments: Any, packed: Any = packed, **options: Any) -> scaled_exp.PackedRows:
+            packed.append(PACK_ROWS(*arguments, **options))
+            return packed[-1]
+
+        with mock.patch.object(scaled_exp, "pack_rows", pack_rows):
             call()
         (rows,) = packed
         from_target = torch.floor(rows.target_logit / np.log(2) + 0.5)

@@ -66,24 +66,25 @@ def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(
         want = linear_log_probs(*first, named["target"], **options, implementation=implementation)
     kept = named["target"].clone()
     kept[torch.rand(kept.shape, device=DEVICE) < 0.5] = -100
-    for target, budget, stats, reduction in (
+    calls: tuple[tuple[Tensor, int | None, tuple[str, ...], Any], ...] = (
         (named["target"], None, ("log_prob", "lse"), "mean"),
         (named["target"], BUDGET, ("log_prob", "lse"), "mean"),
         (named["target"], None, TOKEN_STATS, "sum"),
         (named["target"], None, ("log_prob", "lse"), "none"),
         (kept, BUDGET, ("log_prob", "lse"), "mean"),
-    ):
-        found = linear_token_loss_with_stats(
-            *first,
-            target,
-            made.token_loss,
-            *per_token,
+    )
+    for target, budget, stats, reduction in calls:
+        arguments: list[Any] = [*first, target, made.token_loss, *per_token]
+        _, found = linear_token_loss_with_stats(
+            *arguments,
             **options,
             stats=stats,
             reduction=reduction,
             memory_budget=budget,
             implementation=implementation,
-        )[1]
+        )
+        assert found.log_prob is not None
+        assert found.lse is not None
         counts = target != -100
         assert_same([found.log_prob[counts], found.lse[counts]], [want.log_prob[counts], want.lse[counts]])
 

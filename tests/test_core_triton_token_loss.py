@@ -201,9 +201,10 @@ def test_log_probabilities_are_not_positive(reduction: Any) -> None:
 
 def stats_of(made: TokenProblem, **options: Any) -> core_triton.TokenStats:
     named, per_token = tensors(made)
-    first = [named.pop(name) for name in ("input", "linear_weight", "target")]
+    first: list[Any] = [named.pop(name) for name in ("input", "linear_weight", "target")]
     spec = {"softcap": made.spec.softcap, "reduction": made.spec.reduction, "vocab_size": made.spec.vocab_size}
-    return core_triton.linear_token_loss_with_stats(*first, made.token_loss, *per_token, **named, **spec, **options)[1]
+    arguments: list[Any] = [*first, made.token_loss, *per_token]
+    return core_triton.linear_token_loss_with_stats(*arguments, **named, **spec, **options)[1]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -243,7 +244,7 @@ def test_a_row_without_finite_logits_has_no_argmax(value: float) -> None:
 
 def test_statistics_are_those_of_the_loss() -> None:
     made = make_problem("weighted_nll", "bfloat16", token_weight=True)
-    named, _ = tensors(made)
+    named: dict[str, Any] = tensors(made)[0]
     loss_stats = core_triton.linear_cross_entropy_with_stats(**named)[1]
     stats = stats_of(made)
     assert stats.is_top1 is not None
@@ -373,10 +374,9 @@ def test_statistics_compile_without_graph_breaks(reduction: Any) -> None:
     named, per_token = tensors(made)
     names = ("log_prob", "entropy", "argmax", "is_top1")
 
-    def function(named: dict[str, Tensor], per_token: list[Tensor]) -> tuple[Tensor, core_triton.TokenStats]:
-        return core_triton.linear_token_loss_with_stats(
-            *named.values(), PPO, *per_token, reduction=reduction, stats=names
-        )
+    def function(named: dict[str, Any], per_token: list[Any]) -> tuple[Tensor, core_triton.TokenStats]:
+        x, w, y = named.values()
+        return core_triton.linear_token_loss_with_stats(x, w, y, PPO, *per_token, reduction=reduction, stats=names)
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     (want, want_stats), (found, stats) = function(named, per_token), compiled(named, per_token)

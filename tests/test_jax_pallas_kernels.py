@@ -466,14 +466,18 @@ def compile_one(
     def finish_rows(*arrays: Any) -> Any:
         x, w, rows, place, e, found, joined, repaired, class_weight = arrays
         ours = call_problem(x, w, None, class_weight)
-        return row_kernels.finish_rows(ours, rows, place, n, found._replace(e=e), None, joined, repaired, x, by_row=options)
+        return row_kernels.finish_rows(
+            ours, rows, place, n, found._replace(e=e), None, joined, repaired, x, by_row=options
+        )
 
     def sort_by_target(target: Any, row_weight: Any, theta: Any) -> Any:
         return target_grad.sort_by_target(target, row_weight, theta, 9000, v)
 
     def statistics(*arrays: Any) -> Any:
         *arrays_, target = arrays
-        return kernels.statistics(*arrays_, target=target, weighted=options, statistics=OF_LOGITS * options, **vocab_chunk)
+        return kernels.statistics(
+            *arrays_, target=target, weighted=options, statistics=OF_LOGITS * options, **vocab_chunk
+        )
 
     def d_logits(*arrays: Any) -> Any:
         return kernels.d_logits(*arrays, **vocab_chunk)

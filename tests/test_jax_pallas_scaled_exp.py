@@ -34,6 +34,7 @@ from jax_pallas.tile_config import ScaledExpConfig
 from jax_pallas.token_hook import TokenHook, TokenNeedsGrad
 from linear_ce.chunking import ChunkConfig
 from linear_ce.spec import LossSpec
+from linear_ce.statistics import BY_ROW, LSE, MAX, OF_LOGITS
 
 EVERYTHING = NeedsGrad(d_input=True, d_weight=True, d_bias=True)
 OPTIONS = {"softcap": 3.0, "z_loss_weight": 0.1, "logit_scale": 0.7}
@@ -148,7 +149,7 @@ def test_scaled_exp(
 
     exact = in_float32(ours)
     want, found, exact_gradients = chunked.loss_and_gradients(
-        *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None
+        *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, MAX
     )
     pairs = ((loss, want), (evaluated, want), (statistics.lse, found.lse), (statistics.max, found.max))
     for got, value in pairs:
@@ -178,12 +179,15 @@ def test_token_loss(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     advantage = jnp.where(ours.row_weight == 0, jnp.nan, jnp.asarray(random.standard_normal(n), jnp.float32))
     needs_grad = TokenNeedsGrad(per_token=(True,), closure=(True,))
     token_loss = TokenHook(function, needs_grad, (advantage,), tuple(values_of_closure()))
-    found, gradients = scaled_exp.token_loss_and_gradients(ours, EVERYTHING, token_loss)
+    statistics = LSE | OF_LOGITS | BY_ROW
+    found, log_prob, stats, gradients = scaled_exp.token_loss_and_gradients(ours, EVERYTHING, token_loss, statistics)
+    assert log_prob is not None
+    assert stats is not None
 
     exact = in_float32(ours)
-    arguments = *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, token_loss
-    want, exact_gradients = chunked.token_loss_and_gradients(*arguments)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True)
+    arguments = *by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, token_loss, statistics
+    want, want_stats, exact_gradients = chunked.token_loss_and_gradients(*arguments)
+    pairs = zip(jax.tree.leaves((found, stats)), jax.tree.leaves((want, want_stats)), strict=True)
     for got, value in pairs:
         np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
     assert (want.gradient_weight[ours.row_weight != 0] == 0).any()
@@ -229,17 +233,17 @@ def test_recomputed(
 ) -> None:
     ours = problem(n, d, v, classes, vocab_axis, options)
     exact = in_float32(ours)
-    lse = chunked.statistics(*by_xla(exact, "statistics"), False).lse
+    lse = chunked.row_statistics(*by_xla(exact, "statistics"), 0).lse
     random = np.random.default_rng(1)
     coefficients = Coefficients(*(jnp.asarray(random.standard_normal(n), jnp.float32) for _ in range(3)))
-    want = chunked.loss_and_gradients(*by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None)
+    want = chunked.loss_and_gradients(*by_xla(exact, "loss_and_gradients", EVERYTHING), EVERYTHING, None, 0)
     want_c = chunked.gradients(*by_xla(exact, "gradients", EVERYTHING), lse, coefficients, EVERYTHING)
 
     interpret(monkeypatch)
     monkeypatch.setattr(chunked, "over_slices", over_slices)
     ours = planned(ours, "gradients", "mosaic", EVERYTHING)
     config = ChunkConfig(rows, vocab_chunk, float32_sum=False)
-    loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None)
+    loss, _, gradients = chunked.loss_and_gradients(recompute.KERNEL_TILES, ours, config, EVERYTHING, None, 0)
     np.testing.assert_allclose(loss, want[0], rtol=2e-6, atol=1e-7)
     assert_close(gradients, want[2], 5e-3)  # d_bias sums rounded d_logits
     assert_close(chunked.gradients(recompute.KERNEL_TILES, ours, config, lse, coefficients, EVERYTHING), want_c, 5e-3)
