@@ -226,11 +226,11 @@ def exponentials_epilogue(
     """Returns scaled exponentials of a piece, and writes their sums: (29), (31)."""
     capped, ratio = to_logits(half, raw, piece, switches.logit_scale, switches.softcap)
     # Masked afterwards, so that full and partial tiles round alike: each logit and its reference exponent once.
-    values = half.masked(jnp.exp2(capped * LOG2_E - half.of_rows("ref_exponent")), piece, 0.0)
+    exponents = capped * LOG2_E - half.of_rows("ref_exponent")
+    values = half.masked(jnp.exp2(exponents), piece, 0.0)
     found = {"sums": values.sum(1)}
     if switches.statistics & ENTROPY:
-        exponents = jnp.maximum(capped * LOG2_E - half.of_rows("ref_exponent"), NO_PROBABILITY)  # 0 times it is 0
-        found["exp_logs"] = (values * exponents).sum(1)
+        found["exp_logs"] = (values * jnp.maximum(exponents, NO_PROBABILITY)).sum(1)  # 0 times it is 0
     if switches.statistics & LOGIT_SUM:
         found["logit_sums"] = half.masked(capped, piece, 0.0).sum(1)
     if switches.statistics & SQUARES:

@@ -380,6 +380,76 @@ TOKEN_LOSSES = (
         JAX_TOKENS,
     ),
 )
+TORCH_STATS = tests("core_triton_numeric", "test_case and token_loss-stats")
+KERNEL_STATS = tests("core_triton_interpreted", "error_budget and edges and not sm80")
+JAX_STATS = tests("jax_pallas_numeric", "token_loss-stats")
+BIT_FOR_BIT = tests("core_triton_interpreted", "bit_for_bit")
+KEPT_ROWS = tests("core_triton_interpreted", "repairs_no_rows")
+TOKEN_STATS = (
+    Mutation("core_triton/chunked.py", "exponentials.square_().sum(1)", "exponentials.sum(1)", TORCH_STATS),
+    Mutation("core_triton/chunked.py", "argmax += problem.vocab_offset + vocab_chunk.start", "pass", TORCH_STATS),
+    Mutation(
+        "core_triton/row_math.py",
+        "a.argmax.minimum(b.argmax)",
+        "b.argmax",
+        tests("core_triton_token_loss", "lowest_of_equal"),
+    ),
+    Mutation(
+        "core_triton/row_math.py",
+        "torch.where(lse.isfinite(), partial.argmax, -1)",
+        "partial.argmax",
+        tests("core_triton_token_loss", "no_argmax"),
+    ),
+    Mutation(
+        "core_triton/kernels.py",
+        "exponentials * (logits * LOG2_E - ref_exponent[:, None])",
+        "exponentials * (logits * LOG2_E)",
+        KERNEL_STATS,
+    ),
+    Mutation("core_triton/row_kernels.py", "squares / total / total", "squares / total", KERNEL_STATS),
+    Mutation(
+        "core_triton/row_kernels.py",
+        "rows, stride, class_blocks, BLOCK_N, BLOCK_T) / classes",
+        "rows, stride, class_blocks, BLOCK_N, BLOCK_T)",
+        KERNEL_STATS,
+    ),
+    Mutation("core_triton/row_kernels.py", "squares += factor * factor", "squares += factor", KERNEL_STATS),
+    Mutation("core_triton/row_kernels.py", "(tl.max(lost, 0) == 0)", "(tl.max(lost, 0) != 0)", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", "statistics & BY_ROW != 0", "False", KEPT_ROWS),
+    Mutation("core_triton/scaled_exp.py", "lse_out=unused", "lse_out=rows.lse_out", KERNEL_STATS),
+    Mutation(
+        "core_triton/plan.py",
+        'key.stage in ("loss_and_gradients", "statistics")',
+        'key.stage == "loss_and_gradients"',
+        BIT_FOR_BIT,
+    ),
+    Mutation("core_triton/ops.py", '"statistics" if statistics & BY_ROW else "losses"', '"losses"', BIT_FOR_BIT),
+    Mutation("jax_pallas/chunked.py", "jnp.square(jnp.exp(shifted)).sum(1)", "jnp.exp(shifted).sum(1)", JAX_STATS),
+    Mutation(
+        "jax_pallas/row_math.py",
+        "equal = jnp.minimum(a.argmax, b.argmax)",
+        "equal = jnp.maximum(a.argmax, b.argmax)",
+        tests("jax_pallas_token_loss", "lowest_of_equal"),
+    ),
+    Mutation(
+        "jax_pallas/row_kernels.py",
+        "repaired = repaired & leaves_range(total)",
+        "pass",
+        tests("jax_pallas_token_loss", "bit_for_bit"),
+    ),
+    Mutation(
+        "jax_pallas/kernels.py",
+        "exponentials * (part.logits - reference[:, None])",
+        "exponentials * part.logits",
+        tests("jax_pallas_kernels", "test_repair"),
+    ),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        "column = piece * PIECE - jnp.where",
+        "column = -jnp.where",
+        tests("jax_pallas_hopper_logits", "test_exponentials"),
+    ),
+)
 REPLAY = tests("core_triton_replay", "driver or recording")
 LAUNCHES = (
     Mutation(
@@ -459,7 +529,7 @@ SMOOTHING = (
 )
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *TOKEN_STATS),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -33,7 +33,10 @@ OF_JAX = (
 
 
 # The edge cases of token losses that backends with kernels or compiled programs run. Tests of token losses have more.
-OF_TOKEN_LOSSES = ("token_loss-nan_ignored-mean", "token_loss-target_range-mean", "token_loss-tight-mean")
+OF_TOKEN_LOSSES = (
+    *("token_loss-nan_ignored-mean", "token_loss-target_range-mean", "token_loss-tight-mean"),
+    *("token_loss-stats-tight", "token_loss-stats-poisons", "token_loss-stats-logits80"),
+)
 
 # Cases with sharp logits: one computes gradients in the forward pass, one in the backward pass. Their standard
 # deviations differ.
