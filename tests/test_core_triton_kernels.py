@@ -388,7 +388,7 @@ def test_what_is_loaded_of_d_weight_depends_on_the_gpu_and_on_the_rows(gpu: str,
 
 
 # Bytes of registers that the kernels of a call spill. Those of compute capability 8.x are also in docs/options.md and
-# benchmarks/experiments.md. All but one are of a (D, V) head.
+# benchmarks/experiments.md.
 SPILLS = {
     (100, "train-smoothing"): {
         "kernels.d_logits_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; HAS_SIGMA,W_BY_CLASS,HAS_BIAS,"
@@ -396,6 +396,44 @@ SPILLS = {
     },
     (89, "smoothing-transposed"): {"kernels.statistics_kernel(; WEIGHTED,HAS_BIAS,HAS_SOFTCAP)": 16},
     (80, "stats-transposed"): {"ampere_logits.exponentials_kernel(; STORES,HAS_SOFTCAP,STATISTICS=1)": 32},
+    # All statistics of token losses together.
+    (90, "token-stats"): {
+        "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
+        "HAS_BIAS,STATISTICS=31)": 8
+    },
+    (90, "token-stats-softcap"): {
+        "hopper_logits.exponentials_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 64]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
+        "STATISTICS=31)": 96,
+        "kernels.repair_kernel(bf16[64, 64], bf16[256, 64], bf16[64, 256]; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,"
+        "HAS_SOFTCAP,STATISTICS=31)": 8,
+    },
+    (100, "entropy"): {
+        "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64]; W_BY_CLASS,HAS_BIAS,HAS_SOFTCAP,STATISTICS=4)": 40
+    },
+    (100, "token-stats"): {
+        "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_BIAS,"
+        "STATISTICS=31)": 232
+    },
+    (100, "token-stats-softcap"): {
+        "kernels.exponentials_kernel(bf16[128, 64], bf16[128, 64], bf16[128, 128]; STORES,W_BY_CLASS,HAS_SOFTCAP,"
+        "STATISTICS=31)": 152
+    },
+    (100, "token-stats-fp16"): {
+        "kernels.statistics_kernel(fp16[128, 64], fp16[128, 64]; WEIGHTED,W_BY_CLASS,STATISTICS=22)": 104
+    },
+    **{
+        (arch, "token-stats"): {
+            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_BIAS,STATISTICS=31)": 256,
+        }
+        for arch in (80, 89)
+    },
+    **{
+        (arch, "token-stats-softcap"): {
+            "ampere_logits.exponentials_kernel(; STORES,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": exponentials,
+            "kernels.repair_kernel(; FINDS,REDOES,STORES,BY_ROW,W_BY_CLASS,HAS_SOFTCAP,STATISTICS=31)": repair,
+        }
+        for arch, exponentials, repair in ((80, 384, 32), (89, 376, 56))
+    },
 }
 
 
