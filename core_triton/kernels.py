@@ -414,7 +414,7 @@ def repair_kernel(
     step waits until the first step is complete. It never waits for a program that has not started. Most chunks have no
     flag, and then there is nothing to do.
 
-    With BY_ROW, top is inf for the rows of which no sum is too large (`row_kernels.keep_rows`). They keep their
+    With BY_ROW, top is inf for the rows of which no sum is too large (`row_statistics.keep_rows`). They keep their
     reference exponents and the results of `exponentials_kernel`. So these do not depend on the other rows of the block.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)

@@ -9,7 +9,7 @@ writes d_logits once, and the gradients are cuBLAS GEMMs of d_logits.
 import torch
 from torch import Tensor
 
-from core_triton import hopper_logits, kernels, row_kernels, tile_config
+from core_triton import hopper_logits, kernels, row_kernels, row_statistics, tile_config
 from core_triton.chunked import RowGradient, Tiles
 from core_triton.launch import At, cdiv
 from core_triton.problem import Problem, layout_of, operand, plan_of
@@ -48,7 +48,7 @@ def _partial(
         sums_exp_log=sum_exp_log,
         target_logit=target_logit,
     )
-    row_kernels.merge(
+    row_statistics.merge(
         top,
         sum_exp,
         weighted_sum,

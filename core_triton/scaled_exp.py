@@ -36,14 +36,15 @@ from core_triton import (
     input_grad,
     kernels,
     row_kernels,
+    row_statistics,
     target_grad,
     tile_config,
 )
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
 from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
-from core_triton.row_kernels import LogitStatistics
 from core_triton.row_math import RowStatistics
+from core_triton.row_statistics import LogitStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
 from core_triton.token_hook import TokenHook
@@ -321,7 +322,7 @@ def _store_exponentials(
             module = ampere_logits if plan.ampere_tile is not None else kernels
             module.exponentials(problem, x, _weight_of(problem, vocab_chunk), vocab_chunk, active, **options)
     if by_row:
-        row_kernels.keep_rows(n, first_block, sums=At(scratch, 0), top=At(rows.top, start))
+        row_statistics.keep_rows(n, first_block, sums=At(scratch, 0), top=At(rows.top, start))
     # The new reference exponents need the largest logits of all vocabulary chunks.
     for finds, redoes in [(True, True)] if len(pieces) == 1 else [(True, False), (False, True)]:
         for vocab_chunk, options in pieces:
@@ -383,7 +384,7 @@ def _finish_statistics(
     if rows.statistics_out is None:
         return
     assert tile is not None
-    row_kernels.finish_statistics(
+    row_statistics.finish_statistics(
         problem,
         n,
         config.blocks,

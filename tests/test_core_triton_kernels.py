@@ -457,7 +457,13 @@ def test_every_kernel_is_launched(arch: int) -> None:
     launched = {
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
-    modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
+    modules = {
+        "core_triton.kernels",
+        "core_triton.row_kernels",
+        "core_triton.row_statistics",
+        "core_triton.target_grad",
+        "core_triton.stored_logits",
+    }
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:
