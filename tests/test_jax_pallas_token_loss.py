@@ -551,17 +551,16 @@ def test_statistics_have_no_gradient() -> None:
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_log_probs_are_those_of_linear_log_probs_bit_for_bit(dtype: str) -> None:
+def test_log_probs_are_those_of_linear_log_probs_bit_for_bit() -> None:
     """In Pallas' interpreter, with any budget, beside any rows, and with rows that are repaired."""
     rng, n, v = np.random.default_rng(0), 260, 320
-    x = rng.standard_normal((n, 32))
-    x[::9] *= 20
-    x, w = jnp.asarray(x, dtype), jnp.asarray(rng.standard_normal((v, 32)), dtype)
+    x, far = rng.standard_normal((n, 32)), [7, 150]
+    x[far] *= 40
+    x, w = (jnp.asarray(one, jnp.bfloat16) for one in (x, rng.standard_normal((v, 32)) / 4))
     y = jnp.asarray(rng.integers(0, v, n), jnp.int32)
-    half = jnp.where(jnp.asarray(rng.uniform(size=n) < 0.5), y, -100)
+    half = jnp.where(jnp.asarray(rng.uniform(size=n) < 0.5), y, -100).at[jnp.array(far)].set(-100)  # no repair
     want = linear_log_probs(x, w, y, implementation="pallas_triton")
-    assert (want.log_prob < -45).sum() > 10
+    assert (want.log_prob[jnp.array(far)] < -45).all()
 
     def of_token_loss(x: Array, w: Array, y: Array, most: int | None) -> tuple[Array, TokenStats]:
         options: dict[str, Any] = {"memory_budget": most, "implementation": "pallas_triton"}
