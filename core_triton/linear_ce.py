@@ -31,10 +31,9 @@ from torch.autograd import forward_ad
 from core_triton import ops, token_hook, token_ops
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
-from core_triton.row_math import is_top1
+from core_triton.row_math import TokenStats, is_top1
 from core_triton.token_hook import TokenLoss
 from core_triton.token_losses import Named
-from core_triton.token_ops import TokenStats
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,

@@ -16,7 +16,7 @@ from torch import Tensor
 from core_triton import ops, row_math, token_hook
 from core_triton.ops import Arrays, Factors, Losses, Options, TokenWeights
 from core_triton.problem import Gradients, NeedsGrad
-from core_triton.row_math import RowStatistics
+from core_triton.row_math import RowStatistics, TokenStats
 from core_triton.token_hook import TokenHook, TokenLoss
 from core_triton.token_losses import Named
 from linear_ce.statistics import BY_ROW, statistics_for
@@ -33,22 +33,6 @@ class TokenCall(NamedTuple):
     needs_grad: NeedsGrad
     d_per_token: Sequence[bool]  # which of per_token are differentiated
     stats: Sequence[bool]  # which fields of `TokenStats` are computed
-
-
-class TokenStats(NamedTuple):
-    """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...)
-    float32 unless noted; None for those that were not asked for. None of it has a gradient.
-
-    Rows that do not contribute (ignored, or with token_weight 0) have 0.
-    """
-
-    log_prob: Tensor | None  # of the target, what token_loss gets; NaN for a target that is not a class
-    entropy: Tensor | None
-    lse: Tensor | None  # log-sum-exp of the logits
-    argmax: Tensor | None  # int64, the class of the largest logit, the lowest of equals; -1 where lse is not finite
-    is_top1: Tensor | None  # bool, whether the target has the largest logit; ties count, as in `LossStats.accuracy`
-    mean_logit: Tensor | None
-    sum_squared_probs: Tensor | None  # of the squared probabilities of all classes
 
 
 class TokenLossResults(NamedTuple):

@@ -30,6 +30,7 @@ from jax_pallas import elementwise, launch, ops, row_math
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
+from jax_pallas.row_math import TokenStats
 from jax_pallas.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
@@ -67,22 +68,6 @@ class LossStats(NamedTuple):
     z_loss: Array  # the z-loss's part of the loss: () float32, (...,) for reduction "none"
     accuracy: Array  # () float32, fraction of contributing tokens whose target has the largest logit; ties count
     n_valid: Array  # () int32, targets that are not ignore_index
-
-
-class TokenStats(NamedTuple):
-    """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...,)
-    float32 unless noted; None for those that were not asked for. None of it has a gradient.
-
-    Rows that do not contribute (ignored, or with token_weight 0) have 0.
-    """
-
-    log_prob: Array | None  # of the target, what token_loss gets; NaN for a target that is not a class
-    entropy: Array | None
-    lse: Array | None  # log-sum-exp of the logits
-    argmax: Array | None  # int32, the class of the largest logit, the lowest of equals; -1 where lse is not finite
-    is_top1: Array | None  # bool, whether the target has the largest logit; ties count, as in `LossStats.accuracy`
-    mean_logit: Array | None
-    sum_squared_probs: Array | None  # of the squared probabilities of all classes
 
 
 class LogProbs(NamedTuple):

@@ -160,7 +160,7 @@ def _present(found: row_math.RowStatistics, statistics: int) -> Arrays:
     return found.lse, found.target_logit, found.max, *present
 
 
-def row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowStatistics:
+def _row_statistics_of(results: Sequence[Any], statistics: int) -> row_math.RowStatistics:
     """Returns the statistics that `_present` made."""
     lse, target_logit, top, *rest = results
     argmax, entropy, mean_logit, squares = (
@@ -341,7 +341,7 @@ def token_losses(token: TokenOptions, *arrays: Array) -> Arrays:
     nll, *rest = row_losses(token.options, *_unweighted(token.options, of_call))
     row_weight = token.options.named(of_call)["row_weight"]
     loss = token_rows(token, 0.0 - nll, row_weight, *per_token, *closure)[0]
-    found = row_statistics_of(rest, token.options.statistics)
+    found = _row_statistics_of(rest, token.options.statistics)
     return loss, *_stats(token, jax.lax.stop_gradient(0.0 - nll), row_weight, found)
 
 

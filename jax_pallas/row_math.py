@@ -58,6 +58,22 @@ class RowStatistics(NamedTuple):
     sum_squared_probs: Array | None = None
 
 
+class TokenStats(NamedTuple):
+    """Statistics of the distribution of each token that `linear_token_loss_with_stats` returns besides the loss, (...,)
+    float32 unless noted; None for those that were not asked for. None of it has a gradient.
+
+    Rows that do not contribute (ignored, or with token_weight 0) have 0.
+    """
+
+    log_prob: Array | None  # of the target, what token_loss gets; NaN for a target that is not a class
+    entropy: Array | None
+    lse: Array | None  # log-sum-exp of the logits
+    argmax: Array | None  # int32, the class of the largest logit, the lowest of equals; -1 where lse is not finite
+    is_top1: Array | None  # bool, whether the target has the largest logit; ties count, as in `LossStats.accuracy`
+    mean_logit: Array | None
+    sum_squared_probs: Array | None  # of the squared probabilities of all classes
+
+
 class Coefficients(NamedTuple):
     """The coefficients of a row's loss in d_logits (23), all (n,) float32; None means zero."""
 

@@ -168,10 +168,10 @@ ONE_FRAMEWORK_ONLY = {
         *("add_d_weight", "HeadSums"),  # sums in a loop's carry
     },
     "recompute.py": {"tma_compatible"},  # JAX arrays have no strides
-    "row_math.py": {"nll_and_lse", "power_of_two"},  # XLA finishes the rows of scaled exponentials
+    "row_math.py": {"nll_and_lse", "power_of_two", "first_of_largest"},  # XLA finishes the rows of scaled exponentials
     "scaled_exp.py": {
         *("PackedRows", "pack_rows"),  # JAX leaves rows where they are
-        "Carry",  # the carry of a loop
+        *("Carry", "OfTokens"),  # the carry of a loop, and what it returns
         "token_loss_and_gradients",  # in PyTorch, plan A takes the token loss as an argument
         *("target_rows", "static_args"),  # XLA does what row kernels do in PyTorch
     },
