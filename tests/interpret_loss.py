@@ -42,7 +42,7 @@ from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
 from linear_ce.spec import DEFAULT_MEMORY_BUDGET, LossSpec
-from linear_ce.statistics import OF_LOGITS
+from linear_ce.statistics import LOGIT_SUM, OF_LOGITS
 from parity.arrays import make_arrays
 from parity.backends import run_case
 from parity.cases import Case, cases
@@ -624,7 +624,8 @@ def run_stored() -> None:
         found, want = [], []
         for results, tiles in ((found, STORED_TILES), (want, chunked.TORCH_TILES)):
             kept: list[Tensor] = []
-            partial = tiles.partial(problem, x, w[whole], target, whole, kept, OF_LOGITS)
+            # The sum of the logits is for token losses, which have no class weights.
+            partial = tiles.partial(problem, x, w[whole], target, whole, kept, OF_LOGITS & ~LOGIT_SUM)
             results += [one for one in partial if one is not None]
             lse = row_math.finish(partial, target, row_weight, classes).lse
             sigma = row_weight if spec.label_smoothing else None

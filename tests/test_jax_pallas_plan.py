@@ -56,7 +56,7 @@ def test_a_plan_is_frozen_and_made_once() -> None:
         ({"stage": "losses"}, "scaled_exp", True),
         ({"stage": "losses", "dtype": "float16"}, "scaled_exp", False),
         ({"stage": "losses", "head": "float32"}, "recompute", False),
-        ({"stage": "statistics", "entropy": True}, "recompute", True),
+        ({"stage": "statistics", "entropy": True}, "scaled_exp", True),
         ({"stage": "gradients"}, "recompute", True),
         ({"stage": "gradients", "vocab_axis": 1, "classes": 151930}, "recompute", False),
         ({"stage": "row_gradients"}, "scaled_exp", True),
