@@ -203,12 +203,15 @@ def store_d_weight(own: DWeightProgram, sums: Array, index: Any, d: Any, v: Any,
         old = own.old.pieces.at[slot, own.warpgroup]
         old = old.transpose((1, 0)) if own.kernel.vocab_axis == 0 else old
         sums += plgpu.load(old, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        plgpu.barrier_arrive(own.old.empty.at[slot])
     plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has read this buffer
     buffer = buffers.at[own.warpgroup, piece % 2]
     buffer = buffer.transpose((1, 0)) if own.kernel.vocab_axis == 0 else buffer
     buffer[...] = sums.astype(own.d_weight_ref.dtype)
     plgpu.commit_smem()
+    if own.old is not None and loaded:
+        # Only here: the assembler does not wait for a load before an arrival that follows it. The next old piece would
+        # sometimes take the place of this one before it is read.
+        plgpu.barrier_arrive(own.old.empty.at[slot])
     write = partial(plgpu.copy_smem_to_gmem, moved.at[own.warpgroup, piece % 2], own.piece_at(d, v + piece * PIECE))
     add = partial(write, reduction_op="add")
     if loaded or not own.kernel.adds:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sass import innermost_loop, missing_overlap, opcodes
+from sass import innermost_loop, missing_overlap, opcodes, unread_at_arrival
 
 from benchmarks.launch_recorder import dump
 from benchmarks.shapes import Shape
@@ -109,8 +109,9 @@ def keep_printed(printed: str, kept: Path) -> None:
 
 
 def check_kernels(kept: Path, *names: str) -> None:
-    """Fails if a kernel of this library spills registers, or waits for all matmuls more often than its source asks for.
-    If the assembler cannot follow the accumulators of wgmma, it waits for each matmul, which costs a fifth of the time.
+    """Fails if a kernel of this library spills registers, frees shared memory that it has yet to read, or waits for all
+    matmuls more often than its source asks for. If the assembler cannot follow the accumulators of wgmma, it waits for
+    each matmul, which costs a fifth of the time.
 
     Args:
         kept: the folder that `compile_all` filled.
@@ -128,7 +129,9 @@ def check_kernels(kept: Path, *names: str) -> None:
             wrong.append(f"{kernel} spills {max(spilled)} bytes of registers")
         if kernel and "wgmma.mma_async" in ptx:
             asked = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx))
-            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", dump(path.with_suffix(".cubin").read_bytes(), "-sass")))
+            sass = dump(path.with_suffix(".cubin").read_bytes(), "-sass")
+            waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", sass))
+            wrong += [f"{kernel} arrives at a barrier before it has waited for {load}" for load in unread_at_arrival(sass)]
             if waits > asked or "serialized" in log:
                 wrong.append(f"{kernel} waits {waits} times for all matmuls, but its source {asked} times")
     assert not wrong, "\n".join(wrong)
