@@ -131,7 +131,9 @@ def check_kernels(kept: Path, *names: str) -> None:
             asked = len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx))
             sass = dump(path.with_suffix(".cubin").read_bytes(), "-sass")
             waits = len(re.findall(r"DEPBAR\.LE gsb0, 0x0", sass))
-            wrong += [f"{kernel} arrives at a barrier before it has waited for {load}" for load in unread_at_arrival(sass)]
+            wrong += [
+                f"{kernel} arrives at a barrier before it has waited for {load}" for load in unread_at_arrival(sass)
+            ]
             if waits > asked or "serialized" in log:
                 wrong.append(f"{kernel} waits {waits} times for all matmuls, but its source {asked} times")
     assert not wrong, "\n".join(wrong)
