@@ -351,13 +351,13 @@ def _weights_of_token_loss(
     problem: Problem, config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, hook: TokenHook
 ) -> At:
     """Calls the token loss on a chunk's packed rows; returns their row weights in the gradients (n,): (35)."""
-    assert hook.gradient_weight is not None
     # With row weights of 1, and without z-loss and class weights, the loss is the negative log-likelihood.
     ones = (rows.row_weight[chunk] != 0).float()
     _finish_rows(problem, config, rows, chunk, scratch, row_weight=At(ones, 0), e=None, x=None)
     order = rows.order[chunk]
-    hook.process(order, rows.loss_out[order])
-    return At(hook.gradient_weight[order], 0)
+    weight = hook.process(order, rows.loss_out[order])
+    assert weight is not None
+    return At(weight, 0)
 
 
 def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:

@@ -104,6 +104,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
         row_weight,
         d_logits=any(needs_grad),
         d_per_token=d_per_token,
+        kernels=options.implementation != "chunked",
     )
     gradients, scales = Gradients(None, None, None), None
     if any(needs_grad):

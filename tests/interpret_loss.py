@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from assertions import least_budget
-from token_loss_problem import counted_chunks, make_problem, outputs, used_of_budget
+from token_loss_problem import NAMED, counted_chunks, make_problem, outputs, used_of_budget
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_problem import leaves, problem, total
@@ -38,6 +38,7 @@ import core_triton
 from core_triton import chunked, operators, ops, row_kernels, row_math, target_grad
 from core_triton.problem import NeedsGrad, Problem, plan_of
 from core_triton.stored_logits import STORED_TILES
+from core_triton.token_hook import TokenHook
 from linear_ce.chunking import ChunkConfig
 from linear_ce.reference import reference_loss
 from linear_ce.rounding import round_to
@@ -493,6 +494,46 @@ def run_token_loss(dtype: str, *names: str) -> None:
         say(name=f"{dtype}-{name}", used=used, chunks=chunks.call_count)
 
 
+def run_token_kernel() -> None:
+    """Compares `token_kernels` with the formulas under autograd: all named losses, on rows in any order and on a slice,
+    with strided arguments of other dtypes, and with rows that do not contribute or are NaN."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, n = 700, 600
+    row_weight = torch.rand(tokens, generator=generator)
+    row_weight[::5] = 0.0
+    order, nll = torch.randperm(tokens, generator=generator)[:n], 8 * torch.rand(n, generator=generator) ** 2
+    nll[row_weight[order] == 0], nll[3] = torch.nan, torch.nan
+    for name, function in NAMED.items():
+        arguments = torch.randn(2, tokens, 4, generator=generator)
+        arguments[..., 1:] *= 0.5
+        arguments[0, :, 1:] -= torch.zeros(tokens).index_put((order,), nll.nan_to_num())[:, None]
+        arguments[:, ::5] = torch.nan
+        per_token = [arguments[0, :, 0].bfloat16(), *arguments[0, :, 1:].unbind(1)][: len(function.per_token)]
+        for rows in (order, slice(50, 50 + n)):
+            for d_logits, d_per_token in ((True, True), (True, False), (False, True)):
+                outputs: list[list[Tensor]] = []
+                for kernels in (True, False):
+                    hook = TokenHook(
+                        function,
+                        per_token,
+                        row_weight,
+                        d_logits=d_logits,
+                        d_per_token=[d_per_token] * len(per_token),
+                        kernels=kernels,
+                    )
+                    weight = hook.process(rows, nll)
+                    full = hook.loss, hook.gradient_weight, *hook.d_per_token
+                    outputs.append([one[rows] for one in full if one is not None])
+                    if d_logits:
+                        assert weight is not None
+                        outputs[-1].append(weight)
+                used = {
+                    f"{index}": 100 * error(found.numpy(), want.numpy()) / 1e-6
+                    for index, (found, want) in enumerate(zip(*outputs, strict=True))
+                }
+                say(name=f"{name}, {type(rows).__name__}, {d_logits}, {d_per_token}", used=used)
+
+
 # Rows of several programs.
 
 
@@ -636,6 +677,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "layouts": run_layouts,
     "chunks": run_chunks,
     "token_loss": run_token_loss,
+    "token_kernel": run_token_kernel,
     "rows": run_rows,
     "stored": run_stored,
     "scale": run_scale,

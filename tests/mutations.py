@@ -347,7 +347,26 @@ TORCH_TOKENS = tests("core_triton_numeric", "test_case and token_loss")
 KERNEL_TOKENS = tests("core_triton_interpreted", "token_losses")
 JAX_TOKENS = tests("jax_pallas_numeric", "token_loss")
 TOKEN_LOSSES = (
-    Mutation("core_triton/token_hook.py", "None if d_log_prob is None else -d_log_prob", "d_log_prob", TORCH_TOKENS),
+    Mutation("core_triton/token_hook.py", "kept * -d_log_prob", "kept * d_log_prob", TORCH_TOKENS),
+    Mutation("core_triton/token_kernels.py", "rest + difference, -rest", "rest + difference, rest", KERNEL_TOKENS),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "mask=contributes, other=0.0)\n    # A row",
+        "mask=inside)\n    # A row",
+        KERNEL_TOKENS,
+    ),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "-bound * first, -bound * log_prob",
+        "-ratio * first, -bound * log_prob",
+        KERNEL_TOKENS,
+    ),
+    Mutation(
+        "core_triton/token_kernels.py",
+        "tl.load(ptr + row.to(tl.int64) * stride",
+        "tl.load(ptr + row.to(tl.int64)",
+        KERNEL_TOKENS,
+    ),
     Mutation(
         "core_triton/token_hook.py",
         "torch.where(log_prob.isnan(), torch.nan, row_weight)",

@@ -202,6 +202,11 @@ def test_token_losses_in_several_chunks(results: Results) -> None:
     assert all(result["chunks"] >= 3 for result in results)
 
 
+@pytest.mark.parametrize("program", [quick("token_kernel")])
+def test_named_token_losses_in_one_kernel(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("rows")])
 def test_rows_of_several_programs(results: Results) -> None:
     assert_within_budget(results)

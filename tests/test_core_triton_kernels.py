@@ -23,7 +23,8 @@ import core_triton
 from benchmarks.chunk_rows import preferring
 from benchmarks.launch_recorder import SHARED_MEMORY, Launch, compile_launch, dump, fake_gpu, launches_of
 from benchmarks.shapes import SHAPES, Shape
-from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config
+from core_triton import chunked, hopper_gradients, ops, replay, row_kernels, tile_config, token_kernels
+from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
@@ -169,7 +170,14 @@ def zero() -> None:
     row_kernels.zero(array(64, 4096, dtype=torch.bfloat16))
 
 
-SCALES = {"row_weights": row_weights, "total": total, "zero": zero} | {
+def token_losses() -> None:
+    rows, vectors = array(1024, dtype=torch.int64), [array(8192) for _ in range(8)]
+    function = named_losses.grpo(beta=0.04)
+    hook = {"loss": vectors[0], "gradient_weight": vectors[1], "d_per_token": vectors[2:5]}
+    token_kernels.token_loss(function, rows, array(1024), array(8192), vectors[5:], **hook)
+
+
+SCALES = {"row_weights": row_weights, "total": total, "zero": zero, "token_losses": token_losses} | {
     f"scale-{name}": scale(dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))
 }
 LAUNCHING: dict[str, Callable[[], Any]] = {**{name: call.run for name, call in CALLS.items()}, **SCALES}
@@ -413,6 +421,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
+    modules.add("core_triton.token_kernels")
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:
