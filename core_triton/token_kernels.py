@@ -36,7 +36,7 @@ def clipped(ratio, low, high):
 def kl_of(difference, KL: tl.constexpr):
     """Returns an estimate of the KL divergence from log_prob - ref_log_prob, and its derivative."""
     if KL == "k1":
-        return difference, difference * 0.0 + 1.0
+        return difference, tl.zeros_like(difference) + 1.0
     elif KL == "k2":
         return 0.5 * difference * difference, difference
     else:
@@ -45,16 +45,16 @@ def kl_of(difference, KL: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, row, stride, contributes):
-    """Returns values of rows as float32, 0 in those that do not contribute."""
-    return tl.load(ptr + row.to(tl.int64) * stride, mask=contributes, other=0.0).to(tl.float32)
+def load_rows(ptr, row, stride, inside):
+    """Returns values of rows as float32."""
+    return tl.load(ptr + row.to(tl.int64) * stride, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_rows(ptr, row, value, factor, contributes, inside):
-    """Writes factor * value to rows, 0 to those that do not contribute; nothing if the pointer is None."""
+def store_rows(ptr, row, value, factor, inside):
+    """Writes factor * value to rows, 0 where the factor is 0, whatever the value; nothing if the pointer is None."""
     if ptr is not None:
-        tl.store(ptr + row, tl.where(contributes, factor * value, 0.0), mask=inside)
+        tl.store(ptr + row, tl.where(factor == 0, 0.0, factor * value), mask=inside)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -77,33 +77,32 @@ def token_loss_kernel(
     else:
         row = start + index
     row_weight = tl.load(row_weight_ptr + row, mask=inside, other=0.0)
-    contributes = row_weight != 0
-    log_prob = 0.0 - tl.load(nll_ptr + index, mask=contributes, other=0.0)
+    log_prob = 0.0 - tl.load(nll_ptr + index, mask=inside, other=0.0)
     # A row whose log-probability is NaN has NaN everywhere, also where the formula replaces NaN.
-    factor = tl.where(log_prob == log_prob, row_weight, float("nan"))
-    first = load_rows(first_ptr, row, first_stride, contributes)
+    factor = tl.where((log_prob == log_prob) | (row_weight == 0), row_weight, float("nan"))
+    first = load_rows(first_ptr, row, first_stride, inside)
     if NAME == "weighted_nll" or NAME == "reinforce":
         loss, slope, d_first = -first * log_prob, -first, -log_prob
     else:
-        ratio = tl.exp(log_prob - load_rows(second_ptr, row, second_stride, contributes))
+        ratio = tl.exp(log_prob - load_rows(second_ptr, row, second_stride, inside))
         bound = clipped(ratio, low, high)
         if NAME == "cispo":
-            loss, slope, d_first, d_second = -bound * first * log_prob, -bound * first, -bound * log_prob, ratio * 0.0
+            loss, slope, d_first, d_second = -bound * first * log_prob, -bound * first, -bound * log_prob, tl.zeros_like(ratio)
         else:
             clips = bound * first < ratio * first
             d_first = -tl.where(clips, bound, ratio)
             d_second = tl.where(clips, 0.0, ratio * first)
             loss, slope = d_first * first, -d_second
-        store_rows(d_second_ptr, row, d_second, factor, contributes, inside)
+        store_rows(d_second_ptr, row, d_second, factor, inside)
     if ref_ptr is not None:
-        kl, d_kl = kl_of(log_prob - load_rows(ref_ptr, row, ref_stride, contributes), KL)
+        kl, d_kl = kl_of(log_prob - load_rows(ref_ptr, row, ref_stride, inside), KL)
         loss += beta * kl
         slope += beta * d_kl
-        store_rows(d_ref_ptr, row, -beta * d_kl, factor, contributes, inside)
-    store_rows(loss_ptr, row, loss, factor, contributes, inside)
-    store_rows(d_first_ptr, row, d_first, factor, contributes, inside)
-    store_rows(gradient_weight_ptr, row, -slope, factor, contributes, inside)  # that of nll = -log_prob
-    store_rows(found_ptr, index, -slope, factor, contributes, inside)
+        store_rows(d_ref_ptr, row, -beta * d_kl, factor, inside)
+    store_rows(loss_ptr, row, loss, factor, inside)
+    store_rows(d_first_ptr, row, d_first, factor, inside)
+    store_rows(gradient_weight_ptr, row, -slope, factor, inside)  # that of nll = -log_prob
+    store_rows(found_ptr, index, -slope, factor, inside)
 
 
 def token_loss(

@@ -351,8 +351,8 @@ TOKEN_LOSSES = (
     Mutation("core_triton/token_kernels.py", "rest + difference, -rest", "rest + difference, rest", KERNEL_TOKENS),
     Mutation(
         "core_triton/token_kernels.py",
-        "mask=contributes, other=0.0)\n    # A row",
-        "mask=inside)\n    # A row",
+        "tl.where(factor == 0, 0.0, factor * value)",
+        "factor * value",
         KERNEL_TOKENS,
     ),
     Mutation(
