@@ -87,7 +87,8 @@ def token_loss_kernel(
         ratio = tl.exp(log_prob - load_rows(second_ptr, row, second_stride, inside))
         bound = clipped(ratio, low, high)
         if NAME == "cispo":
-            loss, slope, d_first, d_second = -bound * first * log_prob, -bound * first, -bound * log_prob, tl.zeros_like(ratio)
+            loss, slope, d_first = -bound * first * log_prob, -bound * first, -bound * log_prob
+            d_second = tl.zeros_like(ratio)
         else:
             clips = bound * first < ratio * first
             d_first = -tl.where(clips, bound, ratio)

@@ -357,8 +357,8 @@ TOKEN_LOSSES = (
     ),
     Mutation(
         "core_triton/token_kernels.py",
-        "-bound * first, -bound * log_prob",
-        "-ratio * first, -bound * log_prob",
+        "log_prob, -bound * first, -bound",
+        "log_prob, -ratio * first, -bound",
         KERNEL_TOKENS,
     ),
     Mutation(
