@@ -22,6 +22,7 @@ def workspace_model(
     d_input: bool,
     d_weight: bool,
     upcasts: bool,
+    grad_into: bool = False,
 ) -> WorkspaceModel:
     """Counts what `chunked` allocates above inputs and gradients.
 
@@ -38,6 +39,7 @@ def workspace_model(
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         upcasts: matmuls run on float32 copies (16-bit input on a device without float32-output matmuls).
+        grad_into: d_weight is added to a float32 tensor of the caller.
     """
     half = itemsize == 2
     copy = 4 * upcasts  # float32 copy of an operand
@@ -54,7 +56,7 @@ def workspace_model(
     rounded = itemsize + copy if half else 0
     second_pass = 4 * softcap + 4 * entropy + rounded  # the cap's slope; a factor; d_logits in input's dtype
     per_logit = 4 * (not keeps_logits) + max(first_pass, second_pass)
-    needs_sum = d_weight and weight_itemsize < 4
+    needs_sum = d_weight and weight_itemsize < 4 and not grad_into
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
@@ -78,6 +80,7 @@ def choose_chunked(
     d_input: bool,
     d_weight: bool,
     upcasts: bool,
+    grad_into: bool = False,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
@@ -105,6 +108,7 @@ def choose_chunked(
             d_input=d_input,
             d_weight=d_weight,
             upcasts=upcasts,
+            grad_into=grad_into,
         )
 
     recomputing = model(keeps_logits=False)

@@ -330,7 +330,9 @@ def gradients(
 
 def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> GradientSums:
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
+    return GradientSums(
+        *arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, grad_into=problem.grad_into
+    )
 
 
 def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token lo
 `input_grad.py` or `target_grad.py`.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -106,6 +107,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -140,6 +142,21 @@ def linear_cross_entropy(
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
+        grad_into: (V, D) float32 buffer, contiguous, for example Megatron's `weight.main_grad`, or the `grad` of a
+            float32 head. The gradient of linear_weight is added to it, in float32, and linear_weight gets none from
+            autograd, so there is no second (V, D) buffer, and the gradients of several calls and of a tied embedding
+            round once. The rows past vocab_size stay as they are. Without gradients (`torch.no_grad`) nothing is added.
+
+            With reduction "mean" or "sum" the forward pass adds it, because that is where the gradients are computed:
+            adding it in the backward pass would take a fourth matmul, or a second buffer. The upstream gradient of the
+            loss is not known there, so it must be 1, as in `loss.backward()`. The backward pass checks that without
+            waiting for the device: on a GPU another number is a device-side assertion. So do not divide the loss by the
+            number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
+            Every forward pass with gradients enabled must be followed by one backward pass.
+
+            With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
+            the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
+            the forward pass twice.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -148,6 +165,8 @@ def linear_cross_entropy(
         TypeError: an argument is not a tensor or has an unsupported dtype.
         ValueError: a shape, a device or an option is wrong, or memory_budget cannot hold the smallest chunk. The
             message names the argument.
+        RuntimeError: a second derivative. With grad_into: a second backward pass, an upstream gradient that is not 1,
+            or hooks of saved tensors, which activation checkpointing and offloading use, where the forward pass adds.
 
     Example:
         >>> import torch, core_triton
@@ -155,6 +174,13 @@ def linear_cross_entropy(
         >>> core_triton.linear_cross_entropy(x, w, torch.arange(6)).backward()
         >>> w.grad.shape
         torch.Size([100, 16])
+        >>> total = torch.zeros(100, 16)  # of two micro-batches, each of half of the tokens
+        >>> for i in range(2):
+        ...     half = slice(3 * i, 3 * i + 3)
+        ...     loss = core_triton.linear_cross_entropy(x[half], w, torch.arange(6)[half], normalizer=6, grad_into=total)
+        ...     loss.backward()
+        >>> torch.allclose(total, w.grad, atol=1e-6)
+        True
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
@@ -165,7 +191,8 @@ def linear_cross_entropy(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    return _shaped(_loss(call, statistics=False).loss, target)
+    into = _check_grad_into(grad_into, input, linear_weight)
+    return _shaped(_loss(call, into, statistics=False).loss, target)
 
 
 def linear_cross_entropy_with_stats(
@@ -186,6 +213,7 @@ def linear_cross_entropy_with_stats(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -209,7 +237,7 @@ def linear_cross_entropy_with_stats(
     call = _prepare(
         spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
     )
-    loss, *found = _loss(call, statistics=True)
+    loss, *found = _loss(call, _check_grad_into(grad_into, input, linear_weight), statistics=True)
     row_weight, lse, target_logit, top = found
     assert row_weight is not None
     assert lse is not None
@@ -241,6 +269,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -248,6 +277,7 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
+        grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -267,7 +297,8 @@ def linear_log_probs(
     """
     spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
     call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    found = ops.log_probs(call.arrays, call.options)
+    into = _check_grad_into(grad_into, input, linear_weight)
+    found = _run(ops.log_probs, call.arrays, call.options, grad_into=into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -287,6 +318,7 @@ def linear_token_loss(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -358,6 +390,7 @@ def linear_token_loss(
             vocab_size=vocab_size,
             memory_budget=memory_budget,
             implementation=implementation,
+            grad_into=grad_into,
         )
     spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
     call = _prepare(
@@ -365,7 +398,9 @@ def linear_token_loss(
     )
     flat = _check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    return _shaped(run(call.arrays, call.weights, call.options, token_loss, flat), target)
+    into = _check_grad_into(grad_into, input, linear_weight)
+    found = _run(run, call.arrays, call.weights, call.options, token_loss, flat, grad_into=into)
+    return _shaped(found, target)
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -440,6 +475,7 @@ def explain(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -450,7 +486,7 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into: as given to the call.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -486,7 +522,7 @@ def explain(
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
     classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
+    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
@@ -664,6 +700,35 @@ def _check_per_token(
     return [_flat(tensor, 1) for tensor in per_token]
 
 
+def _check_grad_into(grad_into: Tensor | None, input: Tensor, linear_weight: Tensor) -> Tensor | None:
+    """Returns a grad_into that the head's gradient can be added to, or None where no gradient is computed."""
+    if grad_into is None:
+        return None
+    if not isinstance(grad_into, Tensor):
+        raise TypeError(f"grad_into must be a Tensor or None, got {type(grad_into).__name__}")
+    for name, tensor in (("grad_into", grad_into), ("input", input), ("linear_weight", linear_weight)):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"grad_into needs plain tensors, and {name} is a {type(tensor).__name__}")
+    if grad_into.dtype != torch.float32:
+        raise TypeError(f"grad_into must be float32, got {str(grad_into.dtype).removeprefix('torch.')}")
+    if grad_into.shape != linear_weight.shape:
+        raise ValueError(
+            f"grad_into must have shape {tuple(linear_weight.shape)} (linear_weight's shape), "
+            f"got {tuple(grad_into.shape)}"
+        )
+    if grad_into.device != input.device:
+        raise ValueError(f"grad_into must be on input's device {input.device}, got {grad_into.device}")
+    if not grad_into.is_contiguous():
+        raise ValueError(f"grad_into must be contiguous, got strides {grad_into.stride()}")
+    if grad_into.requires_grad:
+        raise ValueError("grad_into is changed in place and must not require grad")
+    if not torch.is_grad_enabled():
+        return None
+    if not linear_weight.requires_grad:
+        raise ValueError("grad_into must be None for a linear_weight that does not require grad")
+    return grad_into
+
+
 _OPTIONAL = "linear_bias", "weight", "token_weight"
 
 _CONSTANT = "weight", "token_weight", "normalizer"
@@ -706,7 +771,18 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
     return loss if loss.ndim == 0 or loss.shape == target.shape else loss.reshape(target.shape)
 
 
-def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
+def _loss(call: _Call, grad_into: Tensor | None, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
     reduce = call.spec.reduction != "none"
-    return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)
+    given = call.arrays, call.weights, call.options
+    return _run(ops.loss, *given, statistics=statistics, reduce=reduce, grad_into=grad_into)
+
+
+def _run(function: Callable[..., Any], *arguments: Any, grad_into: Tensor | None, **options: Any) -> Any:
+    """Returns function(*arguments, grad_into=grad_into, **options). The operators of torch.compile change none of their
+    arguments, so with `grad_into` the function runs between two graphs."""
+    if grad_into is not None and torch.compiler.is_compiling():
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(function, *arguments, grad_into=grad_into, **options)
+    return function(*arguments, grad_into=grad_into, **options)

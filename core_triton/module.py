@@ -84,8 +84,10 @@ class LinearCrossEntropy(nn.Module):
         *,
         token_weight: Tensor | None = None,
         normalizer: Tensor | float | None = None,
+        grad_into: Tensor | None = None,
     ) -> Tensor:
-        """Returns the float32 loss of input (..., D) and target (...,)."""
+        """Returns the float32 loss of input (..., D) and target (...,). The other arguments are those of
+        `linear_cross_entropy`."""
         options: dict[str, Any] = {name: getattr(self.spec, name) for name in OPTIONS}
         return linear_cross_entropy(
             input,
@@ -97,6 +99,7 @@ class LinearCrossEntropy(nn.Module):
             normalizer=normalizer,
             memory_budget=self.memory_budget,
             implementation=self.implementation,
+            grad_into=grad_into,
             **options,
         )
 

@@ -80,6 +80,7 @@ class PlanKey(NamedTuple):
     memory_budget: int
     implementation: str
     device: DeviceInfo
+    grad_into: bool = False  # d_weight is added to a float32 tensor of the caller
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             d_input=key.d_input,
             d_weight=key.d_weight,
             upcasts=x.dtype != "float32" and key.device.type != "cuda",
+            grad_into=key.grad_into,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -263,7 +265,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         tiling = None
         if (hopper or ampere) and not casts_head:
             tiling = tile_config.choose_d_input_tiling(key.device.multiprocessors, ampere_tile)
-        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden
+        d_weight_kernel = (hopper or ampere) and w.dtype == x.dtype and padded_hidden == hidden and not key.grad_into
         holds_rows = key.d_input and padded_hidden == hidden
         call = None
         if key.d_input or key.d_weight:

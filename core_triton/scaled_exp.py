@@ -149,7 +149,7 @@ def _scaled_exp(
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-    d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
+    d_weight = ClassSum(w, classes, float32_sum=False, into=problem.grad_into) if needs_grad.d_weight else None
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
@@ -207,15 +207,16 @@ def _scaled_exp(
             smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
     if smoothing is not None and d_input is not None and tokens:
         smoothing.add_to_input(d_input)
-    if d_weight is not None and not tokens:
-        d_weight.total.zero_()
-    elif d_weight is not None and classes < len(w):
-        row_kernels.zero(d_weight.total[classes:])
+    made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
+    if made_d_weight is not None and not tokens:
+        made_d_weight.zero_()
+    elif made_d_weight is not None and classes < len(w):
+        row_kernels.zero(made_d_weight[classes:])
     if d_bias is not None:
         assert b is not None
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
-    gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
+    gradients = Gradients(d_input, made_d_weight, d_bias)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None

@@ -123,6 +123,7 @@ def check_arrays(
     weight: ArrayInfo | None = None,
     token_weight: ArrayInfo | None = None,
     normalizer: ArrayInfo | None = None,
+    grad_into: ArrayInfo | None = None,
     vocab_axis: int = 0,
 ) -> None:
     """Raises an error if a shape or dtype is not supported. The message names the argument and its shape or dtype.
@@ -136,6 +137,7 @@ def check_arrays(
         weight: (V,), any of the three float dtypes.
         token_weight: (...), target's shape, any of the three float dtypes.
         normalizer: (), any of the three float dtypes or an integer dtype.
+        grad_into: linear_weight's shape, float32.
         vocab_axis: which axis of linear_weight is the vocabulary.
 
     Raises:
@@ -178,6 +180,9 @@ def check_arrays(
         if not normalizer.dtype.startswith(("int", "uint")):
             _check_dtype("normalizer", normalizer, (*FLOAT_DTYPES, "float64"))
         _check_shape("normalizer", normalizer, (), "a scalar")
+    if grad_into is not None:
+        _check_dtype("grad_into", grad_into, ("float32",))
+        _check_shape("grad_into", grad_into, linear_weight.shape, "linear_weight's shape")
     spec.classes(vocab)
 
 
