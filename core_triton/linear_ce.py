@@ -188,11 +188,9 @@ def linear_cross_entropy(
         (1)-(18); what the kernels store: (29)-(33).
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
-    into = _check_grad_into(grad_into, input, linear_weight)
-    return _shaped(_loss(call, into, statistics=False).loss, target)
+    vectors = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    return _shaped(_loss(call, statistics=False).loss, target)
 
 
 def linear_cross_entropy_with_stats(
@@ -234,10 +232,9 @@ def linear_cross_entropy_with_stats(
         6
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
-    loss, *found = _loss(call, _check_grad_into(grad_into, input, linear_weight), statistics=True)
+    vectors = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    loss, *found = _loss(call, statistics=True)
     row_weight, lse, target_logit, top = found
     assert row_weight is not None
     assert lse is not None
@@ -296,9 +293,9 @@ def linear_log_probs(
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    into = _check_grad_into(grad_into, input, linear_weight)
-    found = _run(ops.log_probs, call.arrays, call.options, grad_into=into)
+    vectors = linear_bias, None, None, None
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -393,13 +390,11 @@ def linear_token_loss(
             grad_into=grad_into,
         )
     spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, None, token_weight, normalizer, memory_budget, implementation
-    )
+    vectors = linear_bias, None, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     flat = _check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    into = _check_grad_into(grad_into, input, linear_weight)
-    found = _run(run, call.arrays, call.weights, call.options, token_loss, flat, grad_into=into)
+    found = _run(run, call.arrays, call.weights, call.options, token_loss, flat, grad_into=call.grad_into)
     return _shaped(found, target)
 
 
@@ -600,6 +595,7 @@ class _Call(NamedTuple):
     arrays: ops.Arrays
     weights: ops.TokenWeights
     options: ops.Options
+    grad_into: Tensor | None
 
 
 def _prepare(
@@ -613,6 +609,7 @@ def _prepare(
     normalizer: Tensor | float | None,
     memory_budget: int | None,
     implementation: str | None,
+    grad_into: Tensor | None,
 ) -> _Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
@@ -623,6 +620,7 @@ def _prepare(
         "linear_bias": linear_bias,
         "weight": weight,
         "token_weight": token_weight,
+        "grad_into": grad_into,
     }
     for name, tensor in named.items():
         if tensor is None and name in _OPTIONAL:
@@ -672,6 +670,7 @@ def _prepare(
             budget,
             chosen,
         ),
+        _check_grad_into(grad_into, input, linear_weight),
     )
 
 
@@ -701,27 +700,14 @@ def _check_per_token(
 
 
 def _check_grad_into(grad_into: Tensor | None, input: Tensor, linear_weight: Tensor) -> Tensor | None:
-    """Returns a grad_into that the head's gradient can be added to, or None where no gradient is computed."""
+    """Checks what `check_arrays` does not; returns a grad_into, or None where no gradient is computed."""
     if grad_into is None:
         return None
-    if not isinstance(grad_into, Tensor):
-        raise TypeError(f"grad_into must be a Tensor or None, got {type(grad_into).__name__}")
     for name, tensor in (("grad_into", grad_into), ("input", input), ("linear_weight", linear_weight)):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"grad_into needs plain tensors, and {name} is a {type(tensor).__name__}")
-    if grad_into.dtype != torch.float32:
-        raise TypeError(f"grad_into must be float32, got {str(grad_into.dtype).removeprefix('torch.')}")
-    if grad_into.shape != linear_weight.shape:
-        raise ValueError(
-            f"grad_into must have shape {tuple(linear_weight.shape)} (linear_weight's shape), "
-            f"got {tuple(grad_into.shape)}"
-        )
-    if grad_into.device != input.device:
-        raise ValueError(f"grad_into must be on input's device {input.device}, got {grad_into.device}")
     if not grad_into.is_contiguous():
         raise ValueError(f"grad_into must be contiguous, got strides {grad_into.stride()}")
-    if grad_into.requires_grad:
-        raise ValueError("grad_into is changed in place and must not require grad")
     if not torch.is_grad_enabled():
         return None
     if not linear_weight.requires_grad:
@@ -729,9 +715,9 @@ def _check_grad_into(grad_into: Tensor | None, input: Tensor, linear_weight: Ten
     return grad_into
 
 
-_OPTIONAL = "linear_bias", "weight", "token_weight"
+_OPTIONAL = "linear_bias", "weight", "token_weight", "grad_into"
 
-_CONSTANT = "weight", "token_weight", "normalizer"
+_CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 
 
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
@@ -771,11 +757,11 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
     return loss if loss.ndim == 0 or loss.shape == target.shape else loss.reshape(target.shape)
 
 
-def _loss(call: _Call, grad_into: Tensor | None, *, statistics: bool) -> ops.Losses:
+def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
     reduce = call.spec.reduction != "none"
     given = call.arrays, call.weights, call.options
-    return _run(ops.loss, *given, statistics=statistics, reduce=reduce, grad_into=grad_into)
+    return _run(ops.loss, *given, statistics=statistics, reduce=reduce, grad_into=call.grad_into)
 
 
 def _run(function: Callable[..., Any], *arguments: Any, grad_into: Tensor | None, **options: Any) -> Any:
