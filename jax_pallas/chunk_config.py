@@ -20,6 +20,7 @@ def workspace_model(
     entropy: bool,
     d_input: bool,
     d_weight: bool,
+    grad_into: bool = False,
 ) -> WorkspaceModel:
     """Counts what `chunked` allocates above inputs and gradients.
 
@@ -35,6 +36,7 @@ def workspace_model(
         entropy: the entropy is computed, or differentiated.
         d_input: d_input is computed.
         d_weight: d_weight is computed.
+        grad_into: d_weight is added to a float32 array of the caller.
     """
     cast = itemsize * (weight_itemsize != itemsize)  # vocabulary chunk of the head in the input's dtype
     per_row = hidden * itemsize + 128  # rows with the ignored ones zeroed; statistics and coefficients
@@ -48,7 +50,7 @@ def workspace_model(
     per_class = hidden * (itemsize + cast + (8 if d_weight else 0)) + 32
     # Logits; d_logits and what is not fused with it; the shifted logits.
     per_logit = 4 + (4 if itemsize == 4 or entropy or softcap else itemsize) + 4 * entropy
-    needs_sum = d_weight and weight_itemsize < 4
+    needs_sum = d_weight and weight_itemsize < 4 and not grad_into
     return WorkspaceModel(
         fixed=64 * tokens + 8 * classes + 4096,
         per_row=per_row,
@@ -71,6 +73,7 @@ def choose_chunked(
     entropy: bool,
     d_input: bool,
     d_weight: bool,
+    grad_into: bool = False,
     budget: int,
 ) -> ChunkConfig:
     """Returns the chunks of a call.
@@ -97,6 +100,7 @@ def choose_chunked(
             entropy=entropy,
             d_input=d_input,
             d_weight=d_weight,
+            grad_into=grad_into,
         )
 
     recomputing = model(keeps_logits=False)

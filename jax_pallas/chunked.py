@@ -199,7 +199,7 @@ def chunk_gradients(
         coefficients: (n,) each, times the upstream gradient.
         d_input: whether d_input is computed.
         kept: (n, K) logits of the first pass; None computes them again.
-        scales: () factors of d_input and of the gradients of the head.
+        scales: () factors of d_input and of the gradients of the head. d_weight has none with `Problem.grad_into`.
     """
     dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
     contributes = problem.chunk_row_weight(chunk) != 0
@@ -216,7 +216,7 @@ def chunk_gradients(
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
-                head_scale * scales[1],
+                head_scale if problem.grad_into is not None else head_scale * scales[1],
                 bias_scale * scales[1],
             )
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)

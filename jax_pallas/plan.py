@@ -48,6 +48,7 @@ class PlanKey(NamedTuple):
     memory_budget: int
     implementation: str
     device: DeviceInfo
+    grad_into: bool = False  # d_weight is added to a float32 array of the caller
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             entropy=key.entropy,
             d_input=key.d_input,
             d_weight=key.d_weight,
+            grad_into=key.grad_into,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -159,8 +161,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
+    # The kernels add to 16-bit arrays, and XLA's GEMM of the first chunk adds in place to none.
+    multiplies = multiplies and not key.grad_into
     # XLA's GEMMs take whole arrays: nothing is padded.
-    stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
+    stores = multiplies or (
+        not hopper and not casts_head and not key.grad_into and vocab == key.classes == tile_config.padded(vocab)
+    )
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))

@@ -31,6 +31,7 @@ class Problem:
         vocab_offset: class index of linear_weight's first row.
         vocab_axis: which axis of linear_weight is the vocabulary.
         plan: how the call runs; None in tests that call the functions of `chunked` directly.
+        grad_into: linear_weight's shape, float32: d_weight is this plus the gradient; or None.
     """
 
     input: Array
@@ -44,6 +45,7 @@ class Problem:
     vocab_offset: int = 0
     vocab_axis: int = 0
     plan: ExecutionPlan | None = None
+    grad_into: Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -100,7 +102,7 @@ class Gradients(NamedTuple):
     """The gradients of a call; None for those that are not computed."""
 
     d_input: Array | None  # (N, D), input's dtype
-    d_weight: Array | None  # linear_weight's shape and dtype
+    d_weight: Array | None  # linear_weight's shape and dtype; with `Problem.grad_into` float32, and includes it
     d_bias: Array | None  # (V,), linear_bias's dtype
 
 
@@ -154,10 +156,14 @@ class HeadSums(NamedTuple):
         d_bias = jnp.zeros(b.shape, jnp.float32) if needs_grad.d_bias and b is not None else None
         if not needs_grad.d_weight:
             return HeadSums(None, d_bias)
+        if problem.grad_into is not None:
+            return HeadSums(problem.grad_into, d_bias)
         return HeadSums(jnp.zeros(w.shape, jnp.float32 if float32_sum else w.dtype), d_bias)
 
     def result(self, problem: Problem) -> tuple[Array | None, Array | None]:
-        d_weight = None if self.d_weight is None else self.d_weight.astype(problem.linear_weight.dtype)
+        d_weight = self.d_weight
+        if d_weight is not None and problem.grad_into is None:
+            d_weight = d_weight.astype(problem.linear_weight.dtype)
         if self.d_bias is None or problem.linear_bias is None:
             return d_weight, None
         return d_weight, self.d_bias.astype(problem.linear_bias.dtype)

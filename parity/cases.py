@@ -39,6 +39,8 @@ POISONS = (
 )
 
 
+GRAD_INTO_START = 2.0**-12  # not 0, so that what overwrites it shows, and small, so that adding to it rounds little
+
 _MEAN, _SUM, _NONE = LossSpec("mean"), LossSpec("sum"), LossSpec("none")
 
 
@@ -55,6 +57,7 @@ class Case:
     vocab: int = 507  # V, rows of the head
     dtype: str = "float32"
     head_dtype: str = ""  # "" is dtype
+    grad_into: bool = False  # the gradient of the head is added to a float32 array of `GRAD_INTO_START`
     spec: LossSpec = _MEAN
     has_bias: bool = False
     has_class_weight: bool | Literal["zero"] = False
@@ -101,7 +104,8 @@ class Case:
         Under a tight budget a 16-bit d_weight may be summed over the chunks in its own dtype. The k-th of n chunks
         rounds a sum of variance k / n of the whole: together (n + 1) / 2, of which the unfused computation has 1.
         """
-        chunks = self.fractions if self.tight_memory and self.weight_dtype != "float32" else 1
+        in_16_bits = self.weight_dtype != "float32" and not self.grad_into
+        chunks = self.fractions if self.tight_memory and in_16_bits else 1
         return (chunks + 1) / 2 - 1
 
     @property
@@ -327,6 +331,8 @@ def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
 
 _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 
+_INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient must be 1
+
 # Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
 _ALL = FLOAT_DTYPES
 _TWO = ("float32", "bfloat16")
@@ -439,6 +445,25 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-frozen", {"hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
+    ("grad_into-mean", {**_INTO, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _ALL),
+    ("grad_into-tight", {**_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "with_stats": False}, _ALL),
+    (
+        "grad_into-options",
+        {**_INTO, "head_dtype": "float32", "vocab_axis": 1, "has_class_weight": True, "token_weight": "signed"}
+        | {"spec": LossSpec("sum", label_smoothing=0.1, softcap=5.0, vocab_size=500), "tight_memory": True}
+        | {"has_bias": True, "strided": True},
+        _TWO,
+    ),
+    ("grad_into-empty", {**_INTO, "lead": (0,)}, _ONE),
+    ("grad_into-range", {**_INTO, "poison": ("target_range",)}, _BF16),
+    ("hidden64-grad_into", {**_INTO, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _BF16),
+    (
+        "hidden64-grad_into-tight",
+        {**_INTO, "hidden": 64, "lead": (252,), "vocab": 1001, "tight_memory": True, "vocab_axis": 1}
+        | {"spec": LossSpec("sum", vocab_size=960, label_smoothing=0.1)},
+        _BF16,
+    ),
+    ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
@@ -493,6 +518,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("no_gradient", {**_CLIP, "frozen": ("input", "linear_weight", "advantage", "old_log_prob")}, _BF16),
     ("hidden64", {**_KL, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _16_BITS),
     ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
+    ("grad_into", {**_KL, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _TWO),
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
 )

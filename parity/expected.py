@@ -65,7 +65,8 @@ def outputs_of(case: Case) -> tuple[str, ...]:
 
 def dtype_of(case: Case, output: str) -> str:
     """Returns the dtype that a floating-point output must have."""
-    dtypes = {"d_input": case.dtype, "d_weight": case.weight_dtype, "d_bias": case.weight_dtype}
+    head = "float32" if case.grad_into else case.weight_dtype
+    dtypes = {"d_input": case.dtype, "d_weight": head, "d_bias": case.weight_dtype}
     return dtypes.get(output, case.per_token_dtype if output in GRADIENT_OF else "float32")
 
 
@@ -183,6 +184,8 @@ def compare_pair(
 def evaluate_unfused(case: Case, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the outputs of the unfused computation in the case's dtype, as a backend would give them."""
     found = _named(case, _evaluate(case, arrays, unfused(case.dtype, case.weight_dtype)))
+    if case.grad_into:
+        found["d_weight"] = _named(case, _evaluate(case, arrays, unfused(case.dtype, "float32")))["d_weight"]
     for name in case.per_token:
         found[f"d_{name}"] = round_to(found[f"d_{name}"], case.per_token_dtype)
     return {name: found[name] for name in outputs_of(case)}
