@@ -175,10 +175,9 @@ def linear_cross_entropy(
         >>> w.grad.shape
         torch.Size([100, 16])
         >>> total = torch.zeros(100, 16)  # of two micro-batches, each of half of the tokens
-        >>> for i in range(2):
-        ...     half = slice(3 * i, 3 * i + 3)
-        ...     loss = core_triton.linear_cross_entropy(x[half], w, torch.arange(6)[half], normalizer=6, grad_into=total)
-        ...     loss.backward()
+        >>> for half in (slice(0, 3), slice(3, 6)):
+        ...     batch = x[half], w, torch.arange(6)[half]
+        ...     core_triton.linear_cross_entropy(*batch, normalizer=6, grad_into=total).backward()
         >>> torch.allclose(total, w.grad, atol=1e-6)
         True
 

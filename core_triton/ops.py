@@ -206,7 +206,8 @@ class AddsOnce:
     def __init__(self, grad_into: Tensor | None, *, assumes_one: bool) -> None:
         self.grad_into, self.assumes_one, self.done = grad_into, assumes_one, False
         # Activation checkpointing computes the forward pass again where autograd reads saved tensors.
-        if assumes_one and grad_into is not None and torch._C._autograd._top_saved_tensors_default_hooks(True):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        if assumes_one and grad_into is not None and hooks(True):
             raise RuntimeError(
                 "grad_into cannot be added to in the forward pass under hooks of saved tensors, such as those of "
                 f"activation checkpointing, which may run that pass again: {_OTHER_WAY}"
@@ -222,7 +223,7 @@ class AddsOnce:
         self.done = True
         if self.assumes_one:
             one = torch.zeros(()) if d_loss is None else d_loss
-            torch._assert_async(
+            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
                 one == 1,
                 "grad_into was added to in the forward pass, for an upstream gradient of 1, and the gradient of the "
                 f"loss is another number: {_OTHER_WAY}",

@@ -348,8 +348,9 @@ def linear_token_loss(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN, for example because the target is
-        neither a class nor `ignore_index`, the token's loss and gradients are NaN, whatever token_loss returns.
+        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN,
+        for example because the target is neither a class nor `ignore_index`, the token's loss and gradients are NaN,
+        whatever token_loss returns.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;

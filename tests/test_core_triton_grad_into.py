@@ -53,7 +53,7 @@ def test_micro_batches_add_up_in_float32(dtype: str, budget: int | None) -> None
             loss.backward()
     assert w.grad is None
     assert budget is None or chunks.call_count >= 4
-    want = sum(in_float64(arrays, torch.full((70,), 1 / 140)) for arrays in parts) + start.double()
+    want = start.double() + torch.stack([in_float64(arrays, torch.full((70,), 1 / 140)) for arrays in parts]).sum(0)
     rounding = {"float32": 3e-7, "float16": 3e-5, "bfloat16": 2e-4}[dtype]  # of d_logits, whose sum is small here
     assert relative(into, want) < rounding
 
@@ -76,7 +76,8 @@ def test_tied_heads_share_one_buffer() -> None:
     w, into = arrays["linear_weight"], torch.zeros(50, 8)
     w.grad = into  # autograd adds the embedding's gradient to it
     embedded = torch.nn.functional.embedding(tokens, w)
-    core_triton.linear_cross_entropy(**arrays | {"input": embedded}, grad_into=into).backward()
+    call: Arrays = arrays | {"input": embedded}
+    core_triton.linear_cross_entropy(**call, grad_into=into).backward()
     exact = w.detach().double().requires_grad_()
     logits = exact[tokens] @ exact.T + arrays["linear_bias"].detach().double()
     torch.nn.functional.cross_entropy(logits, arrays["target"]).backward()
@@ -109,7 +110,13 @@ def test_options_and_padding_and_rows_that_do_not_contribute() -> None:
         arrays["target"] = torch.where(arrays["target"] >= 45, -100, arrays["target"])
     mask = torch.ones(12)
     mask[3] = 0.0
-    options = {"token_weight": mask, "vocab_size": 45, "label_smoothing": 0.1, "z_loss_weight": 0.1, "softcap": 3.0}
+    options: Arrays = {
+        "token_weight": mask,
+        "vocab_size": 45,
+        "label_smoothing": 0.1,
+        "z_loss_weight": 0.1,
+        "softcap": 3.0,
+    }
     core_triton.linear_cross_entropy(**arrays, **options).backward()
     into = buffer(arrays)
     start = into.clone()
@@ -119,7 +126,7 @@ def test_options_and_padding_and_rows_that_do_not_contribute() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_token_losses(reduction: str) -> None:
+def test_token_losses(reduction: Any) -> None:
     arrays, advantage = problem(bias=False), torch.linspace(-1, 2, 12)
     fixed = arrays["input"], arrays["linear_weight"], arrays["target"], token_losses.reinforce(), advantage
     core_triton.linear_token_loss(*fixed, reduction=reduction).sum().backward()
@@ -246,7 +253,7 @@ def test_torch_compile_runs_the_call_between_two_graphs() -> None:
     [
         ([1.0], TypeError, "grad_into must be a Tensor or None, got list"),
         (torch.zeros(50, 8).bfloat16(), TypeError, "grad_into must be float32, got bfloat16"),
-        (torch.zeros(8, 50), ValueError, r"grad_into must have shape \(50, 8\) \(linear_weight's shape\), got \(8, 50\)"),
+        (torch.zeros(8, 50), ValueError, r"grad_into must have shape \(50, 8\) \(.*\), got \(8, 50\)"),
         (torch.zeros(8, 50).T, ValueError, r"grad_into must be contiguous, got strides \(1, 50\)"),
         (torch.zeros(50, 16)[:, :8], ValueError, r"grad_into must be contiguous, got strides \(16, 1\)"),
         (torch.zeros(50, 8, device="meta"), ValueError, "grad_into must be on input's device cpu, got meta"),

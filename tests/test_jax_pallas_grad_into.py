@@ -173,7 +173,7 @@ def test_no_second_array(dtype: str) -> None:
         (
             {"grad_into": jnp.zeros((50, 8)), "reduction": "none"},
             ValueError,
-            "grad_into needs reduction \"mean\" or \"sum\", got reduction 'none'",
+            'grad_into needs reduction "mean" or "sum", got reduction \'none\'',
         ),
     ],
 )
