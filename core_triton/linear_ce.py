@@ -36,6 +36,7 @@ from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
+    HeadPrecision,
     LossSpec,
     Reduction,
     check_arrays,
@@ -108,6 +109,7 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -157,6 +159,10 @@ def linear_cross_entropy(
             With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
             the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
             the forward pass twice.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16 input,
+            takes it as the sum of two bfloat16 matrices, of which it keeps 16 bits: two matmuls for the logits and two
+            for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place of 2**-9,
+            and with it the logits. d_weight is float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -186,7 +192,8 @@ def linear_cross_entropy(
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = _spec(reduction, *options)
     vectors = linear_bias, weight, token_weight, normalizer
     call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     return _shaped(_loss(call, statistics=False).loss, target)
@@ -211,6 +218,7 @@ def linear_cross_entropy_with_stats(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -230,7 +238,8 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = _spec(reduction, *options)
     vectors = linear_bias, weight, token_weight, normalizer
     call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     loss, *found = _loss(call, statistics=True)
@@ -266,6 +275,7 @@ def linear_log_probs(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -291,7 +301,7 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
+    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     vectors = linear_bias, None, None, None
     call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
@@ -315,6 +325,7 @@ def linear_token_loss(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -387,8 +398,9 @@ def linear_token_loss(
             memory_budget=memory_budget,
             implementation=implementation,
             grad_into=grad_into,
+            head_precision=head_precision,
         )
-    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
+    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     vectors = linear_bias, None, token_weight, normalizer
     call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     flat = _check_per_token(token_loss, per_token, target)
@@ -470,6 +482,7 @@ def explain(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -480,7 +493,8 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
+            given to the call.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -510,7 +524,7 @@ def explain(
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
+    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
@@ -668,6 +682,7 @@ def _prepare(
             classes,
             budget,
             chosen,
+            spec.splits_head,
         ),
         _check_grad_into(grad_into, input, linear_weight),
     )

@@ -66,11 +66,13 @@ class Options(NamedTuple):
     vocab_size: int
     memory_budget: int
     implementation: str
+    splits_head: bool
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"
         rest = self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale
-        return LossSpec(reduction, self.ignore_index, *rest)
+        precision = "float32" if self.splits_head else "input"
+        return LossSpec(reduction, self.ignore_index, *rest, head_precision=precision)
 
 
 class Losses(NamedTuple):
@@ -749,6 +751,7 @@ def plan_for(
         implementation=implementation,
         device=device,
         grad_into=problem.grad_into is not None,
+        splits_head=problem.spec.splits_head,
     )
     return make_plan(key)
 

@@ -48,6 +48,15 @@ class Problem:
         """How many rows of linear_weight are classes. The other rows are padding."""
         return min(max(self.classes - self.vocab_offset, 0), self.linear_weight.shape[0])
 
+    def operand_of(self, vocab_chunk: slice) -> Tensor:
+        """Returns a vocabulary chunk of the head as an operand of matmuls: (v, D), or (v, 2D) if the head is split."""
+        w, dtype = self.linear_weight[vocab_chunk], self.input.dtype
+        return operand(halves(w, dtype) if self.spec.splits_head else w, dtype)
+
+    def beside_head(self, x: Tensor) -> Tensor:
+        """Returns rows (n, D) as an operand of the logits' matmul with `operand_of`: (n, 2D) if the head is split."""
+        return torch.cat([x, x], 1) if self.spec.splits_head else x
+
     def chunks(self, size: int) -> Iterator[slice]:
         tokens = self.input.shape[0]
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
@@ -131,6 +140,16 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         torch.mm(a, b, out=total)
     else:
         torch.addmm(total, a, b, out=total)
+
+
+def halves(w: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> Tensor:
+    """Returns a float32 matrix (v, D) as the sum of two of another dtype, (v, 2D): the matrix rounded, and what is left
+    rounded: MATH.md (39). Writes them to `into` if not None."""
+    hidden = w.shape[1]
+    both = w.new_empty((len(w), 2 * hidden), dtype=dtype) if into is None else into
+    both[:, :hidden] = w
+    torch.sub(w, both[:, :hidden], out=both[:, hidden : 2 * hidden])
+    return both
 
 
 def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:

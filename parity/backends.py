@@ -138,6 +138,8 @@ def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
     }
     if case.function != "log_probs":
         options["reduction"] = spec.reduction
+    if spec.splits_head:
+        options["head_precision"] = "float32"
     if case.function == "loss":
         options |= {"label_smoothing": spec.label_smoothing, "z_loss_weight": spec.z_loss_weight}
     return options

@@ -333,6 +333,9 @@ _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 
 _INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient must be 1
 
+_SPLIT_SPEC = LossSpec(head_precision="float32")
+_SPLIT: dict[str, Any] = {"head_dtype": "float32", "spec": _SPLIT_SPEC}
+
 # Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
 _ALL = FLOAT_DTYPES
 _TWO = ("float32", "bfloat16")
@@ -463,6 +466,19 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         | {"spec": LossSpec("sum", vocab_size=960, label_smoothing=0.1)},
         _BF16,
     ),
+    ("head_split-mean", {**_SPLIT, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("head_split-none", {**_SPLIT, "spec": replace(_SPLIT_SPEC, reduction="none", softcap=5.0)}, _BF16),
+    (
+        "head_split-options",
+        {**_SPLIT, "vocab_axis": 1, "hidden": 21, "has_class_weight": True, "token_weight": "signed", "strided": True}
+        | {"spec": replace(_SPLIT_SPEC, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, vocab_size=500)},
+        _BF16,
+    ),
+    ("head_split-tight", {**_SPLIT, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123}, _BF16),
+    ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
+    ("head_split-range", {**_SPLIT, "poison": ("target_range",)}, _BF16),
+    ("head_split-empty", {**_SPLIT, "lead": (0,)}, _BF16),
+    ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
     ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
@@ -494,6 +510,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
+    ("head_split", {**_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
@@ -512,6 +529,7 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
     ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
     ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
+    ("head_split", {**_CLIP, **_SPLIT, "has_bias": True}, _BF16),
     ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
     ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
     ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),

@@ -18,7 +18,7 @@ from linear_ce.reference import (
     reference_token_loss,
     unfused,
 )
-from linear_ce.rounding import round_to
+from linear_ce.rounding import round_to, split_head
 from parity.cases import Case
 from parity.token_losses import FORMS, conditions
 from parity.tolerances import ROW_NAMES, ZERO_NORM, RowErrors, budget, distance, error, row_errors
@@ -204,7 +204,9 @@ def _evaluate(
 ) -> Result:
     arguments: dict[str, Any] = {**arrays, "spec": case.spec, "arithmetic": arithmetic}
     # A float32 head is used in the input's dtype: that rounding belongs to the meaning, not to the error.
-    arguments["linear_weight"] = round_to(arguments["linear_weight"], case.dtype)
+    arguments["linear_weight"] = (split_head if case.spec.splits_head else round_to)(
+        arguments["linear_weight"], case.dtype
+    )
     if case.function == "token_loss":
         arguments["token_loss"] = token_loss or FORMS[case.token_loss]
         named = [arguments.pop(name) for name in ("input", "linear_weight", "target", "token_loss", *case.per_token)]
