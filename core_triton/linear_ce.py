@@ -159,10 +159,10 @@ def linear_cross_entropy(
             With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
             the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
             the forward pass twice.
-        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16 input,
-            takes it as the sum of two bfloat16 matrices, of which it keeps 16 bits: two matmuls for the logits and two
-            for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place of 2**-9,
-            and with it the logits. d_weight is float32 in both cases.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place
+            of 2**-9. d_weight is float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).

@@ -491,7 +491,8 @@ def d_input_kernel(
     """Writes d_input = rho * e_w + theta * weight[target], rounded once, where row_weight is not 0: (32).
 
     One program owns BLOCK_D columns of a row. Reads e_w = e @ weight (rows, D) float32, rho and theta (rows,), weight
-    (V, D), which is rounded as the operands of matmuls are, and row (rows,) int64: which row of d_input (N, D) a row is.
+    (V, D), which it rounds to d_input's dtype unless SPLITS_HEAD, and row (rows,) int64: which row of d_input (N, D) a
+    row is.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)

@@ -34,6 +34,7 @@ from jax_pallas.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
+    HeadPrecision,
     LossSpec,
     Reduction,
     check_arrays,
@@ -108,6 +109,7 @@ def linear_cross_entropy(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -161,6 +163,11 @@ def linear_cross_entropy(
             in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
             gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
             loss outside, but by normalizer or token_weight. The kernels compute the logits twice for it.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
+            so here they take seven. A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
@@ -190,7 +197,8 @@ def linear_cross_entropy(
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18).
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     loss, *_, total = _loss(call)
@@ -217,6 +225,7 @@ def linear_cross_entropy_with_stats(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -236,7 +245,8 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
     loss, lse, target_logit, top, total = _loss(call)
@@ -269,6 +279,7 @@ def linear_log_probs(
     vocab_axis: int = 0,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -294,7 +305,7 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
@@ -319,6 +330,7 @@ def linear_token_loss(
     implementation: str | None = None,
     vocab_axis: int = 0,
     grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -371,7 +383,7 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
-    spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     flat = _check_per_token(token_loss, per_token, call.leading, "target's")
@@ -470,6 +482,7 @@ def explain(
     memory_budget: int | None = None,
     implementation: str | None = None,
     grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -482,7 +495,8 @@ def explain(
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
+            given to the call.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -507,7 +521,7 @@ def explain(
         matmuls: logits, d_input, d_weight by XLA
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, vocab_size=vocab_size)
+    spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     named = {"input": input, "linear_weight": linear_weight, "target": rows}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}

@@ -558,6 +558,7 @@ def plan_for(
         implementation=implementation,
         device=device,
         grad_into=problem.grad_into is not None,
+        splits_head=problem.spec.splits_head,
     )
     return make_plan(key)
 

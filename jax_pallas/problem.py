@@ -3,7 +3,7 @@ that chunks of rows add those gradients to.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,14 @@ class Problem:
         return lax.dynamic_slice_in_dim(self.class_weight, self.vocab_offset + vocab_chunk.start, vocab_chunk.size)
 
     def weight_of(self, vocab_chunk: Slice) -> Array:
-        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype."""
-        return vocab_chunk.of(self.linear_weight, self.vocab_axis).astype(self.input.dtype)
+        """Returns the vocabulary chunk of the head, (v, D) or (D, v), in input's dtype; (v, 2D) or (2D, v) if the head
+        is split."""
+        w, dtype = vocab_chunk.of(self.linear_weight, self.vocab_axis), self.input.dtype
+        return halves(w, dtype, 1 - self.vocab_axis) if self.spec.splits_head else w.astype(dtype)
+
+    def beside_head(self, x: Array) -> Array:
+        """Returns rows (n, D) as an operand of the logits' matmul with `weight_of`: (n, 2D) if the head is split."""
+        return jnp.concatenate([x, x], 1) if self.spec.splits_head else x
 
     def target_column(self, target: Array, vocab_chunk: Slice) -> tuple[Array, Array]:
         """Returns each target's column within a vocabulary chunk, (n,), some column where it has none, and whether it
@@ -115,6 +121,14 @@ class NeedsGrad(NamedTuple):
 
 
 NO_GRADIENTS = NeedsGrad(False, False, False)
+
+
+def halves(w: Array, dtype: Any, axis: int) -> Array:
+    """Returns a float32 matrix as the sum of two of another dtype, joined along an axis: the matrix rounded, and what
+    is left rounded: MATH.md (39)."""
+    finfo = jnp.finfo(dtype)
+    high = lax.reduce_precision(w, finfo.nexp, finfo.nmant)  # XLA would remove a conversion to the dtype and back
+    return jnp.concatenate([high.astype(dtype), (w - high).astype(dtype)], axis)
 
 
 def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
