@@ -265,8 +265,6 @@ class LossAndGradients(torch.autograd.Function):
         if d_loss is None:
             return None, None, None, None
         row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
-        if ctx.adds.grad_into is not None:  # d_loss is 1
-            return None, d_input, None, d_bias
         if not ctx.reduce:  # rows that do not contribute ignore the upstream gradient, which may be NaN
             d_loss = torch.where(row_weight != 0, d_loss, 0.0)[:, None]
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
@@ -691,8 +689,6 @@ def _problem(
 
     `vectors`: bytes of other vectors of the call, which are part of its workspace.
     """
-    if grad_into is not None:
-        torch.autograd.graph.increment_version(grad_into)  # kernels write to it, which PyTorch does not notice
     copied, named = vectors, {**arrays._asdict(), "row_weight": row_weight}
     if options.implementation != "chunked":
         for name in ("linear_bias", "target", "row_weight", "class_weight"):

@@ -106,7 +106,7 @@ class TokenLossAndGradients(torch.autograd.Function):
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
         of_tokens = zip(d_per_token, ctx.dtypes, strict=True)
         gradients = Gradients(d_input, d_weight, d_bias)
-        if any(one is not None for one in gradients) and ctx.adds.grad_into is None:
+        if any(one is not None for one in gradients):
             gradients = ops.scaled(gradients, factors, ctx.memory_budget)
         return None, *gradients, *(None if one is None else (one * d_loss).to(dtype) for one, dtype in of_tokens)
 

@@ -637,9 +637,6 @@ def _prepare(
         _check_implementation(implementation, named["input"], named["linear_weight"], vocab_axis)
     elif launch.symbolic_limits(named["input"].shape) is not None:
         implementation = "chunked"
-    if named["grad_into"] is not None:  # its sum has the gradient of the head instead
-        for name in ("linear_weight", "grad_into"):
-            named[name] = jax.lax.stop_gradient(named[name])
     classes = spec.classes(named["linear_weight"].shape[vocab_axis])
     flat_target = named["target"].reshape(-1)
     class_weight = None if named["weight"] is None else named["weight"][:classes].astype(jnp.float32)

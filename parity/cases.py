@@ -474,7 +474,13 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
         | {"spec": replace(_SPLIT_SPEC, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, vocab_size=500)},
         _BF16,
     ),
-    ("head_split-tight", {**_SPLIT, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123}, _BF16),
+    (
+        "head_split-tight",
+        {**_SPLIT, **_INTO, "tight_memory": True, "lead": (252,), "hidden": 64, "vocab": 1001},
+        _BF16,
+    ),
+    # d_input is near the target's row of the head, so rounding that row too would show.
+    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 123, "logit_std": 0.01}, _BF16),
     ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
     ("head_split-range", {**_SPLIT, "poison": ("target_range",)}, _BF16),
     ("head_split-empty", {**_SPLIT, "lead": (0,)}, _BF16),

@@ -136,6 +136,13 @@ def test_token_losses(reduction: Any) -> None:
     torch.testing.assert_close(into, arrays["linear_weight"].grad)
 
 
+def test_hooks_of_the_head_run_without_a_gradient() -> None:
+    arrays, ran = problem(), []
+    arrays["linear_weight"].register_post_accumulate_grad_hook(lambda head: ran.append(head.grad))
+    core_triton.linear_cross_entropy(**arrays, grad_into=torch.zeros(50, 8)).backward()
+    assert ran == [None]
+
+
 def test_an_empty_batch_adds_nothing() -> None:
     arrays = problem(0)
     into = buffer(arrays)
@@ -161,12 +168,22 @@ def test_no_second_buffer(function: str, dtype: torch.dtype) -> None:
     assert meter.largest < into.nbytes / 2
 
 
+def test_the_plan_needs_no_float32_sum() -> None:
+    arrays = problem(1000, 8, 500, dtype=torch.bfloat16)["input"], torch.zeros(500, 8).bfloat16()
+    options: Arrays = {"implementation": "chunked", "memory_budget": 400_000}
+    assert core_triton.explain(*arrays, **options).plan.chunk_config.float32_sum
+    assert not core_triton.explain(*arrays, **options, grad_into=torch.zeros(500, 8)).plan.chunk_config.float32_sum
+    plans = [core_triton.explain(*arrays, device="h200", grad_into=into).plan for into in (None, torch.zeros(500, 8))]
+    assert [plan.d_weight_kernel for plan in plans] == [True, False]  # the kernel adds to 16 bits
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_nothing_is_added_without_gradients(function: str) -> None:
     arrays, into = problem(), torch.zeros(50, 8)
     for mode in (torch.no_grad(), torch.inference_mode()):
         with mode:
             total(function, arrays, grad_into=into)
+            total(function, problem() | {"linear_weight": torch.zeros(50, 8)}, grad_into=into)  # no error
     assert into.norm() == 0
 
 

@@ -142,6 +142,11 @@ def test_checkpoint_vmap_and_an_empty_batch() -> None:
     _, total = linear_cross_entropy(x[0, :0], arrays["linear_weight"], arrays["target"][:0], grad_into=into)
     assert jnp.array_equal(total, into)
 
+    def of_no_rows(into: Array) -> Array:
+        return linear_cross_entropy(x[0, :0], arrays["linear_weight"], arrays["target"][:0], grad_into=into)[1].sum()
+
+    assert not jnp.any(jax.grad(of_no_rows)(into))  # the sum has no gradient here either
+
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_second_array(dtype: str) -> None:
@@ -158,6 +163,17 @@ def test_no_second_array(dtype: str) -> None:
     assert memory is not None
     assert memory.alias_size_in_bytes == 4 * 64 * 4000
     assert memory.temp_size_in_bytes < 2 * 64 * 4000 + (dtype == "bfloat16") * 4 * 64 * 4000  # XLA's float32 head
+
+
+def test_plans() -> None:
+    """The sum needs no other float32 array, and the kernels, which add to 16 bits, compute the logits twice."""
+    shapes: Any = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+    into: Any = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    options: Any = {"implementation": "chunked", "memory_budget": 2**20}
+    assert jax_pallas.explain(*shapes, **options).plan.chunk_config.float32_sum
+    assert not jax_pallas.explain(*shapes, **options, grad_into=into).plan.chunk_config.float32_sum
+    paths = [jax_pallas.explain(*shapes, device="h200", grad_into=grad_into).plan.path for grad_into in (None, into)]
+    assert paths == ["scaled_exp", "recompute"]
 
 
 @pytest.mark.parametrize(

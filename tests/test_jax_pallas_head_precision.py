@@ -30,6 +30,7 @@ def test_the_halves_have_sixteen_bits_of_a_weight(axis: int, jit: bool) -> None:
     def split(w: Array) -> Array:
         return halves(w, jnp.bfloat16, axis)
 
+    assert "reduce_precision" in str(jax.make_jaxpr(split)(w))
     both = (jax.jit(split) if jit else split)(jnp.asarray(w))
     high, low = np.split(np.asarray(both.astype(jnp.float32), np.float64), 2, axis)
     assert np.array_equal(high, np.asarray(jnp.asarray(w, jnp.bfloat16).astype(jnp.float32), np.float64))
@@ -42,14 +43,22 @@ def test_errors_against_a_true_float32_head() -> None:
     x = jnp.asarray(rng.standard_normal((512, 1024)), jnp.bfloat16)
     w = jnp.asarray(rng.standard_normal((4096, 1024)) * 2.0 / 32.0, jnp.float32)  # logits of a standard deviation of 2
     target = rng.integers(0, 4096, 512)
-    exact = np.sum(np.asarray(x.astype(jnp.float32), np.float64) * np.asarray(w, np.float64)[target], 1)
+    logits = np.asarray(x.astype(jnp.float32), np.float64) @ np.asarray(w, np.float64).T
+    probs = np.exp(logits - logits.max(1, keepdims=True))
+    d_logits = probs / probs.sum(1, keepdims=True) - np.eye(4096)[target]
+    exact = logits[np.arange(512), target], d_logits @ np.asarray(w, np.float64)
 
-    def error(precision: Any) -> float:
-        found = jax_pallas.linear_cross_entropy_with_stats(x, w, target, head_precision=precision)[1].target_logit
-        return float(np.linalg.norm(np.asarray(found, np.float64) - exact) / np.linalg.norm(exact))
+    def errors(precision: Any) -> list[float]:
+        def loss(x: Array) -> Any:
+            options: Arrays = {"reduction": "sum", "head_precision": precision}
+            return jax_pallas.linear_cross_entropy_with_stats(x, w, target, **options)
 
-    assert error("input") == pytest.approx(1.7e-3, rel=0.1)
-    assert error("float32") == pytest.approx(2.4e-6, rel=0.1)
+        (_, stats), d_input = jax.value_and_grad(loss, has_aux=True)(x)
+        found = (np.asarray(a.astype(jnp.float32), np.float64) for a in (stats.target_logit, d_input))
+        return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(found, exact, strict=True)]
+
+    assert errors("input") == pytest.approx([1.7e-3, 2.4e-3], rel=0.1)
+    assert errors("float32") == pytest.approx([2.4e-6, 1.7e-3], rel=0.1)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
