@@ -162,7 +162,8 @@ def linear_cross_entropy(
             round once. Carry it through `jax.lax.scan` and donate it to `jax.jit` (donate_argnums): it is then added to
             in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
             gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
-            loss outside, but by normalizer or token_weight. The kernels compute the logits twice for it.
+            loss outside, but by normalizer or token_weight. Kernels other than those for Hopper,
+            and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
         head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
             input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
             and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,

@@ -171,12 +171,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    # The kernels add to 16-bit arrays, and XLA's GEMM of the first chunk adds in place to none.
-    multiplies = multiplies and not key.grad_into
-    # XLA's GEMMs take whole arrays: nothing is padded.
-    stores = multiplies or (
-        not hopper and not casts_head and not key.grad_into and vocab == key.classes == tile_config.padded(vocab)
-    )
+    if key.grad_into:
+        # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
+        stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
+        multiplies = stores
+    else:
+        # XLA's GEMMs take whole arrays: nothing is padded.
+        stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
@@ -232,6 +233,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
         d_weight_starts = multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
@@ -240,7 +242,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,

@@ -462,7 +462,7 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-grad_into", {**_INTO, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _BF16),
     (
         "hidden64-grad_into-tight",
-        {**_INTO, "hidden": 64, "lead": (252,), "vocab": 1001, "tight_memory": True, "vocab_axis": 1}
+        {**_INTO, "hidden": 64, "lead": (252,), "vocab": 1024, "tight_memory": True, "vocab_axis": 1}
         | {"spec": LossSpec("sum", vocab_size=960, label_smoothing=0.1)},
         _BF16,
     ),

@@ -166,14 +166,19 @@ def test_no_second_array(dtype: str) -> None:
 
 
 def test_plans() -> None:
-    """The sum needs no other float32 array, and the kernels, which add to 16 bits, compute the logits twice."""
+    """The sum needs no other float32 array. The kernels for Hopper add to it in tiles of 8 rows."""
     shapes: Any = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
     into: Any = jax.ShapeDtypeStruct((512, 64), jnp.float32)
     options: Any = {"implementation": "chunked", "memory_budget": 2**20}
     assert jax_pallas.explain(*shapes, **options).plan.chunk_config.float32_sum
     assert not jax_pallas.explain(*shapes, **options, grad_into=into).plan.chunk_config.float32_sum
-    paths = [jax_pallas.explain(*shapes, device="h200", grad_into=grad_into).plan.path for grad_into in (None, into)]
-    assert paths == ["scaled_exp", "recompute"]
+    plans = [jax_pallas.explain(*shapes, device="h200", grad_into=grad_into).plan for grad_into in (None, into)]
+    assert [(plan.path, plan.d_weight_kernel) for plan in plans] == [("scaled_exp", True)] * 2
+    odd: Any = [jax.ShapeDtypeStruct((500 + 1, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+    plan = jax_pallas.explain(shapes[0], odd[0], device="h200", grad_into=odd[1]).plan
+    assert (plan.path, plan.d_weight_kernel) == ("recompute", False)
+    plan = jax_pallas.explain(*shapes, device="a100", grad_into=into).plan
+    assert (plan.path, plan.d_weight_kernel) == ("recompute", False)
 
 
 @pytest.mark.parametrize(
