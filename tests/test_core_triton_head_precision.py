@@ -109,5 +109,6 @@ def test_modules_autocast_and_compiled_functions_take_it() -> None:
     ],
 )
 def test_what_it_does_not_serve_is_refused(changes: Arrays, message: str) -> None:
+    call: Arrays = float32_head() | {"head_precision": "float32"} | changes
     with pytest.raises(ValueError, match=message):
-        core_triton.linear_cross_entropy(**float32_head() | {"head_precision": "float32"} | changes)
+        core_triton.linear_cross_entropy(**call)

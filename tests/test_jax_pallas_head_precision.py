@@ -51,7 +51,7 @@ def test_errors_against_a_true_float32_head() -> None:
     def errors(precision: Any) -> list[float]:
         def loss(x: Array) -> Any:
             options: Arrays = {"reduction": "sum", "head_precision": precision}
-            return jax_pallas.linear_cross_entropy_with_stats(x, w, target, **options)
+            return jax_pallas.linear_cross_entropy_with_stats(x, w, jnp.asarray(target), **options)
 
         (_, stats), d_input = jax.value_and_grad(loss, has_aux=True)(x)
         found = (np.asarray(a.astype(jnp.float32), np.float64) for a in (stats.target_logit, d_input))
@@ -109,5 +109,6 @@ def test_explain_names_the_matmuls() -> None:
     ],
 )
 def test_what_it_does_not_serve_is_refused(changes: Arrays, message: str) -> None:
+    call: Arrays = float32_head() | {"head_precision": "float32"} | changes
     with pytest.raises(ValueError, match=message):
-        jax_pallas.linear_cross_entropy(**float32_head() | {"head_precision": "float32"} | changes)
+        jax_pallas.linear_cross_entropy(**call)
