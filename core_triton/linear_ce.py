@@ -29,6 +29,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from core_triton import ops, token_hook, token_ops
+from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.token_hook import TokenLoss
@@ -684,7 +685,7 @@ def _prepare(
             chosen,
             spec.splits_head,
         ),
-        _check_grad_into(grad_into, input, linear_weight),
+        check_grad_into(grad_into, input, linear_weight),
     )
 
 
@@ -711,22 +712,6 @@ def _check_per_token(
         if tensor.device != like.device:
             raise ValueError(f"{name} must be on {name_of_like}'s device {like.device}, got {tensor.device}")
     return [_flat(tensor, 1) for tensor in per_token]
-
-
-def _check_grad_into(grad_into: Tensor | None, input: Tensor, linear_weight: Tensor) -> Tensor | None:
-    """Checks what `check_arrays` does not; returns a grad_into, or None where no gradient is computed."""
-    if grad_into is None:
-        return None
-    for name, tensor in (("grad_into", grad_into), ("input", input), ("linear_weight", linear_weight)):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"grad_into needs plain tensors, and {name} is a {type(tensor).__name__}")
-    if not grad_into.is_contiguous():
-        raise ValueError(f"grad_into must be contiguous, got strides {grad_into.stride()}")
-    if not torch.is_grad_enabled():
-        return None
-    if not linear_weight.requires_grad:
-        raise ValueError("grad_into must be None for a linear_weight that does not require grad")
-    return grad_into
 
 
 _OPTIONAL = "linear_bias", "weight", "token_weight", "grad_into"

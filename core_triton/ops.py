@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from core_triton import chunked, row_math
+from core_triton.grad_into import AddsOnce
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
@@ -195,44 +196,6 @@ def no_double_backward(backward: Backward) -> Backward:
         return backward(ctx, *d_outputs)
 
     return checked
-
-
-class AddsOnce:
-    """The addition of d_weight to `grad_into`, of one call. It is made in the forward pass if that computes the
-    gradients (`assumes_one`), else in the backward pass.
-
-    Autograd adds what each backward pass gives. A forward pass adds once, whatever follows, so it assumes one backward
-    pass with an upstream gradient of 1. `check` finds out without waiting for the device.
-    """
-
-    def __init__(self, grad_into: Tensor | None, *, assumes_one: bool) -> None:
-        self.grad_into, self.assumes_one, self.done = grad_into, assumes_one, False
-        # Activation checkpointing computes the forward pass again where autograd reads saved tensors.
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        if assumes_one and grad_into is not None and hooks(True):
-            raise RuntimeError(
-                "grad_into cannot be added to in the forward pass under hooks of saved tensors, such as those of "
-                f"activation checkpointing, which may run that pass again: {_OTHER_WAY}"
-            )
-
-    def check(self, d_loss: Tensor | None) -> None:
-        """Raises if this is not the first backward pass, or if the addition assumed another upstream gradient. On a GPU
-        the latter is a device-side assertion."""
-        if self.grad_into is None:
-            return
-        if self.done:
-            raise RuntimeError("grad_into admits one backward pass for each call, got a second one")
-        self.done = True
-        if self.assumes_one:
-            one = torch.zeros(()) if d_loss is None else d_loss
-            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage]
-                one == 1,
-                "grad_into was added to in the forward pass, for an upstream gradient of 1, and the gradient of the "
-                f"loss is another number: {_OTHER_WAY}",
-            )
-
-
-_OTHER_WAY = 'scale the loss by normalizer or token_weight, or use reduction "none" and reduce its result'
 
 
 class LossAndGradients(torch.autograd.Function):

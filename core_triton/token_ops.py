@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
+from core_triton.grad_into import AddsOnce
 from core_triton.ops import Arrays, Factors, Options, TokenWeights
 from core_triton.problem import Gradients, NeedsGrad
 from core_triton.token_hook import TokenHook, TokenLoss
@@ -92,7 +93,7 @@ def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
 class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.adds = ops.AddsOnce(call.grad_into, assumes_one=True)
+        ctx.adds = AddsOnce(call.grad_into, assumes_one=True)
         found = _run(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
