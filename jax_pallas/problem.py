@@ -123,14 +123,6 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
-def halves(w: Array, dtype: Any, axis: int) -> Array:
-    """Returns a float32 matrix as the sum of two of another dtype, joined along an axis: the matrix rounded, and what
-    is left rounded: MATH.md (39)."""
-    finfo = jnp.finfo(dtype)
-    high = lax.reduce_precision(w, finfo.nexp, finfo.nmant)  # XLA would remove a conversion to the dtype and back
-    return jnp.concatenate([high.astype(dtype), (w - high).astype(dtype)], axis)
-
-
 def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 
@@ -144,6 +136,14 @@ def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
         precision=lax.Precision.HIGHEST if exact else None,
         preferred_element_type=jnp.float32,
     )
+
+
+def halves(w: Array, dtype: Any, axis: int) -> Array:
+    """Returns a float32 matrix as the sum of two of another dtype, joined along an axis: the matrix rounded, and what
+    is left rounded: MATH.md (39)."""
+    finfo = jnp.finfo(dtype)
+    high = lax.reduce_precision(w, finfo.nexp, finfo.nmant)  # XLA would remove a conversion to the dtype and back
+    return jnp.concatenate([high.astype(dtype), (w - high).astype(dtype)], axis)
 
 
 def add_d_weight(
