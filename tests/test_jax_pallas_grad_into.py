@@ -174,6 +174,12 @@ def test_plans() -> None:
     assert not jax_pallas.explain(*shapes, **options, grad_into=into).plan.chunk_config.float32_sum
     plans = [jax_pallas.explain(*shapes, device="h200", grad_into=grad_into).plan for grad_into in (None, into)]
     assert [(plan.path, plan.d_weight_kernel) for plan in plans] == [("scaled_exp", True)] * 2
+    # No chunk writes the sum first, because all of them add.
+    starts = [
+        jax_pallas.explain(*shapes, device="h200", grad_into=grad_into, memory_budget=2**20).plan.d_weight_starts
+        for grad_into in (None, into)
+    ]
+    assert starts == [True, False]
     odd: Any = [jax.ShapeDtypeStruct((500 + 1, 64), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
     plan = jax_pallas.explain(shapes[0], odd[0], device="h200", grad_into=odd[1]).plan
     assert (plan.path, plan.d_weight_kernel) == ("recompute", False)
