@@ -1,5 +1,6 @@
 """Tests `grad_into` of core_triton: where d_weight is added, when, and what is refused."""
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -40,8 +41,7 @@ def relative(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm())
 
 
-@pytest.mark.parametrize("budget", [None, 60_000])
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize(("dtype", "budget"), [*product(FLOAT_DTYPES, [None]), ("bfloat16", 60_000)])
 def test_micro_batches_add_up_in_float32(dtype: str, budget: int | None) -> None:
     parts = [problem(70, v=90, dtype=getattr(torch, dtype), seed=seed) for seed in range(2)]
     parts[1]["linear_weight"] = w = parts[0]["linear_weight"]
@@ -158,13 +158,12 @@ def test_the_module_passes_it_on() -> None:
     assert into.norm() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("function", ["mean", "none"])
-def test_no_second_buffer(function: str, dtype: torch.dtype) -> None:
-    arrays = problem(17, 64, 2000, dtype=dtype)
-    into = torch.zeros(2000, 64)
+def test_no_second_buffer(function: str) -> None:
+    arrays = problem(17, 64, 1000, dtype=torch.bfloat16)
+    into = torch.zeros(1000, 64)
     with Meter() as meter:
-        total(function, arrays, memory_budget=300_000, grad_into=into).backward()
+        total(function, arrays, memory_budget=250_000, grad_into=into).backward()
     assert meter.largest < into.nbytes / 2
 
 

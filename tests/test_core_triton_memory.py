@@ -91,10 +91,9 @@ def test_options_of_the_loss_within_budget() -> None:
     assert_within(least, workspace("mean", arrays, least, **options))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("d", [16, 64])
+@pytest.mark.parametrize(("function", "d"), in_turn(4, FUNCTIONS, (16, 64)))
 def test_a_split_head_within_budget(function: str, d: int) -> None:
-    arrays = problem(100, d, 400, bias=False)
+    arrays = problem(40, d, 150, bias=False)
     arrays["input"] = arrays["input"].detach().bfloat16().requires_grad_()
     options: dict[str, Any] = {"head_precision": "float32"}
     least = least_budget(lambda budget: workspace(function, arrays, budget, **options))
@@ -102,10 +101,9 @@ def test_a_split_head_within_budget(function: str, d: int) -> None:
         assert_within(budget, workspace(function, arrays, budget, **options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("function", ["mean", "none"])
+@pytest.mark.parametrize(("function", "dtype"), in_turn(4, ("mean", "none"), DTYPES))
 def test_grad_into_within_budget(function: str, dtype: torch.dtype) -> None:
-    arrays, into = problem(100, 16, 400, dtype=dtype), torch.zeros(400, 16)
+    arrays, into = problem(40, 16, 150, dtype=dtype), torch.zeros(150, 16)
 
     def used(budget: int) -> int:
         with Meter() as meter:
