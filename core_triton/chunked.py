@@ -149,10 +149,10 @@ def chunk_statistics(
     """First pass over a chunk: returns the statistics of its rows over all classes of the problem. Appends its tiles of
     logits to `kept`."""
     # Rows that do not contribute may hold any values: rows are independent here, and `row_math.finish` excludes them.
-    x, target = operand(problem.input[chunk], problem.input.dtype), problem.target[chunk]
+    x, target = operand(problem.beside_head(problem.input[chunk]), problem.input.dtype), problem.target[chunk]
     merged = None
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
-        w = operand(problem.linear_weight[vocab_chunk], problem.input.dtype)
+        w = problem.operand_of(vocab_chunk)
         partial = tiles.partial(problem, x, w, target, vocab_chunk, kept, entropy=entropy)
         merged = partial if merged is None else row_math.merge(merged, partial)
         del w  # else it stays alive until the next chunk's exists
@@ -227,10 +227,10 @@ def chunk_gradients(
                 bias_scale * scales[1],
             )
     row = RowGradient(lse, coefficients, sums.d_bias is not None, bias_scale)
-    x, x_head = operand(x, dtype), operand(x_head, dtype)
+    x, x_head = operand(problem.beside_head(x), dtype), operand(x_head, dtype)
     d_input, first = None, chunk.start == 0
     for vocab_chunk in problem.vocab_chunks(vocab_chunk_size):
-        w = operand(problem.linear_weight[vocab_chunk], dtype)
+        w = problem.operand_of(vocab_chunk)
         d_logits, summed = tiles.d_logits(problem, x, w, chunk, vocab_chunk, row, kept)
         if sums.d_bias is not None and summed is not None:
             sums.d_bias.put(vocab_chunk, summed, first=first)
@@ -246,6 +246,8 @@ def chunk_gradients(
     elif sums.d_input is not None and d_input is not None:
         if input_scale is not None:
             d_input *= input_scale[:, None]
+        if problem.spec.splits_head:  # the matmul with each half
+            d_input = d_input[:, : problem.input.shape[1]] + d_input[:, problem.input.shape[1] :]
         sums.d_input[chunk] = d_input.masked_fill_(~contributes[:, None], 0.0)
 
 
@@ -330,7 +332,9 @@ def gradients(
 
 def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig) -> GradientSums:
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum)
+    return GradientSums(
+        *arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, grad_into=problem.grad_into
+    )
 
 
 def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token lo
 `input_grad.py` or `target_grad.py`.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 from core_triton import ops, token_hook, token_ops
+from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.token_hook import TokenLoss
@@ -35,6 +37,7 @@ from core_triton.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
+    HeadPrecision,
     LossSpec,
     Reduction,
     check_arrays,
@@ -106,6 +109,8 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -140,6 +145,25 @@ def linear_cross_entropy(
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
+        grad_into: (V, D) float32 buffer, contiguous, for example Megatron's `weight.main_grad`, or the `grad` of a
+            float32 head. The gradient of linear_weight is added to it, in float32, and linear_weight gets none from
+            autograd, so there is no second (V, D) buffer, and the gradients of several calls and of a tied embedding
+            round once. The rows past vocab_size stay as they are. Without gradients (`torch.no_grad`) nothing is added.
+
+            With reduction "mean" or "sum" the forward pass adds it, because that is where the gradients are computed:
+            adding it in the backward pass would take a fourth matmul, or a second buffer. The upstream gradient of the
+            loss is not known there, so it must be 1, as in `loss.backward()`. The backward pass checks that without
+            waiting for the device: on a GPU another number is a device-side assertion. So do not divide the loss by the
+            number of accumulation steps, but pass the number of tokens of all steps as normalizer, or use token_weight.
+            Every forward pass with gradients enabled must be followed by one backward pass.
+
+            With reduction "none" the backward pass adds the gradient, for any upstream gradient. Use it, and sum, if
+            the upstream gradient is not 1 (`torch.amp.GradScaler`), or within activation checkpointing, which would run
+            the forward pass twice.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. A weight is off by at most 2**-17 of its value, in place
+            of 2**-9. d_weight is float32 in both cases.
 
     Returns:
         float32 loss, () or, for reduction "none", (...,).
@@ -148,6 +172,8 @@ def linear_cross_entropy(
         TypeError: an argument is not a tensor or has an unsupported dtype.
         ValueError: a shape, a device or an option is wrong, or memory_budget cannot hold the smallest chunk. The
             message names the argument.
+        RuntimeError: a second derivative. With grad_into: a second backward pass, an upstream gradient that is not 1,
+            or hooks of saved tensors, which activation checkpointing and offloading use, where the forward pass adds.
 
     Example:
         >>> import torch, core_triton
@@ -155,16 +181,22 @@ def linear_cross_entropy(
         >>> core_triton.linear_cross_entropy(x, w, torch.arange(6)).backward()
         >>> w.grad.shape
         torch.Size([100, 16])
+        >>> total = torch.zeros(100, 16)  # of two micro-batches, each of half of the tokens
+        >>> for half in (slice(0, 3), slice(3, 6)):
+        ...     batch = x[half], w, torch.arange(6)[half]
+        ...     core_triton.linear_cross_entropy(*batch, normalizer=6, grad_into=total).backward()
+        >>> torch.allclose(total, w.grad, atol=1e-6)
+        True
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18); what the kernels store: (29)-(33).
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = _spec(reduction, *options)
+    vectors = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     return _shaped(_loss(call, statistics=False).loss, target)
 
 
@@ -186,6 +218,8 @@ def linear_cross_entropy_with_stats(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -205,10 +239,10 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = _spec(reduction, *options)
+    vectors = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     loss, *found = _loss(call, statistics=True)
     row_weight, lse, target_logit, top = found
     assert row_weight is not None
@@ -241,6 +275,8 @@ def linear_log_probs(
     ignore_index: int = -100,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -248,6 +284,7 @@ def linear_log_probs(
     .. math:: \log p_{i,y_i} = z_{i,y_i} - \mathrm{lse}_i, \qquad H_i = -\sum_j p_{ij} \log p_{ij}
 
     Args:
+        grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
@@ -265,9 +302,10 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    found = ops.log_probs(call.arrays, call.options)
+    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    vectors = linear_bias, None, None, None
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -287,6 +325,8 @@ def linear_token_loss(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Tensor:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -358,14 +398,16 @@ def linear_token_loss(
             vocab_size=vocab_size,
             memory_budget=memory_budget,
             implementation=implementation,
+            grad_into=grad_into,
+            head_precision=head_precision,
         )
-    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(
-        spec, input, linear_weight, target, linear_bias, None, token_weight, normalizer, memory_budget, implementation
-    )
+    spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    vectors = linear_bias, None, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
     flat = _check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
-    return _shaped(run(call.arrays, call.weights, call.options, token_loss, flat), target)
+    found = _run(run, call.arrays, call.weights, call.options, token_loss, flat, grad_into=call.grad_into)
+    return _shaped(found, target)
 
 
 def check_targets(target: Tensor, vocab_size: int, ignore_index: int = -100) -> None:
@@ -440,6 +482,8 @@ def explain(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Tensor | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -450,7 +494,8 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
+            given to the call.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -480,13 +525,13 @@ def explain(
         gpu = DeviceInfo("cuda", capability, multiprocessors, device)
     if torch.compiler.is_compiling():
         return _choose(input.device, implementation, gpu)  # pyright: ignore[reportReturnType]
-    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size)
+    spec = _spec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows = torch.empty(input.shape[:-1], device="meta")  # a target, and anything else of rows
     named = (("input", input), ("linear_weight", linear_weight), ("target", rows.long()))
     infos = tuple((name, tensor.shape, tensor.dtype) for name, tensor in named)
     classes, budget, name = _decide(spec, input.device, infos, memory_budget, implementation, gpu)
     flat = input.reshape(-1, input.shape[-1])
-    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes)
+    problem = Problem(flat, linear_weight, None, rows.long(), rows, None, spec, classes, grad_into=grad_into)
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
@@ -564,6 +609,7 @@ class _Call(NamedTuple):
     arrays: ops.Arrays
     weights: ops.TokenWeights
     options: ops.Options
+    grad_into: Tensor | None
 
 
 def _prepare(
@@ -577,6 +623,7 @@ def _prepare(
     normalizer: Tensor | float | None,
     memory_budget: int | None,
     implementation: str | None,
+    grad_into: Tensor | None,
 ) -> _Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
@@ -587,6 +634,7 @@ def _prepare(
         "linear_bias": linear_bias,
         "weight": weight,
         "token_weight": token_weight,
+        "grad_into": grad_into,
     }
     for name, tensor in named.items():
         if tensor is None and name in _OPTIONAL:
@@ -635,7 +683,9 @@ def _prepare(
             classes,
             budget,
             chosen,
+            spec.splits_head,
         ),
+        check_grad_into(grad_into, input, linear_weight),
     )
 
 
@@ -664,9 +714,9 @@ def _check_per_token(
     return [_flat(tensor, 1) for tensor in per_token]
 
 
-_OPTIONAL = "linear_bias", "weight", "token_weight"
+_OPTIONAL = "linear_bias", "weight", "token_weight", "grad_into"
 
-_CONSTANT = "weight", "token_weight", "normalizer"
+_CONSTANT = "weight", "token_weight", "normalizer", "grad_into"
 
 
 def _scalar(normalizer: Any, device: torch.device) -> Tensor:
@@ -709,4 +759,15 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
     reduce = call.spec.reduction != "none"
-    return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)
+    given = call.arrays, call.weights, call.options
+    return _run(ops.loss, *given, statistics=statistics, reduce=reduce, grad_into=call.grad_into)
+
+
+def _run(function: Callable[..., Any], *arguments: Any, grad_into: Tensor | None, **options: Any) -> Any:
+    """Returns function(*arguments, grad_into=grad_into, **options). The operators of torch.compile change none of their
+    arguments, so with `grad_into` the function runs between two graphs."""
+    if grad_into is not None and torch.compiler.is_compiling():
+        from core_triton.compiling import call_between_graphs  # loads torch._dynamo
+
+        return call_between_graphs(function, *arguments, grad_into=grad_into, **options)
+    return function(*arguments, grad_into=grad_into, **options)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from core_triton import chunked, row_math
+from core_triton.grad_into import AddsOnce
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
 from core_triton.row_math import Coefficients, RowStatistics
@@ -66,11 +67,13 @@ class Options(NamedTuple):
     vocab_size: int
     memory_budget: int
     implementation: str
+    splits_head: bool
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"
         rest = self.label_smoothing, self.z_loss_weight, self.softcap, self.logit_scale
-        return LossSpec(reduction, self.ignore_index, *rest)
+        precision = "float32" if self.splits_head else "input"
+        return LossSpec(reduction, self.ignore_index, *rest, head_precision=precision)
 
 
 class Losses(NamedTuple):
@@ -100,53 +103,76 @@ class LogProbs(NamedTuple):
 
 
 def loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    grad_into: Tensor | None = None,
 ) -> Losses:
     """Plan A. Returns the loss, () if `reduce` and (N,) otherwise, and computes its gradients in the same pass.
 
     Without `reduce` only the gradient of input is computed. The backward pass multiplies each of its rows by the
-    upstream gradient of the row's loss.
+    upstream gradient of the row's loss. With `grad_into`, and `reduce`, d_weight is added to it in this pass.
     """
     if torch.compiler.is_compiling():
         found = torch.ops.linear_ce.loss_and_gradients(*arrays, *weights, *options, statistics, reduce, *needs_grad)
         return _in_place(Losses, found, _losses_there(statistics=statistics, backward=not reduce))
-    call = arrays, weights, options, statistics, reduce, needs_grad
+    call = arrays, weights, options, statistics, reduce, needs_grad, grad_into
     results: Any = LossAndGradients.apply(call, *arrays.differentiated())
     return Losses(*results)
 
 
 def losses(
-    arrays: Arrays, weights: TokenWeights, options: Options, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    grad_into: Tensor | None = None,
 ) -> Losses:
-    """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`."""
+    """Plan B, and plan C's forward pass. Returns each row's weighted loss, or their sum () with `reduce`. With
+    `grad_into` the backward pass adds d_weight to it."""
     if torch.compiler.is_compiling():
         found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
     elif not any(needs_grad) and is_eager(arrays):
         return run_losses(arrays, weights, options, statistics, needs_grad, reduce=reduce)
     else:
-        call = arrays, weights, options, statistics, needs_grad
+        call = arrays, weights, options, statistics, needs_grad, grad_into
         results: Any = RowLosses.apply(call, *arrays.differentiated())
         found = Losses(*results)
     return found._replace(loss=found.loss.sum()) if reduce else found
 
 
-def loss(arrays: Arrays, weights: TokenWeights, options: Options, *, statistics: bool, reduce: bool) -> Losses:
+def loss(
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    *,
+    statistics: bool,
+    reduce: bool,
+    grad_into: Tensor | None = None,
+) -> Losses:
     """Runs `loss_and_gradients` if the forward pass can compute the gradients that are needed, and `losses` if not."""
     needs_grad = arrays.needs_grad()
     d_head = needs_grad.d_weight or needs_grad.d_bias
     in_forward = (d_head and reduce) or (needs_grad.d_input and (reduce or not d_head))
     run = loss_and_gradients if in_forward else losses
-    return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce)
+    return run(arrays, weights, options, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into)
 
 
-def log_probs(arrays: Arrays, options: Options) -> LogProbs:
+def log_probs(arrays: Arrays, options: Options, *, grad_into: Tensor | None = None) -> LogProbs:
     """Plan C's forward pass for log-probabilities."""
     needs_grad = arrays.needs_grad()
     if torch.compiler.is_compiling():
         return _dispatched_log_probs(arrays, options, needs_grad)
     if not any(needs_grad) and is_eager(arrays):
         return run_log_probs(arrays, options, needs_grad)
-    results: Any = RowLogProbs.apply((arrays, options, needs_grad), *arrays.differentiated())
+    results: Any = RowLogProbs.apply((arrays, options, needs_grad, grad_into), *arrays.differentiated())
     return LogProbs(*results)
 
 
@@ -175,10 +201,11 @@ def no_double_backward(backward: Backward) -> Backward:
 class LossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, bool, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, reduce, needs_grad = call
-        if is_eager(arrays):
+        arrays, weights, options, statistics, reduce, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=True)
+        if is_eager(arrays) or grad_into is not None:
             found, gradients, scales = run_loss_and_gradients(*call)
         else:
             with torch._C._AutoDispatchBelowAutograd():
@@ -197,6 +224,7 @@ class LossAndGradients(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         if d_loss is None:
             return None, None, None, None
         row_weight, d_input, d_weight, d_bias, scales = ctx.saved_tensors
@@ -209,11 +237,12 @@ class LossAndGradients(torch.autograd.Function):
 class RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, TokenWeights, Options, bool, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, weights, options, statistics, needs_grad = call
-        if is_eager(arrays):
-            found = run_losses(*call)
+        arrays, weights, options, statistics, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        if is_eager(arrays) or grad_into is not None:
+            found = run_losses(arrays, weights, options, statistics, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_losses(arrays, weights, options, statistics, needs_grad)
@@ -225,22 +254,24 @@ class RowLosses(torch.autograd.Function):
     @staticmethod
     @no_double_backward
     def backward(ctx: Any, d_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         if d_loss is None:
             return None, None, None, None
         *saved, row_weight, lse = ctx.saved_tensors
         upstream = torch.where(row_weight != 0, d_loss * row_weight, 0.0)
-        needs_grad = NeedsGrad(*ctx.needs_input_grad[1:])
-        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad)
+        needs_grad, into = NeedsGrad(*ctx.needs_input_grad[1:]), ctx.adds.grad_into
+        return None, *_row_gradients(Arrays(*saved), ctx.options, upstream, lse, needs_grad, into)
 
 
 class RowLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, call: tuple[Arrays, Options, NeedsGrad], *_: Tensor | None
+        ctx: Any, call: tuple[Arrays, Options, NeedsGrad, Tensor | None], *_: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        arrays, options, needs_grad = call
-        if is_eager(arrays):
-            found = run_log_probs(*call)
+        arrays, options, needs_grad, grad_into = call
+        ctx.adds = AddsOnce(grad_into, assumes_one=False)
+        if is_eager(arrays) or grad_into is not None:
+            found = run_log_probs(arrays, options, needs_grad)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 found = _dispatched_log_probs(arrays, options, needs_grad)
@@ -256,13 +287,15 @@ class RowLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, d_log_prob: Tensor | None, d_entropy: Tensor | None, d_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_log_prob)
         *saved, entropy, lse, row_weight = ctx.saved_tensors
         arrays, options, needs_grad = Arrays(*saved), ctx.options, NeedsGrad(*ctx.needs_input_grad[1:])
+        into = ctx.adds.grad_into
         if d_entropy is None and d_lse is None:
             if d_log_prob is None:
                 return None, None, None, None
             upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
-            return None, *_row_gradients(arrays, options, upstream, lse, needs_grad)
+            return None, *_row_gradients(arrays, options, upstream, lse, needs_grad, into)
         d_log_prob, d_entropy, d_lse = (
             torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)
         )
@@ -270,7 +303,7 @@ class RowLogProbs(torch.autograd.Function):
         coefficients = row_math.log_prob_coefficients(
             entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
         )
-        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, into)
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
@@ -281,10 +314,12 @@ def _only_first_differentiable(ctx: Any, found: Losses) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _row_gradients(arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad) -> Gradients:
+def _row_gradients(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad, grad_into: Tensor | None
+) -> Gradients:
     """Plan C's backward pass for losses of rows: the gradients of their sum, each multiplied by `upstream`."""
-    if is_eager(arrays):
-        return run_row_gradients(arrays, options, upstream, lse, needs_grad)
+    if is_eager(arrays) or grad_into is not None:
+        return run_row_gradients(arrays, options, upstream, lse, needs_grad, grad_into)
     found = torch.ops.linear_ce.row_gradients(*arrays, *options, upstream, lse, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
 
@@ -296,10 +331,11 @@ def _gradients(
     lse: Tensor,
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
+    grad_into: Tensor | None,
 ) -> Gradients:
     """Plan C's backward pass for any coefficients: the gradients for the rows' `row_math.Coefficients`."""
-    if is_eager(arrays):
-        return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+    if is_eager(arrays) or grad_into is not None:
+        return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
 
@@ -383,23 +419,30 @@ def _scale_one(gradient: Tensor, factor: Tensor, result: Tensor, memory_budget: 
 
 
 def run_loss_and_gradients(
-    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, reduce: bool, needs_grad: NeedsGrad
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    statistics: bool,
+    reduce: bool,
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> tuple[Losses, Gradients, Tensor | None]:
     """Plan A. Returns the losses, the gradients of the sum of the rows' losses, and the scales of the gradients.
 
     For float16 the gradients are multiplied by powers of two. The scales (2,) are those of d_input and of the head's
-    gradients. They are None for other dtypes.
+    gradients. They are None for other dtypes, and with `grad_into`, whose gradients are final.
     """
 
     def run() -> tuple[Any, ...]:
         row_weight = compute_row_weights(arrays, weights, options)
         loss, found, gradients, scales = plan_a(
-            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce
+            arrays, options, row_weight, needs_grad, statistics=statistics, reduce=reduce, grad_into=grad_into
         )
         kept = kept_losses(loss, row_weight, found, statistics=statistics, backward=not reduce)
         return *kept, *gradients, scales
 
-    results = _recorded(("loss_and_gradients", needs_grad, statistics, reduce), arrays, weights, options, run)
+    key = "loss_and_gradients", needs_grad, statistics, reduce
+    results = _recorded(key, arrays, weights, options, run, grad_into)
     return Losses(*results[:-4]), Gradients(*results[-4:-1]), results[-1]
 
 
@@ -412,17 +455,25 @@ def plan_a(
     statistics: bool,
     reduce: bool,
     hook: TokenHook | None = None,
+    grad_into: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients, Tensor | None]:
     """Runs plan A. Returns the loss, () with `reduce`, the statistics, the gradients and their scales."""
-    vectors = 0 if hook is None else hook.bytes
-    stage: Stage = "loss_and_gradients"
-    problem = _problem(stage, arrays, options, row_weight, needs_grad, statistics=statistics, vectors=vectors)
+    problem = _problem(
+        "loss_and_gradients",
+        arrays,
+        options,
+        row_weight,
+        needs_grad,
+        statistics=statistics,
+        vectors=0 if hook is None else hook.bytes,
+        grad_into=grad_into,
+    )
     plan, pair = plan_of(problem), None
     with _library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
         else:
-            if arrays.input.dtype == torch.float16:
+            if arrays.input.dtype == torch.float16 and grad_into is None:
                 pair = row_math.saved_scales(row_weight)
             loss, found, gradients = chunked.loss_and_gradients(
                 _tiles(plan), problem, plan.chunk_config, needs_grad, pair, hook
@@ -516,13 +567,14 @@ def _recorded(
     weights: TokenWeights,
     options: Options,
     run: Callable[[], tuple[Any, ...]],
+    grad_into: Tensor | None = None,
 ) -> tuple[Any, ...]:
     """Returns the results of `run`. On a GPU, a call that only launches kernels is recorded and replayed."""
     if options.implementation == "chunked" or not arrays.input.is_cuda or _modes():
         return run()
     from core_triton import replay  # Triton is not on every machine that has PyTorch
 
-    return replay.call((key, options), arrays.input.device, (*arrays, *weights), run)
+    return replay.call((key, options), arrays.input.device, (*arrays, *weights, grad_into), run)
 
 
 def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> LogProbs:
@@ -541,13 +593,18 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
 
 
 def run_row_gradients(
-    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad
+    arrays: Arrays,
+    options: Options,
+    upstream: Tensor,
+    lse: Tensor,
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> Gradients:
     """Plan C's backward pass for losses of rows. Where plan A with scaled exponentials can run, it runs again, with
     `upstream` as the row weights: it computes the logits once and stores exponentials in place of d_logits."""
 
     def run() -> tuple[Tensor | None, ...]:
-        problem = _problem("row_gradients", arrays, options, upstream, needs_grad)
+        problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
         plan = plan_of(problem)
         with _library_settings(plan, arrays.input):
             if plan.path == "scaled_exp":
@@ -558,7 +615,7 @@ def run_row_gradients(
             return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
 
     weights = TokenWeights(upstream, lse)
-    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run))
+    return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run, grad_into))
 
 
 def run_gradients(
@@ -568,9 +625,11 @@ def run_gradients(
     lse: Tensor,
     coefficients: Coefficients,
     needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
 ) -> Gradients:
     """Plan C's backward pass."""
-    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=coefficients.beta is not None)
+    entropy = coefficients.beta is not None
+    problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
     plan = plan_of(problem)
     with _library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
@@ -587,6 +646,7 @@ def _problem(
     statistics: bool = False,
     entropy: bool = False,
     vectors: int = 0,
+    grad_into: Tensor | None = None,
 ) -> Problem:
     """Returns the problem of a call with its plan. Kernels need contiguous vectors, so strided ones are copied.
 
@@ -599,7 +659,7 @@ def _problem(
             if vector is not None and not vector.is_contiguous():
                 named[name] = vector.contiguous()
                 copied += named[name].nbytes
-    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size)
+    problem = Problem(**named, spec=options.spec(), classes=options.vocab_size, grad_into=grad_into)
     plan = plan_for(
         problem,
         stage,
@@ -649,6 +709,8 @@ def plan_for(
         memory_budget=memory_budget,
         implementation=implementation,
         device=device,
+        grad_into=problem.grad_into is not None,
+        splits_head=problem.spec.splits_head,
     )
     return make_plan(key)
 

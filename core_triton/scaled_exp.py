@@ -41,7 +41,7 @@ from core_triton import (
 )
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, operand, plan_of
+from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, halves, operand, plan_of
 from core_triton.row_math import RowStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
@@ -149,7 +149,7 @@ def _scaled_exp(
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
     d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-    d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
+    d_weight = ClassSum(w, classes, float32_sum=False, into=problem.grad_into) if needs_grad.d_weight else None
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
@@ -163,14 +163,17 @@ def _scaled_exp(
         held = d_input
         _pick(problem, rows, 0, tokens, held)
     else:
-        padded_hidden = tile_config.padded_hidden(hidden, x.itemsize)
-        held = (x.new_empty if padded_hidden == hidden else x.new_zeros)((config.rows, padded_hidden))
+        width = hidden * (1 + problem.spec.splits_head)
+        padded_hidden = tile_config.padded_hidden(width, x.itemsize)
+        held = (x.new_empty if padded_hidden == width else x.new_zeros)((config.rows, padded_hidden))
     chunks = list(problem.chunks(config.rows))
     for chunk in reversed(chunks):
         n, start, first = chunk.stop - chunk.start, chunk.start, chunk is chunks[-1]
         chunk_x = held[chunk] if plan.holds_rows else held[:n]
         if not plan.holds_rows:
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
+        if problem.spec.splits_head:  # a row again for the second half of the head
+            chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
         e = None if stored is None else stored[:n, :classes]
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
         least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
@@ -207,15 +210,16 @@ def _scaled_exp(
             smoothing.add_to_head(None if d_weight is None else d_weight.sum, d_bias)
     if smoothing is not None and d_input is not None and tokens:
         smoothing.add_to_input(d_input)
-    if d_weight is not None and not tokens:
-        d_weight.total.zero_()
-    elif d_weight is not None and classes < len(w):
-        row_kernels.zero(d_weight.total[classes:])
+    made_d_weight = None if d_weight is None or d_weight.adds else d_weight.total
+    if made_d_weight is not None and not tokens:
+        made_d_weight.zero_()
+    elif made_d_weight is not None and classes < len(w):
+        row_kernels.zero(made_d_weight[classes:])
     if d_bias is not None:
         assert b is not None
         same = (d_bias.shape, d_bias.dtype) == (b.shape, b.dtype)
         d_bias = d_bias if same else row_kernels.class_gradient(d_bias, b)
-    gradients = Gradients(d_input, None if d_weight is None else d_weight.total, d_bias)
+    gradients = Gradients(d_input, made_d_weight, d_bias)
     loss, row_weight = rows.loss_out, problem.row_weight
     if hook is not None:
         assert hook.gradient_weight is not None
@@ -365,8 +369,12 @@ def _weight_of(problem: Problem, vocab_chunk: slice) -> Tensor:
     plan, w, x = plan_of(problem), problem.linear_weight, problem.input
     if not plan.casts_head:
         return w if vocab_chunk.stop - vocab_chunk.start == len(w) else w[vocab_chunk]
-    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, tile_config.padded_hidden(w.shape[1], x.itemsize)))
-    copy[:, : w.shape[1]] = w[vocab_chunk]
+    hidden, splits = w.shape[1], problem.spec.splits_head
+    width = tile_config.padded_hidden(hidden * (1 + splits), x.itemsize)
+    copy = x.new_zeros((vocab_chunk.stop - vocab_chunk.start, width))
+    if splits:
+        return halves(w[vocab_chunk], x.dtype, copy)
+    copy[:, :hidden] = w[vocab_chunk]
     return copy
 
 
@@ -413,9 +421,10 @@ def _store_d_input(
         rows_of_e = e[piece.start - chunk.start : piece.stop - chunk.start]
         e_w = scratch[: len(rows_of_e) * hidden].view(len(rows_of_e), hidden)
         for vocab_chunk in problem.vocab_chunks(config.head_rows):
-            # No name for the cast chunk of the head: it would stay alive until the next one exists.
-            e_chunk = operand(rows_of_e[:, vocab_chunk], e.dtype)
-            add_matmul(e_w, e_chunk, operand(problem.linear_weight[vocab_chunk], e.dtype), first=vocab_chunk.start == 0)
+            e_chunk, w = operand(rows_of_e[:, vocab_chunk], e.dtype), problem.operand_of(vocab_chunk)
+            for i, half in enumerate(w.split(hidden, 1)):  # of a split head, or all of another
+                add_matmul(e_w, e_chunk, half, first=vocab_chunk.start == i == 0)
+            del w, half  # else the chunk of the head stays alive until the next one exists
         row_kernels.finish_d_input(
             problem,
             e_w,

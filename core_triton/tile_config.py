@@ -241,6 +241,7 @@ def choose_scaled_exp(
     needs_cast: bool,
     statistics: bool,
     tiling: DInputTiling | None,
+    splits_head: bool = False,
     copied: int = 0,
     call: chunk_cost.Call | None = None,
     budget: int,
@@ -251,7 +252,7 @@ def choose_scaled_exp(
 
     Args:
         tokens: N.
-        hidden: D, padded to `padded_hidden`.
+        hidden: D, or with splits_head 2D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
@@ -261,6 +262,7 @@ def choose_scaled_exp(
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: the largest logits are computed.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
+        splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
         call: what the time of a call depends on; None: the fewest chunks win.
         budget: bytes.
@@ -288,7 +290,7 @@ def choose_scaled_exp(
 
     def d_input_elements(rows: int, tile_rows: int, splits_tiles: bool) -> int:
         if tiling is None:
-            return hidden * (rows if needs_cast else min(rows, D_INPUT_ROWS))
+            return hidden // (1 + splits_head) * (rows if needs_cast else min(rows, D_INPUT_ROWS))
         sizes = {rows, tokens % rows or rows}
         partial_tiles = max(schedule_of(size, tile_rows, splits_tiles).partial_tiles for size in sizes)
         return partial_tiles * tile_rows * D_BLOCK
@@ -386,6 +388,7 @@ def choose_recomputed(
     d_weight: bool,
     head_copies: int,
     needs_row_cast: bool,
+    splits_head: bool = False,
     copied: int = 0,
     budget: int,
 ) -> ChunkConfig:
@@ -393,7 +396,7 @@ def choose_recomputed(
 
     Args:
         tokens: N.
-        hidden: D, padded to `padded_hidden`.
+        hidden: D, or with splits_head 2D, padded to `padded_hidden`.
         classes: K.
         itemsize: of the input's dtype.
         block_v: classes of a tile.
@@ -404,6 +407,7 @@ def choose_recomputed(
         head_copies: copies of a vocabulary chunk of the head: to the input's dtype, and to rows that the kernels can
             read.
         needs_row_cast: the input is copied, one chunk at a time, to rows that the kernels can read.
+        splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
         budget: bytes.
 
@@ -416,6 +420,7 @@ def choose_recomputed(
     per_class = hidden * (itemsize * head_copies + 4 * (d_weight and float16)) + 32 * (second or head_copies > 0)
     copies = second + (second and float16 and d_weight) + needs_row_cast
     per_row = hidden * itemsize * copies + 4 * hidden * d_input + 128
+    per_row += splits_head * hidden * (itemsize + 2 * d_input)  # rows twice side by side; the sum of both d_input
     per_logit = itemsize * second
     fixed = 64 * tokens + 8 * classes + 4096 + copied
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from core_triton import ops, row_math, token_hook
+from core_triton.grad_into import AddsOnce
 from core_triton.ops import Arrays, Factors, Options, TokenWeights
 from core_triton.problem import Gradients, NeedsGrad
 from core_triton.token_hook import TokenHook, TokenLoss
@@ -30,6 +31,7 @@ class TokenCall(NamedTuple):
     per_token: Sequence[Tensor]  # (N,) each
     needs_grad: NeedsGrad
     d_per_token: Sequence[bool]  # which of per_token are differentiated
+    grad_into: Tensor | None = None  # (V, D) float32 that d_weight is added to
 
 
 class TokenLossResults(NamedTuple):
@@ -42,10 +44,17 @@ class TokenLossResults(NamedTuple):
 
 
 def token_loss(
-    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: TokenLoss,
+    per_token: Sequence[Tensor],
+    *,
+    grad_into: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum () of the weighted token losses: plan A, or plan B if no gradient of the logits is needed."""
-    call = TokenCall(arrays, weights, options, function, per_token, arrays.needs_grad(), which_need_grad(per_token))
+    needs_grad, d_per_token = arrays.needs_grad(), which_need_grad(per_token)
+    call = TokenCall(arrays, weights, options, function, per_token, needs_grad, d_per_token, grad_into)
     if torch.compiler.is_compiling():
         return dispatch(call)[0]
     if any(call.needs_grad) or any(call.d_per_token):
@@ -55,13 +64,20 @@ def token_loss(
 
 
 def token_loss_rows(
-    arrays: Arrays, weights: TokenWeights, options: Options, function: TokenLoss, per_token: Sequence[Tensor]
+    arrays: Arrays,
+    weights: TokenWeights,
+    options: Options,
+    function: TokenLoss,
+    per_token: Sequence[Tensor],
+    *,
+    grad_into: Tensor | None = None,
 ) -> Tensor:
     """Returns the weighted token loss of each row (N,), through the negative log-likelihood of each row."""
     row_weight = row_math.row_weights(options.spec(), arrays.target, None, *weights, options.vocab_size)
     contributes = row_weight != 0
     ones = TokenWeights(contributes.float(), None)  # the weighted loss of a row is then its negative log-likelihood
-    nll = ops.loss(arrays, ones, options._replace(mean=False), statistics=False, reduce=False).loss
+    options = options._replace(mean=False)
+    nll = ops.loss(arrays, ones, options, statistics=False, reduce=False, grad_into=grad_into).loss
     # Selected before the function, because its derivative may be NaN in other rows, and after it.
     values = [torch.where(contributes, one.float(), 0.0) for one in per_token]
     log_prob = token_hook.log_prob_of(nll, contributes)
@@ -77,6 +93,7 @@ def which_need_grad(per_token: Sequence[Tensor]) -> list[bool]:
 class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TokenCall, *_: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.adds = AddsOnce(call.grad_into, assumes_one=True)
         found = _run(call)
         ctx.memory_budget, ctx.dtypes = call.options.memory_budget, [one.dtype for one in call.per_token]
         ctx.save_for_backward(*found.gradients, found.scales, *found.d_per_token)
@@ -85,6 +102,7 @@ class TokenLossAndGradients(torch.autograd.Function):
     @staticmethod
     @ops.no_double_backward
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.adds.check(d_loss)
         d_input, d_weight, d_bias, scales, *d_per_token = ctx.saved_tensors
         factors = Factors(d_loss, d_loss) if scales is None else Factors(d_loss / scales[0], d_loss / scales[1])
         of_tokens = zip(d_per_token, ctx.dtypes, strict=True)
@@ -96,7 +114,7 @@ class TokenLossAndGradients(torch.autograd.Function):
 
 def run_token_loss(call: TokenCall) -> TokenLossResults:
     """Runs the plan. The launches are not recorded, because the token loss may be any callable."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, grad_into = call
     row_weight = ops.compute_row_weights(arrays, weights, options)
     hook = TokenHook(
         function,
@@ -109,7 +127,7 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
     gradients, scales = Gradients(None, None, None), None
     if any(needs_grad):
         loss, _, gradients, scales = ops.plan_a(
-            arrays, options, row_weight, needs_grad, statistics=False, reduce=True, hook=hook
+            arrays, options, row_weight, needs_grad, statistics=False, reduce=True, hook=hook, grad_into=grad_into
         )
     else:
         ones = (row_weight != 0).float()  # the weighted loss of a row is then its negative log-likelihood
@@ -121,14 +139,14 @@ def run_token_loss(call: TokenCall) -> TokenLossResults:
 
 def dispatch(call: TokenCall) -> list[Tensor]:
     """Calls the operator. It returns the results that are not None, or above autograd the loss only."""
-    arrays, weights, options, function, per_token, needs_grad, d_per_token = call
+    arrays, weights, options, function, per_token, needs_grad, d_per_token, _ = call
     assert isinstance(function, Named), "an operator takes named losses only"
     return torch.ops.linear_ce.token_loss(*arrays, *weights, *options, *function, per_token, *needs_grad, d_per_token)
 
 
 def _run(call: TokenCall) -> TokenLossResults:
     """Runs `run_token_loss`: through the operator if the arrays are not plain tensors and it can take the function."""
-    if ops.is_eager(call.arrays) or not isinstance(call.token_loss, Named):
+    if ops.is_eager(call.arrays) or call.grad_into is not None or not isinstance(call.token_loss, Named):
         return run_token_loss(call)
     with torch._C._AutoDispatchBelowAutograd():
         loss, *rest = dispatch(call)

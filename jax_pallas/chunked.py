@@ -138,7 +138,7 @@ def chunk_statistics(
 ) -> tuple[Partial, Array | None]:
     """First pass over a chunk: returns the statistics of its rows over all classes of the problem, and the logits (n,
     K) if `keep`."""
-    x, target = problem.rows(chunk), chunk.of(problem.target)
+    x, target = problem.beside_head(problem.rows(chunk)), chunk.of(problem.target)
     empty = row_math.empty_partial(target, problem.spec, entropy=entropy)
     classes = problem.local_classes
     if not classes:
@@ -199,7 +199,7 @@ def chunk_gradients(
         coefficients: (n,) each, times the upstream gradient.
         d_input: whether d_input is computed.
         kept: (n, K) logits of the first pass; None computes them again.
-        scales: () factors of d_input and of the gradients of the head.
+        scales: () factors of d_input and of the gradients of the head. d_weight has none with `Problem.grad_into`.
     """
     dtype, x, target = problem.input.dtype, problem.rows(chunk), chunk.of(problem.target)
     contributes = problem.chunk_row_weight(chunk) != 0
@@ -216,9 +216,10 @@ def chunk_gradients(
         if scales is not None:
             input_scale, head_scale, bias_scale = (
                 input_scale * scales[0],
-                head_scale * scales[1],
+                head_scale if problem.grad_into is not None else head_scale * scales[1],
                 bias_scale * scales[1],
             )
+    x = problem.beside_head(x)
     row = RowGradient(lse, coefficients, contributes, sums.d_bias is not None, bias_scale)
 
     def body(carry: tuple[Array | None, HeadSums], vocab_chunk: Slice) -> tuple[tuple[Array | None, HeadSums], None]:
@@ -241,6 +242,8 @@ def chunk_gradients(
     if d_rows is not None:
         if input_scale is not None:
             d_rows = d_rows * input_scale[:, None]
+        if problem.spec.splits_head:  # the matmul with each half
+            d_rows = d_rows.reshape(len(d_rows), 2, -1).sum(1)
         d_rows = jnp.where(contributes[:, None], d_rows, 0.0)
     return d_rows, sums
 

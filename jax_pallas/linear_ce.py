@@ -34,6 +34,7 @@ from jax_pallas.token_losses import Named
 from linear_ce.gpus import gpu_named
 from linear_ce.spec import (
     ArrayInfo,
+    HeadPrecision,
     LossSpec,
     Reduction,
     check_arrays,
@@ -43,7 +44,7 @@ from linear_ce.spec import (
 )
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
-ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight")
+ARRAYS = ("input", "linear_weight", "target", "linear_bias", "weight", "token_weight", "grad_into")
 
 
 class LossStats(NamedTuple):
@@ -107,6 +108,8 @@ def linear_cross_entropy(
     vocab_axis: int = 0,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
 
@@ -153,9 +156,22 @@ def linear_cross_entropy(
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
+        grad_into: linear_weight's shape, float32, with reduction "mean" or "sum". The call returns the pair (loss,
+            grad_into + the gradient of the loss by linear_weight), added in float32, and linear_weight gets no gradient
+            from it. So gradients of several micro-batches and of a tied embedding take no second array of that size and
+            round once. Carry it through `jax.lax.scan` and donate it to `jax.jit` (donate_argnums): it is then added to
+            in place. Differentiate the loss with has_aux=True, as in the example. The returned sum is a value without a
+            gradient: it is that of the returned loss, whatever is computed from it afterwards. So do not scale the
+            loss outside, but by normalizer or token_weight. Kernels other than those for Hopper,
+            and those too if V is no multiple of 8 and vocab_axis is 0, compute the logits twice for it.
+        head_precision: None or "input" rounds a float32 linear_weight to input's dtype. "float32", for a bfloat16
+            input, takes it as the sum of two bfloat16 matrices, which have 16 bits of it: two matmuls for the logits
+            and two for d_input, so five instead of three. The kernels compute the logits of a float32 head twice,
+            so here they take seven. A weight is off by at most 2**-17 of its value, in place of 2**-9. d_weight is
+            float32 in both cases.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,).
+        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum).
 
     Raises:
         TypeError: an argument is not an array or has an unsupported dtype.
@@ -169,17 +185,25 @@ def linear_cross_entropy(
         >>> loss, d_weight = jax.value_and_grad(linear_cross_entropy, argnums=1)(x, w, jnp.arange(6))
         >>> d_weight.shape
         (100, 16)
+        >>> def step(total, batch):  # of two micro-batches
+        ...     call = lambda x: linear_cross_entropy(x, w, batch[1], normalizer=6, grad_into=total)
+        ...     (loss, total), d_x = jax.value_and_grad(call, has_aux=True)(batch[0])
+        ...     return total, (loss, d_x)
+        >>> total, _ = jax.lax.scan(step, jnp.zeros((100, 16)), (x.reshape(2, 3, 16), jnp.arange(6).reshape(2, 3)))
+        >>> bool(jnp.allclose(total, d_weight, atol=1e-6))
+        True
 
     Source:
         Gradients in the forward pass: Hsu et al., "Liger Kernel", 2024, section 3.2. Recomputation by vocabulary
         chunk: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024. Equations: linear_ce/MATH.md
         (1)-(18).
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    loss = _loss(call)[0]
-    return loss.reshape(call.leading) if spec.reduction == "none" else loss
+    loss, *_, total = _loss(call)
+    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
 
 def linear_cross_entropy_with_stats(
@@ -201,6 +225,8 @@ def linear_cross_entropy_with_stats(
     vocab_axis: int = 0,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
 
@@ -208,7 +234,7 @@ def linear_cross_entropy_with_stats(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        The loss and `LossStats`. Only the loss has a gradient.
+        The loss and `LossStats`. Only the loss has a gradient. With grad_into, ((loss, sum), stats).
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`.
@@ -220,10 +246,11 @@ def linear_cross_entropy_with_stats(
         >>> int(stats.n_valid)
         6
     """
-    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
+    options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
+    spec = LossSpec(reduction, *options)
+    arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
-    loss, lse, target_logit, top = _loss(call)
+    loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
     z_loss = call.row_weight * spec.z_loss_weight * jnp.square(lse)
@@ -237,7 +264,7 @@ def linear_cross_entropy_with_stats(
         accuracy=right.sum() / jnp.maximum(contributes.sum(), 1).astype(jnp.float32),
         n_valid=call.n_valid,
     )
-    return (loss.reshape(call.leading) if spec.reduction == "none" else loss), stats
+    return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total), stats
 
 
 def linear_log_probs(
@@ -253,6 +280,7 @@ def linear_log_probs(
     vocab_axis: int = 0,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
     logits.
@@ -278,8 +306,8 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, None, None, None)
+    spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
@@ -302,6 +330,8 @@ def linear_token_loss(
     memory_budget: int | None = None,
     implementation: str | None = None,
     vocab_axis: int = 0,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
 ) -> Array:
     r"""Any function of the targets' log-probabilities as a loss, at the cost of the cross-entropy: three matmuls.
 
@@ -331,8 +361,9 @@ def linear_token_loss(
         input: as all other arguments, see `linear_cross_entropy`.
 
     Returns:
-        float32 loss, () or, for reduction "none", (...,). Where log_prob is NaN, for example because the target is
-        neither a class nor `ignore_index`, the token's loss and gradients are NaN, whatever token_loss returns.
+        float32 loss, () or, for reduction "none", (...,). With grad_into the pair (loss, sum). Where log_prob is NaN,
+        for example because the target is neither a class nor `ignore_index`, the token's loss and gradients are NaN,
+        whatever token_loss returns.
 
     Raises:
         TypeError, ValueError: as `linear_cross_entropy`; a per-token array has another shape or is not floating point;
@@ -353,17 +384,18 @@ def linear_token_loss(
     Source:
         linear_ce/MATH.md (35), (36). The losses: `token_losses`.
     """
-    spec = LossSpec(reduction, ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
-    arrays = (input, linear_weight, target, linear_bias, None, token_weight, normalizer)
+    spec = LossSpec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    arrays = (input, linear_weight, target, linear_bias, None, token_weight, grad_into, normalizer)
     call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
     flat = _check_per_token(token_loss, per_token, call.leading, "target's")
     function, values_of_closure = elementwise.trace_token_loss(token_loss, call.tokens, len(per_token))
     scalar = spec.reduction != "none"
     if call.tokens == 0:
-        return jnp.zeros((), jnp.float32) if scalar else jnp.zeros(call.leading, jnp.float32)
+        return _with_total(jnp.zeros(() if scalar else call.leading, jnp.float32), call.grad_into)
     token, operands = ops.TokenOptions(call.options, function, len(flat)), (*call.arrays, *flat, *values_of_closure())
     if scalar:
-        return ops.token_loss_and_gradients(token, *operands)[0]
+        loss, *totals = ops.token_loss_and_gradients(token, *operands)
+        return _with_total(loss, *totals)
     return ops.token_losses(token, *operands).reshape(call.leading)
 
 
@@ -450,6 +482,8 @@ def explain(
     vocab_size: int | None = None,
     memory_budget: int | None = None,
     implementation: str | None = None,
+    grad_into: Array | None = None,
+    head_precision: HeadPrecision | None = None,
     device: str | None = None,
 ) -> Explanation:
     """Returns which implementation a call with these arrays runs, why, and how: printed, the plan of the call.
@@ -462,7 +496,8 @@ def explain(
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
+            given to the call.
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -487,7 +522,7 @@ def explain(
         matmuls: logits, d_input, d_weight by XLA
         workspace: 0.0 MiB of a budget of 512.0 MiB
     """
-    spec = LossSpec(reduction, label_smoothing=label_smoothing, softcap=softcap, vocab_size=vocab_size)
+    spec = LossSpec(reduction, -100, label_smoothing, 0.0, softcap, 1.0, vocab_size, head_precision)
     rows: Any = jax.ShapeDtypeStruct(input.shape[:-1], jnp.int32)  # target and every other per-token array
     named = {"input": input, "linear_weight": linear_weight, "target": rows}
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items()}
@@ -501,7 +536,8 @@ def explain(
     tokens = math.prod(input.shape[:-1])
     flat: Any = jax.ShapeDtypeStruct((tokens, input.shape[-1]), input.dtype)
     classes = spec.classes(linear_weight.shape[vocab_axis])
-    problem = Problem(flat, linear_weight, None, rows, rows, None, spec, classes, vocab_axis=vocab_axis)
+    shared: dict[str, Any] = {"spec": spec, "classes": classes, "vocab_axis": vocab_axis, "grad_into": grad_into}
+    problem = Problem(flat, linear_weight, None, rows, rows, None, **shared)
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
@@ -552,6 +588,7 @@ class _Call(NamedTuple):
     row_weight: Array  # (N,) float32
     n_valid: Array  # ()
     leading: tuple[int, ...]  # target's shape
+    grad_into: Array | None
 
     @property
     def tokens(self) -> int:
@@ -582,6 +619,8 @@ def _prepare(
     number = isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool)
     if not (normalizer is None or number or isinstance(normalizer, (Array, np.ndarray))):
         raise TypeError(f"normalizer must be a number, a scalar array or None, got {type(normalizer).__name__}")
+    if named["grad_into"] is not None and spec.reduction == "none":
+        raise ValueError('grad_into needs reduction "mean" or "sum", got reduction \'none\'')
     named["normalizer"] = jnp.float32(check_normalizer(cast(float, normalizer))) if number else normalizer
     infos = {name: ArrayInfo(tuple(a.shape), str(a.dtype)) for name, a in named.items() if a is not None}
     check_arrays(spec=spec, vocab_axis=vocab_axis, **infos)
@@ -615,6 +654,7 @@ def _prepare(
         has_bias=named["linear_bias"] is not None,
         has_class_weight=class_weight is not None,
         statistics=statistics,
+        has_grad_into=named["grad_into"] is not None,
     )
     flat_arrays = options.arrays(
         input=named["input"].reshape(-1, named["input"].shape[-1]),
@@ -623,8 +663,9 @@ def _prepare(
         row_weight=row_weight,
         linear_bias=named["linear_bias"],
         class_weight=class_weight,
+        grad_into=named["grad_into"],
     )
-    return _Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape))
+    return _Call(options, flat_arrays, row_weight, n_valid, tuple(named["target"].shape), named["grad_into"])
 
 
 def _check_unsharded(name: str, array: Array | None) -> None:
@@ -661,11 +702,18 @@ def _(name: str, primals: Any, tangents: Any) -> Any:
     raise ValueError(f"{name} is not differentiated and must not depend on what is; pass jax.lax.stop_gradient({name})")
 
 
-def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
-    """Runs the operator that the call needs; returns loss () or (N,), and lse, target_logit and largest logit (N,)."""
+def _loss(call: _Call) -> tuple[Array, Array, Array, Array, Array | None]:
+    """Runs the operator that the call needs; returns loss () or (N,), lse, target_logit and largest logit (N,), and the
+    sum of a call with grad_into."""
     scalar = call.options.spec.reduction != "none"
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
-        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty
-    loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)
-    return loss, lse, target_logit, top
+        return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty, call.grad_into
+    run = ops.loss_and_gradients if scalar else ops.row_losses
+    loss, lse, target_logit, top, *totals = run(call.options, *call.arrays)
+    return loss, lse, target_logit, top, totals[0] if totals else None
+
+
+def _with_total(loss: Array, total: Array | None = None) -> Any:
+    """Returns a loss, with the sum of a call with grad_into. The sum has no gradient."""
+    return loss if total is None else (loss, jax.lax.stop_gradient(total))

@@ -48,6 +48,8 @@ class PlanKey(NamedTuple):
     memory_budget: int
     implementation: str
     device: DeviceInfo
+    grad_into: bool = False  # d_weight is added to a float32 array of the caller
+    splits_head: bool = False  # into two matrices of the input's dtype
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class ExecutionPlan:
         chunks: the rows of a chunk, and what depends on them.
         tokens: N.
         memory_budget: bytes.
-        matmuls: which of "logits", "d_input" and "d_weight" are computed.
+        matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
         casts_head: whether the head is copied to the input's dtype, one vocabulary chunk at a time.
         vocab_chunks_in_place: whether kernels read vocabulary chunks of the head in place, or from a copy of each.
         d_input_kernel: whether our kernel computes d_input, or XLA's GEMM.
@@ -111,7 +113,7 @@ class ExecutionPlan:
             rows=self.chunks.rows,
             tokens=self.tokens,
             casts_head=self.casts_head,
-            matmuls={name: ours[name] for name in self.matmuls},
+            matmuls={name: ours[name.split()[0]] for name in self.matmuls},
             library="XLA",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
@@ -126,6 +128,14 @@ def smoothing_is_linear(key: PlanKey) -> bool:
     return not key.softcap and key.label_smoothing <= MOST_SMOOTHING and key.classes >= LEAST_SMOOTHED_CLASSES
 
 
+def matmuls_of(key: PlanKey) -> tuple[str, ...]:
+    """Returns the names of the matmuls of a call. A split head takes two where it is an operand."""
+    names = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    if not key.splits_head:
+        return names
+    return tuple(one for name in names for one in ([name] if name == "d_weight" else [f"{name} high", f"{name} low"]))
+
+
 @lru_cache(maxsize=4096)
 def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
@@ -136,7 +146,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
     (tokens, hidden), x, w = key.input.shape, key.input, key.linear_weight
-    matmuls = ("logits", *["d_input"] * key.d_input, *["d_weight"] * key.d_weight)
+    matmuls = matmuls_of(key)
     vocab, casts_head = w.shape[key.vocab_axis], w.dtype != x.dtype
     if key.implementation == "chunked":
         chunks = choose_chunked(
@@ -151,6 +161,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             entropy=key.entropy,
             d_input=key.d_input,
             d_weight=key.d_weight,
+            grad_into=key.grad_into,
+            splits_head=key.splits_head,
             budget=key.memory_budget,
         )
         return ExecutionPlan(
@@ -159,8 +171,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )  # fmt: skip
     hopper = key.implementation == "mosaic"
     multiplies = hopper and not casts_head and launch.hopper_gradient_limits(x.dtype, hidden, vocab) is None
-    # XLA's GEMMs take whole arrays: nothing is padded.
-    stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
+    if key.grad_into:
+        # XLA's GEMM of the first chunk would not add in place, and TMA adds to float32 rows in tiles of 8 rows.
+        stores = multiplies and (key.vocab_axis == 1 or vocab % 8 == 0)
+        multiplies = stores
+    else:
+        # XLA's GEMMs take whole arrays: nothing is padded.
+        stores = multiplies or (not hopper and not casts_head and vocab == key.classes == tile_config.padded(vocab))
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
@@ -216,6 +233,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
         d_weight_starts = multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )
@@ -224,7 +242,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             vocab_chunks_in_place=vocab_chunks_in_place,
             d_input_kernel=multiplies, d_weight_kernel=multiplies, gpu=key.device.gpu, d_weight_starts=d_weight_starts,
         )  # fmt: skip
-    d_weight_kernel = multiplies and vocab_chunks_in_place
+    d_weight_kernel = multiplies and vocab_chunks_in_place and not key.grad_into
     chunks = tile_config.choose_recomputed(
         tokens=tokens,
         hidden=hidden,
@@ -235,6 +253,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         d_input=key.d_input,
         d_weight=key.d_weight,
         needs_cast=casts_head,
+        splits_head=key.splits_head,
         in_place=d_weight_kernel,
         budget=key.memory_budget,
     )

@@ -106,8 +106,11 @@ def _run(
         return _chunk(problem, carry, chunk, places, hook, smoothing, first=first, gradients=any(needs_grad))
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
-    if needs_grad.d_weight:  # overwritten by the first chunk
-        carry = carry._replace(d_weight=lax.empty(problem.linear_weight.shape, problem.input.dtype))
+    if needs_grad.d_weight:
+        sums = problem.grad_into
+        if sums is None:  # overwritten by the first chunk
+            sums = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+        carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
     carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
@@ -318,7 +321,7 @@ def _add_d_weight(
             vocab_axis=axis,
             in_l2=share_added_in_l2(chunk.size, plan.gpu),
             rows=chunk.size,
-            old=None if first and not plan.d_weight_starts else d_weight,
+            old=None if first and not plan.d_weight_starts and problem.grad_into is None else d_weight,
             starts=first if plan.d_weight_starts else None,
         )
     scaled = Slice(start, chunk.size, None).of(x)

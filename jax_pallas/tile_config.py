@@ -372,6 +372,7 @@ def choose_recomputed(
     d_input: bool,
     d_weight: bool,
     needs_cast: bool,
+    splits_head: bool = False,
     in_place: bool,
     budget: int,
 ) -> ChunkConfig:
@@ -387,6 +388,7 @@ def choose_recomputed(
         d_input: d_input is computed.
         d_weight: d_weight is computed.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
+        splits_head: the head is cast to two matrices, side by side.
         in_place: matmuls are added to their sums in place, to d_weight by a kernel and to d_input by cuBLAS. Otherwise
             a float32 result of each matmul is counted.
         budget: bytes.
@@ -398,14 +400,17 @@ def choose_recomputed(
     tokens = max(tokens, 1)
     second = d_input or d_weight
     # The head's vocabulary chunk, and d_weight's matmul; rows of the input.
-    per_class = hidden * (itemsize * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
-    per_row = hidden * itemsize * (1 + (float16 and d_weight)) + 128
+    parts = 1 + splits_head
+    per_class = hidden * (itemsize * parts * (second or needs_cast) + 4 * (d_weight and not in_place)) + 32
+    per_row = hidden * itemsize * (1 + (float16 and d_weight) + 2 * splits_head) + 128
     fixed = 64 * tokens + 8 * classes + 4096
 
     def model(vocab_chunk: int) -> WorkspaceModel:
         blocks = -(-(vocab_chunk if needs_cast else classes) // CLASS_BLOCK)  # of the first pass
         partial = 4 * statistics * blocks + TARGET_BYTES + 4 * -(-blocks // TARGET_PLACES)
-        sums = hidden * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second  # d_input's, and d_logits
+        sums = (
+            hidden * parts * 4 * (1 + (not in_place)) * d_input + itemsize * vocab_chunk * second
+        )  # d_input's, and d_logits
         return WorkspaceModel(fixed, per_row + max(partial, sums), per_class, 0)
 
     def even(vocab_chunk: int) -> int:

@@ -39,6 +39,8 @@ POISONS = (
 )
 
 
+GRAD_INTO_START = 2.0**-12  # not 0, so that what overwrites it shows, and small, so that adding to it rounds little
+
 _MEAN, _SUM, _NONE = LossSpec("mean"), LossSpec("sum"), LossSpec("none")
 
 
@@ -55,6 +57,7 @@ class Case:
     vocab: int = 507  # V, rows of the head
     dtype: str = "float32"
     head_dtype: str = ""  # "" is dtype
+    grad_into: bool = False  # the gradient of the head is added to a float32 array of `GRAD_INTO_START`
     spec: LossSpec = _MEAN
     has_bias: bool = False
     has_class_weight: bool | Literal["zero"] = False
@@ -101,7 +104,8 @@ class Case:
         Under a tight budget a 16-bit d_weight may be summed over the chunks in its own dtype. The k-th of n chunks
         rounds a sum of variance k / n of the whole: together (n + 1) / 2, of which the unfused computation has 1.
         """
-        chunks = self.fractions if self.tight_memory and self.weight_dtype != "float32" else 1
+        in_16_bits = self.weight_dtype != "float32" and not self.grad_into
+        chunks = self.fractions if self.tight_memory and in_16_bits else 1
         return (chunks + 1) / 2 - 1
 
     @property
@@ -327,6 +331,11 @@ def select(only: str = "", exhaustive: bool = False) -> Iterator[Case]:
 
 _PADDED = LossSpec(vocab_size=500, label_smoothing=0.1, z_loss_weight=0.01)
 
+_INTO: dict[str, Any] = {"grad_into": True, "loss_scale": 1.0}  # the upstream gradient must be 1
+
+_SPLIT_SPEC = LossSpec(head_precision="float32")
+_SPLIT: dict[str, Any] = {"head_dtype": "float32", "spec": _SPLIT_SPEC}
+
 # Edges of the contract: name, fields, dtypes. Reduction "mean" where no spec is given.
 _ALL = FLOAT_DTYPES
 _TWO = ("float32", "bfloat16")
@@ -439,6 +448,44 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-frozen", {"hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
+    ("grad_into-mean", {**_INTO, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _ALL),
+    ("grad_into-tight", {**_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "with_stats": False}, _ALL),
+    (
+        "grad_into-options",
+        {**_INTO, "head_dtype": "float32", "vocab_axis": 1, "has_class_weight": True, "token_weight": "signed"}
+        | {"spec": LossSpec("sum", label_smoothing=0.1, softcap=5.0, vocab_size=500), "tight_memory": True}
+        | {"has_bias": True, "strided": True},
+        _TWO,
+    ),
+    ("grad_into-empty", {**_INTO, "lead": (0,)}, _ONE),
+    ("grad_into-range", {**_INTO, "poison": ("target_range",)}, _BF16),
+    ("hidden64-grad_into", {**_INTO, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _BF16),
+    (
+        "hidden64-grad_into-tight",
+        {**_INTO, "hidden": 64, "lead": (252,), "vocab": 1024, "tight_memory": True, "vocab_axis": 1}
+        | {"spec": LossSpec("sum", vocab_size=960, label_smoothing=0.1)},
+        _BF16,
+    ),
+    ("head_split-mean", {**_SPLIT, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("head_split-none", {**_SPLIT, "spec": replace(_SPLIT_SPEC, reduction="none", softcap=5.0)}, _BF16),
+    (
+        "head_split-options",
+        {**_SPLIT, "vocab_axis": 1, "hidden": 21, "has_class_weight": True, "token_weight": "signed", "strided": True}
+        | {"spec": replace(_SPLIT_SPEC, label_smoothing=0.1, z_loss_weight=0.01, logit_scale=0.5, vocab_size=500)},
+        _BF16,
+    ),
+    (
+        "head_split-tight",
+        {**_SPLIT, **_INTO, "tight_memory": True, "lead": (252,), "hidden": 64, "vocab": 1001},
+        _BF16,
+    ),
+    # d_input is near the target's row of the head, so rounding that row too would show.
+    ("head_split-few", {**_SPLIT, "lead": (1,), "hidden": 256, "vocab": 123, "logit_std": 0.01}, _BF16),
+    ("head_split-frozen", {**_SPLIT, "frozen": ("linear_weight",)}, _BF16),
+    ("head_split-range", {**_SPLIT, "poison": ("target_range",)}, _BF16),
+    ("head_split-empty", {**_SPLIT, "lead": (0,)}, _BF16),
+    ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
+    ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
@@ -469,6 +516,7 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
+    ("head_split", {**_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
@@ -487,12 +535,14 @@ _TOKEN_LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("masked_target", {**_CLIP, "poison": ("bias_neg_inf_target",), "has_bias": True, "spec": _NONE}, _ONE),
     ("ignore_index", {**_CLIP, "spec": LossSpec("sum", ignore_index=7), "target": "skewed", "ignored": "some"}, _ONE),
     ("head32", {**_CLIP, "head_dtype": "float32", "has_bias": True}, _BF16),
+    ("head_split", {**_CLIP, **_SPLIT, "has_bias": True}, _BF16),
     ("frozen_weight", {**_CLIP, "frozen": ("linear_weight",)}, _BF16),
     ("frozen_tokens", {**_KL, "frozen": ("advantage", "old_log_prob", "ref_log_prob"), "spec": _SUM}, _BF16),
     ("only_tokens", {**_CLIP, "frozen": ("input", "linear_weight")}, _ONE),
     ("no_gradient", {**_CLIP, "frozen": ("input", "linear_weight", "advantage", "old_log_prob")}, _BF16),
     ("hidden64", {**_KL, "hidden": 64, "vocab": 320, "has_bias": True, "ignored": "some"}, _16_BITS),
     ("hidden64-tight", {**_KL, "hidden": 64, "lead": (600,), "vocab": 1600, "tight_memory": True}, _BF16),
+    ("grad_into", {**_KL, **_INTO, "tight_memory": True, "lead": (252,), "vocab": 123, "has_bias": True}, _TWO),
     ("tight-mean", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {**_KL, "tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE}, _ONE),
 )

@@ -1,14 +1,15 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "eval" or "token_loss"), n, d, v, vocab_axis and
-implementation.
+a JSON list of dicts with the keys mode ("train", "none", "eval", "token_loss" or "grad_into"), n, d, v, vocab_axis
+and implementation.
 """
 
 import json
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,13 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
         return losses, vjp(d_loss)
 
+    def grad_into(x: jax.Array, w: jax.Array, y: jax.Array, into: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+        loss = partial(linear_cross_entropy, linear_weight=w, target=y, grad_into=into, **options)
+        return jax.value_and_grad(loss, has_aux=True)(x)
+
     head = (v, d) if vocab_axis == 0 else (d, v)
+    donated: tuple[int, ...] = ()
     arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
     function: Any = loss
     if mode == "train":
@@ -47,8 +54,10 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         )
     elif mode == "none":
         function, arguments = none, [*arguments, shape((n,), jnp.float32)]
+    elif mode == "grad_into":
+        function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
     with jax.set_mesh(mesh):
-        return jax.jit(function).lower(*arguments).compile()
+        return jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
 
 # Instructions of a program that launch nothing.

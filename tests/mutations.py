@@ -476,9 +476,50 @@ SMOOTHING = (
     Mutation("jax_pallas/smoothing.py", "summed = d_input.astype", "summed = 0 * d_input.astype", JAX_SMOOTHING),
     Mutation("jax_pallas/smoothing.py", "factor = self._factor() / classes", "factor = self._factor()", JAX_SMOOTHING),
 )
+INTO, JAX_INTO = ("tests/test_core_triton_grad_into.py",), ("tests/test_jax_pallas_grad_into.py",)
+SPLIT, JAX_SPLIT = ("tests/test_core_triton_head_precision.py",), ("tests/test_jax_pallas_head_precision.py",)
+SPLIT_CASES = tests("core_triton_interpreted", "edges-bfloat16 and not sm80")
+HEAD_FLOAT32 = (
+    Mutation("core_triton/problem.py", "if self.adds or not first:", "if not first:", INTO),
+    Mutation("core_triton/problem.py", "first=first and not self.adds)", "first=first)", INTO),
+    Mutation("core_triton/grad_into.py", "        self.done = True\n", "        self.done = False\n", INTO),
+    Mutation("core_triton/grad_into.py", "                one == 1,\n", "                one == one,\n", INTO),
+    Mutation("core_triton/grad_into.py", "grad_into is not None and hooks(True)", "False", INTO),
+    Mutation("core_triton/ops.py", "torch.float16 and grad_into is None:", "torch.float16:", INTO),
+    Mutation("core_triton/grad_into.py", "    if not torch.is_grad_enabled():\n        return None", "", INTO),
+    Mutation("core_triton/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", INTO),
+    Mutation("jax_pallas/problem.py", "return HeadSums(problem.grad_into, d_bias)", "pass", JAX_INTO),
+    Mutation("jax_pallas/chunked.py", "head_scale if problem.grad_into is not None else ", "", JAX_INTO),
+    Mutation("jax_pallas/linear_ce.py", "jax.lax.stop_gradient(total)", "total", JAX_INTO),
+    Mutation("jax_pallas/chunk_config.py", "weight_itemsize < 4 and not grad_into", "weight_itemsize < 4", JAX_INTO),
+    Mutation("jax_pallas/ops.py", "d_weight = self.has_grad_into or named", "d_weight = named", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "vocab % 8 == 0)", "True)", JAX_INTO),
+    Mutation("jax_pallas/plan.py", "d_weight_starts &= not key.grad_into", "", JAX_INTO),
+    Mutation(
+        "jax_pallas/hopper_gradients.py",
+        "if adds and not float32 else 0",
+        "if adds else 0",
+        tests("jax_pallas_hopper_gradients", "added_to_float32"),
+    ),
+    Mutation("core_triton/problem.py", "torch.sub(w, both[:, :hidden]", "torch.sub(w, w", SPLIT),
+    Mutation("core_triton/chunked.py", "+ d_input[:, problem.input.shape[1] :]", "", SPLIT),
+    Mutation("core_triton/scaled_exp.py", "chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]", "pass", SPLIT_CASES),
+    Mutation("core_triton/scaled_exp.py", "first=vocab_chunk.start == i == 0)", "first=i == 0)", SPLIT_CASES),
+    Mutation("core_triton/smoothing.py", "sums.view(-1, len(mean_row)).sum(0)", "sums[len(mean_row) :]", SPLIT_CASES),
+    Mutation("core_triton/row_kernels.py", "if not SPLITS_HEAD:", "if True:", SPLIT_CASES),
+    Mutation(
+        "jax_pallas/problem.py",
+        "lax.reduce_precision(w, finfo.nexp, finfo.nmant)",
+        "w.astype(dtype).astype(w.dtype)",
+        JAX_SPLIT,
+    ),
+    Mutation(
+        "jax_pallas/chunked.py", "d_rows.reshape(len(d_rows), 2, -1).sum(1)", "d_rows[:, : x.shape[1] // 2]", JAX_SPLIT
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

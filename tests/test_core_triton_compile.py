@@ -45,6 +45,7 @@ def operator_arguments(
         45,  # vocab_size
         2**20,  # memory_budget
         "chunked",
+        False,  # splits_head
     )
     return tensors, weights, options
 

@@ -188,6 +188,16 @@ def test_mosaic_compiles_and_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("shape", "axis"), [(LLAMA, 0), (LLAMA, 1), ((768, 50257), 0)])  # the last recomputes logits
+def test_grad_into_makes_no_second_float32_head(shape: tuple[int, int], axis: int, tmp_path: Path) -> None:
+    check(
+        compile_all([("grad_into", 8192, *shape, axis)], "h200", "mosaic", tmp_path),
+        {"grad_into": DEFAULT_MEMORY_BUDGET},
+    )
+    check_kernels(tmp_path, *["d_weight"] * (shape == LLAMA))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LLAMA, QWEN])
 def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> None:
     plain, found = compile_all([(mode, 8192, *shape, 0) for mode in ("train", "token_loss")], "h200", "mosaic")

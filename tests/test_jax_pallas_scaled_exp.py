@@ -156,6 +156,28 @@ def test_scaled_exp(
     assert_close(gradients, exact_gradients)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_axis", [0, 1])
+def test_grad_into(vocab_axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three chunks, the first of which adds too."""
+    n, rows = 141, 64
+    interpret(monkeypatch)
+    monkeypatch.setattr(scaled_exp, "over_chunks", over_chunks)
+    ours = problem(n, 64, 320, 310, vocab_axis, {"logit_scale": 0.7})
+    into = jnp.asarray(np.random.default_rng(1).standard_normal(ours.linear_weight.shape), jnp.float32)
+    plan = plan_of(planned(replace(ours, grad_into=into), "loss_and_gradients", "mosaic", EVERYTHING))
+    assert plan.path == "scaled_exp"
+    ours = replace(ours, plan=replace(plan, chunks=ScaledExpConfig(rows, (n - 1) % rows + 1, 2**20, 0)))
+    *_, found = scaled_exp.scaled_exp(replace(ours, grad_into=into), EVERYTHING, statistics=False)
+    *_, exact = chunked.loss_and_gradients(
+        *by_xla(in_float32(ours), "loss_and_gradients", EVERYTHING), EVERYTHING, None
+    )
+    assert found.d_weight is not None
+    assert found.d_weight.dtype == jnp.float32
+    assert_close(found._replace(d_weight=found.d_weight - into), exact, 2e-3)
+    assert not jnp.any(jnp.moveaxis(found.d_weight - into, vocab_axis, 0)[310:])  # padding
+
+
 def clipped(log_prob: jax.Array, advantage: jax.Array) -> jax.Array:
     """Some tokens have no gradient. The function closes over FACTOR."""
     return jnp.maximum(-advantage * log_prob, -1.0) + jnp.where(advantage < 0, 0.0, FACTOR * jnp.square(log_prob))
