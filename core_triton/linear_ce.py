@@ -11,6 +11,9 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
+With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows that
+it holds.
+
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
 `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:
 `hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`,
@@ -27,7 +30,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from core_triton import ops, token_hook, token_ops
+from core_triton import ops, saved_ops, token_hook, token_ops
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
 from core_triton.token_hook import TokenLoss
@@ -41,6 +44,7 @@ from linear_ce.spec import (
     check_choice,
     check_memory_budget,
     check_normalizer,
+    check_saved_budget,
 )
 
 IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
@@ -105,6 +109,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> Tensor:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
@@ -137,6 +142,9 @@ def linear_cross_entropy(
         vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -162,9 +170,11 @@ def linear_cross_entropy(
         (1)-(18); what the kernels store: (29)-(33).
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    saved_budget = check_saved_budget(saved_budget, spec.reduction)
     call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget,
+        implementation, saved_budget,
+    )  # fmt: skip
     return _shaped(_loss(call, statistics=False).loss, target)
 
 
@@ -185,6 +195,7 @@ def linear_cross_entropy_with_stats(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> tuple[Tensor, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
@@ -206,9 +217,11 @@ def linear_cross_entropy_with_stats(
         6
     """
     spec = _spec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
+    saved_budget = check_saved_budget(saved_budget, spec.reduction)
     call = _prepare(
-        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget, implementation
-    )
+        spec, input, linear_weight, target, linear_bias, weight, token_weight, normalizer, memory_budget,
+        implementation, saved_budget,
+    )  # fmt: skip
     loss, *found = _loss(call, statistics=True)
     row_weight, lse, target_logit, top = found
     assert row_weight is not None
@@ -240,6 +253,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
@@ -249,6 +263,9 @@ def linear_log_probs(
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -266,8 +283,11 @@ def linear_log_probs(
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
     spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size)
-    call = _prepare(spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation)
-    found = ops.log_probs(call.arrays, call.options)
+    saved_budget = check_saved_budget(saved_budget, "none")
+    call = _prepare(
+        spec, input, linear_weight, target, linear_bias, None, None, None, memory_budget, implementation, saved_budget
+    )
+    found = (saved_ops if call.options.saved_budget else ops).log_probs(call.arrays, call.options)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -439,6 +459,7 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     device: str | None = None,
 ) -> Explanation:
@@ -450,7 +471,8 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the
+            call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -490,7 +512,12 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    saved_budget = check_saved_budget(saved_budget, reduction)
+    if saved_budget and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
+        return Explanation(*_choose(input.device, implementation, gpu), plan)
+    plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu)
     return Explanation(*_choose(input.device, implementation, gpu), plan)
 
 
@@ -577,6 +604,7 @@ def _prepare(
     normalizer: Tensor | float | None,
     memory_budget: int | None,
     implementation: str | None,
+    saved_budget: int = 0,
 ) -> _Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
@@ -635,6 +663,7 @@ def _prepare(
             classes,
             budget,
             chosen,
+            saved_budget,
         ),
     )
 
@@ -708,5 +737,7 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
+    if call.options.saved_budget:
+        return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
     return ops.loss(call.arrays, call.weights, call.options, statistics=statistics, reduce=reduce)

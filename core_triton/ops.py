@@ -46,6 +46,9 @@ class Arrays(NamedTuple):
     def differentiated(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self[:3]
 
+    def of_rows(self, rows: slice) -> "Arrays":
+        return self._replace(input=self.input[rows], target=self.target[rows])
+
 
 class TokenWeights(NamedTuple):
     """The arguments of `row_math.row_weights` besides the targets and the class weights."""
@@ -66,6 +69,7 @@ class Options(NamedTuple):
     vocab_size: int
     memory_budget: int
     implementation: str
+    saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"
@@ -263,14 +267,8 @@ class RowLogProbs(torch.autograd.Function):
                 return None, None, None, None
             upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
             return None, *_row_gradients(arrays, options, upstream, lse, needs_grad)
-        d_log_prob, d_entropy, d_lse = (
-            torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)
-        )
-        row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
-        coefficients = row_math.log_prob_coefficients(
-            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
-        )
-        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
+        cotangents = d_log_prob, d_entropy, d_lse
+        return None, *log_prob_gradients(arrays, options, entropy, lse, row_weight, cotangents, needs_grad)
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
@@ -302,6 +300,24 @@ def _gradients(
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
+
+
+def log_prob_gradients(
+    arrays: Arrays,
+    options: Options,
+    entropy: Tensor,
+    lse: Tensor,
+    row_weight: Tensor,
+    cotangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    """Plan C's backward pass for the cotangents of log_prob, entropy and lse, (N,) each."""
+    d_log_prob, d_entropy, d_lse = (torch.zeros_like(lse) if one is None else one for one in cotangents)
+    row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
+    coefficients = row_math.log_prob_coefficients(
+        entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
+    )
+    return _gradients(arrays, options, row_weight, lse, coefficients, needs_grad)
 
 
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
@@ -503,11 +519,17 @@ def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
 
 
 def _recorded(
@@ -530,14 +552,19 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
-    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
-    plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
-        found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+    found = statistics_with_entropy(arrays, options, row_weight)
     assert found.entropy is not None
     assert found.nll is not None
     log_prob = 0.0 - found.nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
+
+
+def statistics_with_entropy(arrays: Arrays, options: Options, row_weight: Tensor) -> RowStatistics:
+    """Runs plan B without the loss."""
+    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
+    plan = plan_of(problem)
+    with _library_settings(plan, arrays.input):
+        return chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
 
 
 def run_row_gradients(
@@ -546,19 +573,26 @@ def run_row_gradients(
     """Plan C's backward pass for losses of rows. Where plan A with scaled exponentials can run, it runs again, with
     `upstream` as the row weights: it computes the logits once and stores exponentials in place of d_logits."""
 
-    def run() -> tuple[Tensor | None, ...]:
-        problem = _problem("row_gradients", arrays, options, upstream, needs_grad)
-        plan = plan_of(problem)
-        with _library_settings(plan, arrays.input):
-            if plan.path == "scaled_exp":
-                return _scaled_exp(problem, needs_grad, statistics=False, reduce=False)[2]
-            coefficients = row_math.loss_coefficients(
-                problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
-            )
-            return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    def run() -> Gradients:
+        return plan_c(arrays, options, upstream, lse, needs_grad, None)
 
     weights = TokenWeights(upstream, lse)
     return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run))
+
+
+def plan_c(
+    arrays: Arrays, options: Options, upstream: Tensor, lse: Tensor, needs_grad: NeedsGrad, d_input: Tensor | None
+) -> Gradients:
+    """Runs plan C's backward pass for losses of rows. Writes d_input to `d_input` if that is not None."""
+    problem = _problem("row_gradients", arrays, options, upstream, needs_grad)
+    plan = plan_of(problem)
+    with _library_settings(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            return _scaled_exp(problem, needs_grad, statistics=False, reduce=False, d_input=d_input)[2]
+        coefficients = row_math.loss_coefficients(
+            problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
+        )
+        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
 
 
 def run_gradients(

@@ -110,6 +110,25 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
+class SavedRows(NamedTuple):
+    """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (39).
+
+    Fields are None if not needed. The last four are in the order of the packed rows (`scaled_exp.PackedRows`), and None
+    if the rows are not packed.
+    """
+
+    e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
+    d_input: Tensor | None  # (S, D), input's dtype, for an upstream gradient of 1
+    rho: Tensor | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
+    theta: Tensor | None  # (S,) float32, the targets' terms, for an upstream gradient of 1
+    target: Tensor | None  # (S,) int64
+    order: Tensor | None  # (S,) int64
+    count: Tensor | None  # () int32
+
+
+NOTHING_SAVED = SavedRows(*[None] * 7)
+
+
 def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Returns a @ b in float32 with float32 accumulation, for two results of `operand`."""
     return a @ b if a.dtype == torch.float32 else torch.mm(a, b, out_dtype=torch.float32)
@@ -141,8 +160,9 @@ def operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 class ClassSum:
     """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result."""
 
-    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool) -> None:
-        self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
+    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool, total: Tensor | None = None) -> None:
+        """With `total`, a gradient of other rows, the sum begins with it."""
+        self.total = torch.empty_like(like, memory_format=torch.contiguous_format) if total is None else total
         self.sum = self.total[:classes].float() if float32_sum else self.total[:classes]
 
     def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
@@ -171,14 +191,29 @@ class GradientSums:
     """The gradients of a call while its chunks add to them."""
 
     def __init__(
-        self, x: Tensor, w: Tensor, b: Tensor | None, classes: int, needs_grad: NeedsGrad, *, float32_sum: bool
+        self,
+        x: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        classes: int,
+        needs_grad: NeedsGrad,
+        *,
+        float32_sum: bool,
+        d_input: Tensor | None = None,
+        others: Gradients = Gradients(None, None, None),
     ) -> None:
-        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum) if needs_grad.d_weight else None
+        """`d_input`: where d_input is written, if not to a new tensor. `others`: gradients of the head by other rows,
+        to which those of these rows are added."""
+        self.d_input = d_input
+        if needs_grad.d_input and d_input is None:
+            self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.d_weight = None
+        if needs_grad.d_weight:
+            self.d_weight = ClassSum(w, classes, float32_sum=float32_sum, total=others.d_weight)
         self.d_bias = None
         if needs_grad.d_bias:
             assert b is not None
-            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32, total=others.d_bias)
 
     def result(self, *, empty: bool) -> Gradients:
         return Gradients(

@@ -118,7 +118,13 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 
 
 def scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool = False,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -128,6 +134,7 @@ def scaled_exp(
 
     Args:
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
+        d_input: where d_input is written, if not to a new tensor.
 
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
@@ -135,11 +142,17 @@ def scaled_exp(
         gradients are 0.
     """
     with on_device(problem.input.device):
-        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    hook: TokenHook | None,
+    d_input: Tensor | None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     plan = plan_of(problem)
     config = plan.scaled_exp_config
@@ -148,7 +161,8 @@ def _scaled_exp(
         problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
-    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
+    if needs_grad.d_input and d_input is None:
+        d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = ClassSum(w, classes, float32_sum=False) if needs_grad.d_weight else None
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:

@@ -45,6 +45,7 @@ def operator_arguments(
         45,  # vocab_size
         2**20,  # memory_budget
         "chunked",
+        0,  # saved_budget
     )
     return tensors, weights, options
 
