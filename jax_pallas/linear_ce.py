@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import elementwise, launch, ops, row_math
+from jax_pallas import elementwise, launch, ops, row_math, saved_ops
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
@@ -40,6 +40,7 @@ from linear_ce.spec import (
     check_choice,
     check_memory_budget,
     check_normalizer,
+    check_saved_budget,
 )
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
@@ -106,6 +107,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> Array:
     r"""Cross-entropy of a linear layer's logits, computed without storing the logits.
@@ -150,6 +152,9 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary. 1 is the kernel layout of Flax. The head is never
             transposed in memory.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
@@ -177,7 +182,8 @@ def linear_cross_entropy(
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    saved_budget = check_saved_budget(saved_budget, reduction)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=False)
     loss = _loss(call)[0]
     return loss.reshape(call.leading) if spec.reduction == "none" else loss
 
@@ -200,6 +206,7 @@ def linear_cross_entropy_with_stats(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> tuple[Array, LossStats]:
     """`linear_cross_entropy` that also returns statistics from its pass over the logits.
@@ -222,7 +229,8 @@ def linear_cross_entropy_with_stats(
     """
     spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
+    saved_budget = check_saved_budget(saved_budget, reduction)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=True)
     loss, lse, target_logit, top = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -252,6 +260,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
 ) -> LogProbs:
     r"""Log-probability of each target, and entropy and log-sum-exp of each row, all differentiable, without storing the
@@ -261,6 +270,9 @@ def linear_log_probs(
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -280,8 +292,10 @@ def linear_log_probs(
     """
     spec = LossSpec("sum", ignore_index, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     arrays = (input, linear_weight, target, linear_bias, None, None, None)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
+    saved_budget = check_saved_budget(saved_budget, "none")
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=False)
+    log_probs = (saved_ops if saved_budget else ops).log_probs
+    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -449,6 +463,7 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     device: str | None = None,
 ) -> Explanation:
@@ -462,7 +477,8 @@ def explain(
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation: as given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation: as given to the
+            call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -506,7 +522,12 @@ def explain(
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     budget = check_memory_budget(memory_budget)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), info)
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    saved_budget = check_saved_budget(saved_budget, reduction)
+    if saved_budget and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
+        return Explanation(*chosen, plan)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info)
     return Explanation(*chosen, plan)
 
 
@@ -564,6 +585,7 @@ def _prepare(
     vocab_axis: int,
     memory_budget: int | None,
     implementation: str | None,
+    saved_budget: int = 0,
     *,
     statistics: bool,
 ) -> _Call:
@@ -615,6 +637,7 @@ def _prepare(
         has_bias=named["linear_bias"] is not None,
         has_class_weight=class_weight is not None,
         statistics=statistics,
+        saved_budget=saved_budget,
     )
     flat_arrays = options.arrays(
         input=named["input"].reshape(-1, named["input"].shape[-1]),
@@ -667,5 +690,6 @@ def _loss(call: _Call) -> tuple[Array, Array, Array, Array]:
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
         return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty
-    loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else ops.row_losses)(call.options, *call.arrays)
+    row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
+    loss, lse, target_logit, top = (ops.loss_and_gradients if scalar else row_losses)(call.options, *call.arrays)
     return loss, lse, target_logit, top

@@ -66,6 +66,7 @@ class Options:
     has_bias: bool
     has_class_weight: bool
     statistics: bool  # the largest logits are computed; without they may be inf
+    saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
 
     def arrays(
         self, *, input: Any, linear_weight: Any, target: Any, row_weight: Any, linear_bias: Any, class_weight: Any

@@ -13,13 +13,13 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -71,6 +71,7 @@ class ExecutionPlan:
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        saved: which rows of the call the forward pass saves for the backward pass; None if no row.
     """
 
     implementation: str
@@ -87,6 +88,7 @@ class ExecutionPlan:
     d_weight_kernel: bool
     gpu: str
     d_weight_starts: bool = False
+    saved: SavedRowCount | None = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -115,6 +117,8 @@ class ExecutionPlan:
             library="XLA",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
+            saved=self.saved,
+            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
         )
 
 
@@ -131,7 +135,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
@@ -145,12 +150,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage == "loss_and_gradients",
+            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             float16=x.dtype == "float16",
             softcap=key.softcap,
             entropy=key.entropy,
             d_input=key.d_input,
-            d_weight=key.d_weight,
+            d_weight=key.d_weight and key.stage != "saved_rows",
             budget=key.memory_budget,
         )
         return ExecutionPlan(

@@ -67,6 +67,7 @@ class Case:
     logit_std: float = 2.0
     vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
     tight_memory: bool = False
+    saved_budget: int = 0  # bytes
     upstream: Literal["one", "random"] = "one"
     unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
