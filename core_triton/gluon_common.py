@@ -32,3 +32,13 @@ def quarters(tile, layout: gl.constexpr):
         gl.convert_layout(third, layout, assert_trivial=True),
         gl.convert_layout(fourth, layout, assert_trivial=True),
     )
+
+
+@gluon.jit
+def add_exp_log(sum_exp_log, total, top, logits, exponentials):
+    """Adds a quarter to the sums of exponentials times logits, less the largest logit so far: (26), but for a power of
+    two. total and top are those of the quarters before."""
+    higher = gl.maximum(top, gl.max(logits, 1))
+    moved = gl.where(top == float("-inf"), 0.0, top - higher)
+    shifted = gl.where(exponentials == 0, 0.0, logits - gl.expand_dims(higher, 1))
+    return sum_exp_log + moved * total + gl.sum(exponentials * shifted, 1)

@@ -306,8 +306,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             d_input=key.d_input,
             holds=holds_rows,
             needs_cast=casts_head,
-            statistics=key.statistics,
-            entropy=key.entropy,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=key.statistics or key.stage == "saved_rows",
+            entropy=key.entropy or key.stage == "saved_rows",
             tiling=tiling,
             copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),
             call=call,

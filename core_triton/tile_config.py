@@ -305,7 +305,8 @@ def choose_scaled_exp(
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
         scratch = max((1 + (statistics or entropy) + entropy) * blocks * rows, d_input_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
-        size += rows * itemsize * (padded(classes) * in_workspace + hidden * (not holds)) + 4 * scratch
+        # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
+        size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
