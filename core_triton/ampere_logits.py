@@ -68,8 +68,8 @@ def exponentials_kernel(
             store_target_logits(target_logit_ptr, logits, row_ids, columns, place)
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
         if sum_exp_log_ptr is not None:
-            sum_exp_log = add_exp_log(sum_exp_log, total, top, logits, exponentials)
-        if STATISTICS:
+            sum_exp_log, top = add_exp_log(sum_exp_log, total, top, logits, exponentials)
+        if STATISTICS and sum_exp_log_ptr is None:
             top = gl.maximum(top, gl.max(logits, 1))
         total += gl.sum(exponentials, 1)
         if STORES:

@@ -194,9 +194,9 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
             if io.sum_exp_log_ptr is not None:
-                sum_exp_log = add_exp_log(sum_exp_log, total, top, logits, exponentials)
+                sum_exp_log, top = add_exp_log(sum_exp_log, total, top, logits, exponentials)
             total += gl.sum(exponentials, 1)
-            if switches.statistics:
+            if switches.statistics and io.sum_exp_log_ptr is None:
                 top = gl.maximum(top, gl.max(logits, 1))
             if switches.stores:
                 if switches.has_softcap:
