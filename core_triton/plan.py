@@ -262,10 +262,10 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
     )
-    if key.stage == "saved_rows" and not scaled_exp:
-        options = f"label_smoothing {key.label_smoothing}{', softcap' * key.softcap}, {key.classes} classes"
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
         raise ValueError(
-            f"saved_budget must be 0 here: with {x.dtype} input, {options}, the kernels store no exponentials to save"
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and "
+            f"{key.classes} classes, the kernels have no exponentials from which an upstream gradient can be factored out"
         )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.

@@ -99,7 +99,6 @@ class Multiplied(NamedTuple):
 
     rho: Tensor
     theta: Tensor
-    row_weight: Tensor
     target: Tensor  # int64, -1 where theta is 0
 
 
@@ -110,18 +109,16 @@ def multiply_rows_kernel(
     target_ptr,
     row_ptr,
     factor_ptr,
-    row_weight_ptr,
     rho_out_ptr,
     theta_out_ptr,
-    row_weight_out_ptr,
     target_out_ptr,
     rows,
     BLOCK: tl.constexpr,
 ):
-    """Writes rho, theta and row_weight of packed rows times factor (N,) at the rows row (rows,) int64 of the call: (40).
+    """Writes rho and theta of packed rows times factor (N,) at the rows row (rows,) int64 of the call: (40).
 
-    They are 0 where the factor is 0, also if they are NaN. row_weight (N,) is in the order of the call. Writes target
-    (rows,) int64, -1 where theta becomes 0. One program owns BLOCK rows.
+    They are 0 where the factor is 0, also if they are NaN. Writes target (rows,) int64, -1 where theta becomes 0. One
+    program owns BLOCK rows.
     """
     row_ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row_ids < rows
@@ -129,22 +126,20 @@ def multiply_rows_kernel(
     factor = tl.load(factor_ptr + picked, mask=inside, other=0.0)
     rho = tl.load(rho_ptr + row_ids, mask=inside, other=0.0)
     theta = tl.load(theta_ptr + row_ids, mask=inside, other=0.0)
-    row_weight = tl.load(row_weight_ptr + picked, mask=inside, other=0.0)
     theta = tl.where(factor == 0, 0.0, theta * factor)
     tl.store(rho_out_ptr + row_ids, tl.where(factor == 0, 0.0, rho * factor), mask=inside)
     tl.store(theta_out_ptr + row_ids, theta, mask=inside)
-    tl.store(row_weight_out_ptr + row_ids, tl.where(factor == 0, 0.0, row_weight * factor), mask=inside)
     target = tl.load(target_ptr + row_ids, mask=inside, other=-1)
     tl.store(target_out_ptr + row_ids, tl.where(theta == 0, -1, target), mask=inside)
 
 
-def multiply_rows(saved: SavedRows, factor: Tensor, row_weight: Tensor) -> Multiplied:
-    """Launches `multiply_rows_kernel` for saved rows. factor and row_weight (S,) are in the order of the call."""
+def multiply_rows(saved: SavedRows, factor: Tensor) -> Multiplied:
+    """Launches `multiply_rows_kernel` for saved rows. factor (S,) is in the order of the call."""
     rho, theta, target = saved.rho, saved.theta, saved.target
     assert rho is not None
     assert target is not None
-    results = Multiplied(*(torch.empty_like(rho) for _ in range(3)), torch.empty_like(target))
-    arrays = rho, theta, target, saved.order, factor, row_weight, *results
+    results = Multiplied(torch.empty_like(rho), torch.empty_like(rho), torch.empty_like(target))
+    arrays = rho, theta, target, saved.order, factor, *results
     launch(multiply_rows_kernel, (cdiv(len(rho), 256),), *arrays, len(rho), BLOCK=256, num_warps=4)
     return results
 
@@ -159,11 +154,10 @@ def pick_rows_kernel(
     input_stride,
     input_stride_d,
     result_stride,
-    SCALES: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Copies the rows row (rows,) int64 of input (N, D) to result (rows, D), with SCALES times factor (rows,), rounded
-    once. Rows of factor 0 become 0, because they may hold any values. One program owns a row."""
+    """Writes the rows row (rows,) int64 of input (N, D) times factor (rows,) to result (rows, D), rounded once. Rows of
+    factor 0 become 0, because they may hold any values. One program owns a row."""
     row = tl.program_id(0).to(tl.int64)
     picked = tl.load(row_ptr + row)
     factor = tl.load(factor_ptr + row) + tl.zeros((BLOCK_D,), tl.float32)
@@ -171,14 +165,12 @@ def pick_rows_kernel(
         columns = (start + tl.arange(0, BLOCK_D)).to(tl.int64)
         mask = (columns < hidden) & (factor != 0)
         x = tl.load(input_ptr + picked * input_stride + columns * input_stride_d, mask=mask, other=0.0).to(tl.float32)
-        if SCALES:
-            x = tl.where(factor == 0, 0.0, x * factor)
         place = result_ptr + row * result_stride + columns
-        tl.store(place, x.to(result_ptr.dtype.element_ty), mask=columns < hidden)
+        tl.store(place, tl.where(factor == 0, 0.0, x * factor).to(result_ptr.dtype.element_ty), mask=columns < hidden)
 
 
-def pick_rows(x: Tensor, result: Tensor, *, order: At, factor: At, scales: bool) -> None:
+def pick_rows(x: Tensor, result: Tensor, *, order: At, factor: At) -> None:
     """Launches `pick_rows_kernel` for as many rows as result (n, >= D) has."""
     sizes = x.shape[1], *x.stride(), result.stride(0)
-    constexprs = {"SCALES": scales, "BLOCK_D": column_block(x.shape[1])}
-    launch(pick_rows_kernel, (len(result),), x, order, factor, result, *sizes, **constexprs, num_warps=4)
+    block = column_block(x.shape[1])
+    launch(pick_rows_kernel, (len(result),), x, order, factor, result, *sizes, BLOCK_D=block, num_warps=4)

@@ -23,7 +23,6 @@ A token loss needs the log-probabilities of a chunk before the factors of its ro
 runs twice (`_weights_of_token_loss`).
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -162,7 +161,7 @@ def scaled_exp(
 def save_rows(
     problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, entropy: bool
 ) -> tuple[Tensor, RowStatistics, SavedRows]:
-    """Runs plan A for upstream gradients of 1, without the gradients of the head.
+    """Runs plan A for upstream gradients of 1, without the gradients of the head and without label smoothing.
 
     Returns:
         The weighted loss of each row (N,); the statistics, with the entropy if `entropy`; and what `saved_gradients`
@@ -200,27 +199,21 @@ def saved_gradients(
     assert saved.count is not None
     plan, x, b, classes = plan_of(problem), problem.input, problem.linear_bias, problem.classes
     config, first = plan.scaled_exp_config, others.d_weight is None and others.d_bias is None
-    weighted = replace(problem, row_weight=torch.where(factor != 0, factor * problem.row_weight, 0.0))
-    smoothing = Smoothing.of(weighted, config.head_rows)
     d_weight, d_bias = None, None
     if needs_grad.d_weight:
         d_weight = ClassSum(problem.linear_weight, classes, float32_sum=False, total=others.d_weight)
     if needs_grad.d_bias:
         d_bias = problem.row_weight.new_empty(classes) if others.d_bias is None else others.d_bias[:classes].float()
     with on_device(x.device):
-        rows = saved_kernels.multiply_rows(saved, factor, problem.row_weight)
+        rows = saved_kernels.multiply_rows(saved, factor)
         hidden = tile_config.padded_hidden(x.shape[1], x.itemsize)
         scaled = (x.new_empty if hidden == x.shape[1] else x.new_zeros)((config.rows, hidden))
         for chunk in problem.chunks(config.rows):
             n, starts = chunk.stop - chunk.start, first and chunk.start == 0
             e, chunk_x = saved.e[chunk, :classes], scaled[:n]
-            order, rho = At(saved.order, chunk.start), At(rows.rho, chunk.start)
-            if smoothing is not None and d_weight is not None:
-                row_weight = At(rows.row_weight, chunk.start)
-                saved_kernels.pick_rows(x, chunk_x, order=order, factor=row_weight, scales=False)
-                smoothing.add_rows(chunk_x[:, : x.shape[1]], row_weight, first=chunk.start == 0)
+            rho = At(rows.rho, chunk.start)
             if d_weight is not None:
-                saved_kernels.pick_rows(x, chunk_x, order=order, factor=rho, scales=True)
+                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
                 active = Active(saved.count, chunk.start, int(starts))
                 _add_d_weight(problem, e, chunk_x, active, d_weight, first=starts)
             if d_bias is not None:
@@ -228,8 +221,6 @@ def saved_gradients(
         total = None if d_weight is None else d_weight.sum
         found = target_grad.sort_by_target(rows.target, saved.order, rows.theta, saved.count, classes)
         target_grad.add_targets(x, *found, saved.count, classes, d_weight=total, d_bias=d_bias)
-        if smoothing is not None:
-            smoothing.add_to_head(total, d_bias)
         if d_weight is not None and first and classes < len(d_weight.total):
             row_kernels.zero(d_weight.total[classes:])
         if d_bias is not None:

@@ -170,9 +170,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
-        and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
+        and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+        raise ValueError(
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and a {w.dtype} "
+            f"head of {key.classes} classes in {vocab} rows of {hidden}, the kernels of {key.implementation!r} have no "
+            "exponentials from which an upstream gradient can be factored out"
+        )
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -193,7 +199,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 hidden=hidden,
                 classes=key.classes,
                 d_input=key.d_input,
-                d_weight=key.d_weight,
+                d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=multiplies,
                 adds_in_l2=multiplies,
                 block_v=tile.block_v,
@@ -210,9 +216,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             stores=needs_grad,
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
-            statistics=key.statistics,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=key.statistics or key.stage == "saved_rows",
+            entropy=key.stage == "saved_rows",
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
@@ -221,7 +230,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
-        d_weight_starts = multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts = key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )

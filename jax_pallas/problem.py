@@ -3,7 +3,7 @@ that chunks of rows add those gradients to.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +121,8 @@ class SavedRows(NamedTuple):
     Fields are None if not needed.
     """
 
-    e: Array | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
+    # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk of rows.
+    e: Any
     d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
     rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
     theta: Array | None  # (S,) float32, the targets' terms, for an upstream gradient of 1; None where e has them

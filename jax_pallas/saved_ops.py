@@ -150,7 +150,14 @@ def _saved_losses(
     first, others = _of_rows(options, arrays, slice(0, rows)), _of_rows(options, arrays, slice(rows, None))
     problem = _saved_problem(options, first, needs_grad, platform, entropy=entropy)
     plan = plan_of(problem)
-    loss, found, saved = chunked.save_rows(ops._tiles(plan), problem, plan.chunk_config, needs_grad, entropy=entropy)
+    if plan.path == "scaled_exp":
+        from jax_pallas.scaled_exp import save_rows
+
+        loss, found, saved = save_rows(problem, needs_grad, statistics=options.statistics, entropy=entropy)
+    else:
+        loss, found, saved = chunked.save_rows(
+            ops._tiles(plan), problem, plan.chunk_config, needs_grad, entropy=entropy
+        )
     if rows < len(options.named(arrays)["target"]):
         if entropy:
             other = ops._statistics(options, *others)
@@ -205,11 +212,18 @@ def _saved_gradients(
         d_others, *rest = ops._row_gradients(static, others, lse[rows:], upstream)
         d_head = Gradients(None, *rest)
     first, factor = _of_rows(options, arrays, slice(0, rows)), factor[:rows]
-    assert saved.rho is not None
-    input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
-    first = options.arrays(**options.named(first) | {"row_weight": input_factor})
-    problem = ops._problem("gradients", options, first, needs_grad._replace(d_input=False), platform)
-    d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
+    problem = _saved_problem(options, first, needs_grad, platform, entropy=False)
+    if plan_of(problem).path == "scaled_exp":
+        from jax_pallas.scaled_exp import saved_gradients
+
+        d_head = saved_gradients(problem, saved, factor, needs_grad, d_head)
+        input_factor = factor
+    else:
+        assert saved.rho is not None
+        input_factor = jnp.where(factor == 0, 0.0, factor * saved.rho)
+        first = options.arrays(**options.named(first) | {"row_weight": input_factor})
+        problem = ops._problem("gradients", options, first, needs_grad._replace(d_input=False), platform)
+        d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     d_input = None
     if saved.d_input is not None:
         scaled = saved.d_input.astype(jnp.float32) * input_factor[:, None]

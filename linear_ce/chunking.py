@@ -187,14 +187,14 @@ def choose_saved_rows(
         budget: bytes. 0 saves no row.
     """
     per_row = SAVED_ROW_BYTES + itemsize * (hidden * d_input + -(-classes // 64) * 64 * d_head)
-    rows = max(budget - SAVED_FIXED_BYTES, 0) // per_row
+    rows = max(budget - SAVED_FIXED_BYTES, 0) // per_row // 8 * 8  # some kernels write rows in blocks of 8
     if rows >= tokens:
         rows = tokens
     else:
         rows -= rows % SAVED_ROWS_MULTIPLE
         if rows < LEAST_SAVED_ROWS:
             rows = 0
-    return SavedRowCount(rows, tokens, SAVED_FIXED_BYTES + per_row * rows if rows else 0)
+    return SavedRowCount(rows, tokens, SAVED_FIXED_BYTES + per_row * (-(-rows // 8) * 8) if rows else 0)
 
 
 PATHS = {

@@ -335,6 +335,9 @@ _ONE = ("float32",)
 _BF16 = ("bfloat16",)
 _16_BITS = ("float16", "bfloat16")
 _CAPPED = LossSpec("sum", softcap=3.0, logit_scale=0.7, z_loss_weight=0.1)
+# A shape whose exponentials the kernels of both frameworks store, and a budget that holds all rows. One for 512 rows.
+_SAVED: dict[str, Any] = {"hidden": 64, "vocab": 640, "upstream": "random", "saved_budget": 2**24}
+_PART: dict[str, Any] = {**_SAVED, "lead": (640,), "saved_budget": 2**12 + 512 * (32 + 2 * (64 + 640))}
 _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {"lead": (0,), "has_bias": True}, _TWO),
     ("empty-sum", {"lead": (0,), "spec": _SUM}, _ONE),
@@ -440,6 +443,22 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("hidden64-frozen", {"hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
     ("tight-mean", {"tight_memory": True, "lead": (252,), "vocab": 123}, _ALL),
     ("tight-none", {"tight_memory": True, "lead": (252,), "vocab": 123, "spec": _NONE, "has_bias": True}, _ALL),
+    (
+        "saved",
+        {**_SAVED, "has_bias": True, "ignored": "some", "token_weight": "signed"}
+        | {"spec": LossSpec("none", z_loss_weight=0.01), "poison": ("ignored_rows",)},
+        _BF16,
+    ),
+    (
+        "saved-softcap",
+        {**_SAVED, "vocab_axis": 1, "has_class_weight": True, "spec": LossSpec("none", softcap=5.0, logit_scale=0.7)},
+        _BF16,
+    ),
+    ("saved-nan", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("input_nan",)}, _BF16),
+    ("saved-range", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("target_range",)}, _BF16),
+    ("saved-tight", {**_SAVED, "spec": _NONE, "has_bias": True, "lead": (600,), "tight_memory": True}, _BF16),
+    ("saved-part", {**_PART, "spec": _NONE, "has_bias": True, "ignored": "some"}, _BF16),
+    ("saved-frozen_input", {**_SAVED, "spec": _NONE, "has_bias": True, "frozen": ("input",)}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
@@ -470,6 +489,13 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-logits80", {**_LOG_PROB, "hidden": 64, "logit_std": 40.0}, _BF16),
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
+    ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("saved-softcap", {**_SAVED, **_LOG_PROB, "vocab_axis": 1, "spec": LossSpec(softcap=5.0)}, _BF16),
+    ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
+    ("saved-range", {**_SAVED, **_LOG_PROB, "poison": ("target_range",)}, _BF16),
+    ("saved-part", {**_PART, **_LOG_PROB}, _BF16),
+    ("saved-entropy", {**_SAVED}, _BF16),  # a gradient of the entropy: what was saved is not used
+    ("saved-frozen_weight", {**_SAVED, **_LOG_PROB, "frozen": ("linear_weight",)}, _BF16),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}
