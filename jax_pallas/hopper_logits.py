@@ -54,6 +54,8 @@ STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret"
 
 OF_TARGETS = ("target_exps", "target_logits")
 
+LEAST_LOGIT = -1e30  # in place of -inf, where a difference would be NaN
+
 
 def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
     """Runs an epilogue on every tile of x @ w.
@@ -218,8 +220,9 @@ def exponentials_epilogue(
         top = half.masked(capped, piece, -jnp.inf).max(1)
         found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
     if switches.entropy:  # pieces are merged as vocabulary chunks are: (26)
-        shift = jnp.where(found["tops"] == -jnp.inf, jnp.zeros_like(top), found["tops"])
-        shifted = half.masked(capped, piece, -jnp.inf) - lax.broadcast_in_dim(shift, capped.shape, (0,))
+        shift = jnp.maximum(found["tops"], LEAST_LOGIT)
+        # Past the last class the values are 0 and the logits finite.
+        shifted = capped - lax.broadcast_in_dim(shift, capped.shape, (0,))
         found["sums_exp_log"] = (values * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
         if carried is not None:
             moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)

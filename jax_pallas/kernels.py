@@ -220,7 +220,7 @@ def exponentials(
         start: a number, or an int32 scalar of the device; the arguments after it are static.
         stores, largest, entropy: whether the exponentials, the largest logits, the sums for the entropy are computed.
     """
-    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
+    crowded = (stores and softcap is not None) or entropy or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)

@@ -1,7 +1,7 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "eval" or "token_loss"), n, d, v, vocab_axis and
+a JSON list of dicts with the keys mode ("train", "none", "saved", "eval" or "token_loss"), n, d, v, vocab_axis and
 implementation.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import linear_cross_entropy, linear_token_loss, token_losses
+from jax_pallas import linear_cross_entropy, linear_log_probs, linear_token_loss, token_losses
 
 
 def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, implementation: str) -> Any:
@@ -35,6 +35,16 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         losses, vjp = jax.vjp(lambda x, w: loss(x, w, y, "none"), x, w)
         return losses, vjp(d_loss)
 
+    def saved(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+
+        def log_prob(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = linear_log_probs(x, w, y, saved_budget=2**34, **options)
+            return found.log_prob, found.entropy
+
+        log_probs, vjp, entropy = jax.vjp(log_prob, x, w, has_aux=True)
+        return log_probs, entropy, vjp(d_loss)
+
     head = (v, d) if vocab_axis == 0 else (d, v)
     arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
     function: Any = loss
@@ -45,8 +55,8 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
             jax.value_and_grad(token_loss, argnums=(0, 1)),
             [*arguments, *[shape((n,), jnp.float32)] * 2],
         )
-    elif mode == "none":
-        function, arguments = none, [*arguments, shape((n,), jnp.float32)]
+    elif mode in ("none", "saved"):
+        function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*arguments).compile()
 
