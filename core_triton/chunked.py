@@ -354,7 +354,7 @@ def save_rows(
     if needs_grad.d_weight or needs_grad.d_bias:
         e = problem.input.new_empty((problem.input.shape[0], classes))
     sums = _sums(problem, NeedsGrad(needs_grad.d_input, False, False), config)
-    saved = NOTHING_SAVED._replace(e=e, d_input=sums.d_input, rho=torch.ones_like(problem.row_weight))
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=sums.d_input, rho=torch.ones_like(problem.row_weight))
     losses, parts = [], []
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
@@ -385,7 +385,7 @@ def saved_gradients(
 ) -> Gradients:
     """Returns the gradients of the head by saved rows, added to those by other rows: (40). The row weights of the
     problem are the upstream gradients times rho."""
-    if saved.e is None:
+    if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
         return others
     needs_grad, dtype, factor = needs_grad._replace(d_input=False), problem.input.dtype, problem.row_weight
     arrays = problem.input, problem.linear_weight, problem.linear_bias

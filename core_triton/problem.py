@@ -118,10 +118,10 @@ class SavedRows(NamedTuple):
     """
 
     e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
-    d_input: Tensor | None  # (S, D), input's dtype, for an upstream gradient of 1
+    unit_d_input: Tensor | None  # (S, D), input's dtype, for an upstream gradient of 1
     rho: Tensor | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
     theta: Tensor | None  # (S,) float32, the targets' terms, for an upstream gradient of 1
-    target: Tensor | None  # (S,) int64
+    packed_target: Tensor | None  # (S,) int64
     order: Tensor | None  # (S,) int64
     count: Tensor | None  # () int32
 

@@ -135,7 +135,7 @@ def multiply_rows_kernel(
 
 def multiply_rows(saved: SavedRows, factor: Tensor) -> Multiplied:
     """Launches `multiply_rows_kernel` for saved rows. factor (S,) is in the order of the call."""
-    rho, theta, target = saved.rho, saved.theta, saved.target
+    rho, theta, target = saved.rho, saved.theta, saved.packed_target
     assert rho is not None
     assert target is not None
     results = Multiplied(torch.empty_like(rho), torch.empty_like(rho), torch.empty_like(target))

@@ -106,7 +106,7 @@ class SavedRowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: SavedCall, *_: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = run_saved_losses(*call) if ops.is_eager(call.arrays) else dispatched(call)
-        ctx.options, ctx.entropy = call.options, call.entropy
+        ctx.options, ctx.needs_grad = call.options, call.needs_grad
         ctx.save_for_backward(*call.arrays, found.losses.row_weight, found.losses.lse, found.entropy, *found.saved)
         loss, row_weight, lse, *rest = found.losses
         constant = (row_weight, *rest) if call.entropy else (row_weight, lse, *rest)
@@ -121,7 +121,10 @@ class SavedRowLosses(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         arrays, (row_weight, lse, entropy) = Arrays(*saved[:5]), saved[5:8]
-        options, needs_grad, d_entropy = ctx.options, NeedsGrad(*ctx.needs_input_grad[1:]), rest[-1]
+        options, d_entropy = ctx.options, rest[-1]
+        # A backward pass may need fewer gradients than the forward pass prepared.
+        pairs = zip(ctx.needs_grad, ctx.needs_input_grad[1:], strict=True)
+        needs_grad = NeedsGrad(*(prepared and needed for prepared, needed in pairs))
         if d_entropy is not None or d_lse is not None:
             d_log_prob = None if d_loss is None else -d_loss
             cotangents = d_log_prob, d_entropy, d_lse
@@ -197,6 +200,8 @@ def _save(
 def _saved_problem(
     arrays: Arrays, options: Options, row_weight: Tensor, needs_grad: NeedsGrad, statistics: bool, entropy: bool
 ) -> Problem:
+    # The two passes have the same chunks, whether or not the second needs all gradients.
+    needs_grad = NeedsGrad(needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias, False)
     return ops._problem(
         "saved_rows", arrays, options, row_weight, needs_grad, statistics=statistics, entropy=entropy
     )
@@ -244,9 +249,9 @@ def run_saved_gradients(
         row_weight: those of the forward pass, which are part of what was saved.
         in_place: whether the saved d_input may be overwritten.
     """
-    rows, tokens = saved_rows(arrays, options, needs_grad).rows, len(factor)
+    rows, tokens = next(len(one) for one in (saved.unit_d_input, saved.rho) if one is not None), len(factor)
     first, others = slice(0, rows), slice(rows, tokens)
-    d_input, d_head = saved.d_input, Gradients(None, None, None)
+    d_input, d_head = saved.unit_d_input if needs_grad.d_input else None, Gradients(None, None, None)
     if needs_grad.d_input and not (in_place and rows == tokens):
         d_input = torch.empty_like(arrays.input, memory_format=torch.contiguous_format)
     if rows < tokens:
@@ -254,7 +259,8 @@ def run_saved_gradients(
         rest = None if d_input is None else d_input[others]
         d_head = ops.plan_c(arrays.of_rows(others), options, upstream, lse[others], needs_grad, rest)
     of_first, factor = arrays.of_rows(first), factor[first]
-    problem = _saved_problem(of_first, options, row_weight[first], needs_grad, False, False)
+    made = NeedsGrad(saved.unit_d_input is not None, saved.e is not None, False)
+    problem = _saved_problem(of_first, options, row_weight[first], made, False, False)
     plan = plan_of(problem)
     with ops._library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
@@ -269,7 +275,7 @@ def run_saved_gradients(
             problem = ops._problem("gradients", of_first, options, input_factor, head)
             d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     if d_input is not None:
-        of_saved = Gradients(saved.d_input, None, None)
+        of_saved = Gradients(saved.unit_d_input, None, None)
         results = Gradients(d_input[first], None, None)
         ops.scale(of_saved, Factors(input_factor[:, None], input_factor), results, options.memory_budget)
     return d_head._replace(d_input=d_input)
@@ -292,8 +298,8 @@ def _flat(call: SavedCall) -> tuple[Any, ...]:
 def _parsed(call: SavedCall, found: list[Tensor]) -> SavedLosses:
     there = ops._losses_there(statistics=call.statistics, backward=True)
     losses = ops._in_place(Losses, found, there)
-    rest = found[sum(there) :]
-    entropy = rest.pop(0) if call.entropy else None
+    rest = found[sum(there) + call.entropy :]
+    entropy = found[sum(there)] if call.entropy else None
     # Above autograd, which has saved them, the operator does not return the rows.
     there = _saved_there(call.arrays, call.options, call.needs_grad) if rest else [False] * len(SavedRows._fields)
     return SavedLosses(losses, entropy, ops._in_place(SavedRows, rest, there))

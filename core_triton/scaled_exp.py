@@ -175,10 +175,10 @@ def save_rows(
         rows, loss, found, gradients = _run(
             problem, only_input, statistics=statistics, reduce=False, hook=None, d_input=None, saved_e=e, entropy=entropy
         )
-    saved = NOTHING_SAVED._replace(e=e, d_input=gradients.d_input)
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input)
     if e is not None:
         saved = saved._replace(
-            rho=rows.rho, theta=rows.theta, target=rows.target, order=rows.order, count=rows.count
+            rho=rows.rho, theta=rows.theta, packed_target=rows.target, order=rows.order, count=rows.count
         )
     return loss, found, saved
 
@@ -192,9 +192,8 @@ def saved_gradients(
         problem: that of `save_rows`.
         factor: (N,) the upstream gradients, 0 in rows that do not contribute.
     """
-    if saved.e is None:
+    if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
         return others
-    assert saved.target is not None
     assert saved.order is not None
     assert saved.count is not None
     plan, x, b, classes = plan_of(problem), problem.input, problem.linear_bias, problem.classes

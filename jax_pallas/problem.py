@@ -123,7 +123,7 @@ class SavedRows(NamedTuple):
 
     # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk of rows.
     e: Any
-    d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
+    unit_d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
     rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
     theta: Array | None  # (S,) float32, the targets' terms, for an upstream gradient of 1; None where e has them
 

@@ -225,10 +225,10 @@ def _saved_gradients(
         problem = ops._problem("gradients", options, first, needs_grad._replace(d_input=False), platform)
         d_head = chunked.saved_gradients(problem, plan_of(problem).chunk_config, saved, needs_grad, d_head)
     d_input = None
-    if saved.d_input is not None:
-        scaled = saved.d_input.astype(jnp.float32) * input_factor[:, None]
+    if saved.unit_d_input is not None:
+        scaled = saved.unit_d_input.astype(jnp.float32) * input_factor[:, None]
         # A row of NaN whose upstream gradient is 0 has a zero gradient, as where it is computed here.
-        d_input = jnp.where(input_factor[:, None] == 0, 0.0, scaled).astype(saved.d_input.dtype)
+        d_input = jnp.where(input_factor[:, None] == 0, 0.0, scaled).astype(saved.unit_d_input.dtype)
         d_input = d_input if d_others is None else jnp.concatenate([d_input, d_others])
     return d_head._replace(d_input=d_input)
 

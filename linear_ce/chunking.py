@@ -186,7 +186,8 @@ def choose_saved_rows(
         d_head: d_weight or d_bias is computed.
         budget: bytes. 0 saves no row.
     """
-    per_row = SAVED_ROW_BYTES + itemsize * (hidden * d_input + -(-classes // 64) * 64 * d_head)
+    # Not times the booleans: torch.compile may have symbols in place of the numbers.
+    per_row = SAVED_ROW_BYTES + itemsize * ((hidden if d_input else 0) + (-(-classes // 64) * 64 if d_head else 0))
     rows = max(budget - SAVED_FIXED_BYTES, 0) // per_row // 8 * 8  # some kernels write rows in blocks of 8
     if rows >= tokens:
         rows = tokens

@@ -91,7 +91,7 @@ class Call(NamedTuple):
         if stage == "saved_rows":
             saved = save_rows(problem, needs_grad, statistics=statistics, entropy=entropy)[2]
             head = saved_gradients(problem, saved, problem.row_weight, needs_grad, Gradients(None, None, None))
-            return saved.d_input, *head[1:]
+            return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
