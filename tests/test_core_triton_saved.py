@@ -56,7 +56,7 @@ def saved(case: Case) -> Case:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=c.name, marks=pytest.mark.slow if i % 3 else ()) for i, c in enumerate(FLOAT32)]
+    "case", [pytest.param(c, id=c.name, marks=pytest.mark.slow if i % 6 else ()) for i, c in enumerate(FLOAT32)]
 )
 def test_float32_cases_are_within_their_budgets(case: Case) -> None:
     case = saved(case)

@@ -15,12 +15,11 @@ from jax_pallas.ops import RESIDUAL
 from linear_ce.chunking import SAVED_FIXED_BYTES, SAVED_ROW_BYTES
 from parity.arrays import make_arrays
 from parity.backends import run_case
-from parity.cases import cases
+from parity.cases import Case, cases
 from parity.expected import compare, expected
 
 FUNCTIONS = ("none", "log_probs")
 ALL = 2**24  # bytes: more than the rows of these problems
-OTHERS = {"jax.jit": jax.jit, "jax.checkpoint": jax.checkpoint}
 
 
 def results(function: str, arrays: dict[str, Any], **options: Any) -> Array:
@@ -65,7 +64,9 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i in (1, 3) else ()) for i, name in enumerate(NAMES)]
+)
 def test_cases_are_within_their_budgets(name: str) -> None:
     case = next(case for case in cases() if case.name == name)
     case = replace(case, saved_budget=ALL, unused=("entropy", "lse") if case.function == "log_probs" else ())
@@ -74,8 +75,31 @@ def test_cases_are_within_their_budgets(name: str) -> None:
     assert not {name: one.percent for name, one in found.items() if not one.percent <= 100}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("function", FUNCTIONS)
+EDGES = [case for case in cases() if "saved" in case.name]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=() if case.name == "edge-log_probs-saved-bf16" else pytest.mark.slow)
+        for case in EDGES
+    ],
+)
+def test_the_kernels_are_within_the_budgets_of_cases(case: Case) -> None:
+    arrays = make_arrays(case)
+    found = compare(case, expected(case, arrays), run_case("jax-pallas_triton", case, arrays).outputs)
+    assert not {name: one.percent for name, one in found.items() if not one.percent <= 100}
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        ("none", "float32"),
+        ("log_probs", "float16"),
+        *(pytest.param("none", dtype, marks=pytest.mark.slow) for dtype in ("bfloat16", "float16")),
+        *(pytest.param("log_probs", dtype, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_a_part_of_the_rows_is_saved(function: str, dtype: Any) -> None:
     arrays = problem(700, dtype=dtype)
     arrays["target"] = (arrays["target"] % 45).at[::7].set(-100)
@@ -133,7 +157,7 @@ def test_memory_is_within_both_budgets(function: str, n: int) -> None:
         assert used <= memory_budget
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["none", pytest.param("log_probs", marks=pytest.mark.slow)])
 def test_rows_that_do_not_count_change_nothing(function: str) -> None:
     """An ignored row under an upstream gradient of NaN, and a row of NaN and one without a class under one of 0."""
     arrays, upstream = problem(13), jnp.linspace(0.5, 2.0, 13)
@@ -162,11 +186,10 @@ def test_a_gradient_of_the_entropy_uses_the_other_backward_pass() -> None:
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("transform", OTHERS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_transformations(function: str, transform: str) -> None:
+def test_checkpoint(function: str) -> None:
     arrays = problem()
-    got = gradients(function, arrays, transform=OTHERS[transform], saved_budget=ALL)
+    got = gradients(function, arrays, transform=jax.checkpoint, saved_budget=ALL)
     assert_close(got, gradients(function, arrays))
 
 
