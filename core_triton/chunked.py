@@ -336,8 +336,8 @@ def gradients(
     needs_grad: NeedsGrad,
     d_input: Tensor | None = None,
 ) -> Gradients:
-    """Plan C's backward pass: the gradients for any upstream gradient, given lse. Writes d_input to `d_input` if that is
-    not None."""
+    """Plan C's backward pass: the gradients for any upstream gradient, given lse. Writes d_input to `d_input`, if there
+    is one."""
     sums = _sums(problem, needs_grad, config, d_input)
     for chunk in problem.chunks(config.rows):
         part = coefficients.map(lambda c, chunk=chunk: c[chunk])
@@ -359,15 +359,13 @@ def save_rows(
     for chunk in problem.chunks(config.rows):
         target, row_weight = problem.target[chunk], problem.row_weight[chunk]
         kept: list[Tensor] | None = [] if config.keeps_logits else None
-        partial = chunk_statistics(
-            problem, chunk, config.first_vocab_chunk, entropy=entropy, kept=kept, tiles=tiles
-        )
+        partial = chunk_statistics(problem, chunk, config.first_vocab_chunk, entropy=entropy, kept=kept, tiles=tiles)
         part = row_math.finish(partial, target, row_weight, classes)
         losses.append(row_math.row_loss(problem.spec, part, target, row_weight, problem.class_weight, classes))
         coefficients = row_math.loss_coefficients(
             problem.spec, part.lse, target, row_weight, problem.class_weight, classes
         )
-        # A row of NaN has a zero gradient if its upstream gradient is 0. So it is saved as zeros, and the NaN is in rho.
+        # A row of NaN must have a zero gradient if its upstream gradient is 0: its zeros are saved, and rho is NaN.
         lost = (row_weight != 0) & ~row_math.finite(part.lse, coefficients)
         assert saved.rho is not None
         saved.rho[chunk] = torch.where(lost, torch.nan, 1.0)
@@ -414,13 +412,9 @@ def saved_gradients(
     return sums.result(empty=False)
 
 
-def _sums(
-    problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig, d_input: Tensor | None = None
-) -> GradientSums:
+def _sums(problem: Problem, needs_grad: NeedsGrad, config: ChunkConfig, d_input: Tensor | None = None) -> GradientSums:
     arrays = problem.input, problem.linear_weight, problem.linear_bias
-    return GradientSums(
-        *arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, d_input=d_input
-    )
+    return GradientSums(*arrays, problem.local_classes, needs_grad, float32_sum=config.float32_sum, d_input=d_input)
 
 
 def _local_target(problem: Problem, target: Tensor, vocab_chunk: slice) -> tuple[Tensor, Tensor]:

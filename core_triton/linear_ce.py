@@ -11,8 +11,8 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
-With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows that
-it holds.
+With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows
+that it holds.
 
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
 `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:

@@ -265,7 +265,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
         raise ValueError(
             f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and "
-            f"{key.classes} classes, the kernels have no exponentials from which an upstream gradient can be factored out"
+            f"{key.classes} classes, the kernels have no exponentials that an upstream gradient is a factor of"
         )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.

@@ -99,6 +99,9 @@ class Gradients(NamedTuple):
     d_bias: Tensor | None  # (V,), linear_bias's dtype
 
 
+NOTHING_COMPUTED = Gradients(None, None, None)
+
+
 class NeedsGrad(NamedTuple):
     """Which gradients a call computes. The others take no time and no memory."""
 
@@ -200,7 +203,7 @@ class GradientSums:
         *,
         float32_sum: bool,
         d_input: Tensor | None = None,
-        others: Gradients = Gradients(None, None, None),
+        others: Gradients = NOTHING_COMPUTED,
     ) -> None:
         """`d_input`: where d_input is written, if not to a new tensor. `others`: gradients of the head by other rows,
         to which those of these rows are added."""

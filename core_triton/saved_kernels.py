@@ -29,8 +29,8 @@ def entropies_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Writes the entropies of packed rows to entropy_out (N,) at the rows row (rows,) int64 of the call: (26), (27). They
-    are 0 for rows of row_weight 0.
+    """Writes the entropies of packed rows to entropy_out (N,) at the rows row (rows,) int64 of the call: (41). They are
+    0 for rows of row_weight 0.
 
     Reads sum, max and sum_exp_log (class_blocks, rows) of `kernels.exponentials_kernel`. One program owns BLOCK_N rows.
     """

@@ -4,10 +4,10 @@ The upstream gradients of the rows are unknown in the forward pass, so `ops.loss
 logits again in the backward pass. But an upstream gradient is a factor of its row: MATH.md (39), (40). So the forward
 pass can compute the gradients for upstream gradients of 1 up to this factor, for as many rows as `saved_budget` holds:
 
-    forward pass    loss and d_input of the first S rows, their exponentials are kept     2 matmuls   `run_saved_losses`
-                    loss of the other rows                                                1 matmul
-    backward pass   d_input times the upstream gradients; d_weight of the first S rows    1 matmul    `run_saved_gradients`
-                    d_input and d_weight of the other rows, from recomputed logits        3 matmuls
+    forward pass    loss and d_input of the first S rows; keeps their exponentials  2 matmuls  `run_saved_losses`
+                    loss of the other rows                                          1 matmul
+    backward pass   d_input times the upstream gradients; d_weight of these S rows  1 matmul   `run_saved_gradients`
+                    d_input and d_weight of the other rows, from logits again       3 matmuls
 
 If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
 `ops.log_probs`.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from core_triton import chunked, ops, row_math
+from core_triton import chunked, ops
 from core_triton.ops import Arrays, Factors, LogProbs, Losses, Options, TokenWeights
 from core_triton.plan import DeviceInfo, ExecutionPlan
 from core_triton.problem import Gradients, NeedsGrad, Problem, SavedRows, plan_of
@@ -68,16 +68,16 @@ def log_probs(arrays: Arrays, options: Options) -> LogProbs:
 
 def saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    (tokens, hidden), x = arrays.input.shape, arrays.input
-    return _count(tokens, hidden, options.vocab_size, x.itemsize, needs_grad, options.saved_budget)
+    return _count(arrays.input, options.vocab_size, needs_grad, options.saved_budget)
 
 
-def _count(tokens: int, hidden: int, classes: int, itemsize: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+def _count(x: Tensor, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+    tokens, hidden = x.shape
     return choose_saved_rows(
         tokens=tokens,
         hidden=hidden,
         classes=classes,
-        itemsize=itemsize,
+        itemsize=x.itemsize,
         d_input=needs_grad.d_input,
         d_head=needs_grad.d_weight or needs_grad.d_bias,
         budget=budget if any(needs_grad) else 0,
@@ -94,7 +94,7 @@ def explained_plan(
 ) -> ExecutionPlan:
     """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
     x = problem.input
-    saved = _count(*x.shape, problem.classes, x.itemsize, needs_grad, saved_budget)
+    saved = _count(x, problem.classes, needs_grad, saved_budget)
     if saved.rows:
         problem = replace(problem, input=x[: saved.rows])
     stage = "saved_rows" if saved.rows else "row_gradients"
@@ -202,9 +202,7 @@ def _saved_problem(
 ) -> Problem:
     # The two passes have the same chunks, whether or not the second needs all gradients.
     needs_grad = NeedsGrad(needs_grad.d_input, needs_grad.d_weight or needs_grad.d_bias, False)
-    return ops._problem(
-        "saved_rows", arrays, options, row_weight, needs_grad, statistics=statistics, entropy=entropy
-    )
+    return ops._problem("saved_rows", arrays, options, row_weight, needs_grad, statistics=statistics, entropy=entropy)
 
 
 def _joined(first: RowStatistics, others: RowStatistics) -> RowStatistics:
@@ -317,12 +315,11 @@ def fake_saved_rows(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> 
     x, rows, classes = arrays.input, saved_rows(arrays, options, needs_grad).rows, options.vocab_size
     there = _saved_there(arrays, options, needs_grad)
     packed = there[3]
-    number = {"dtype": torch.float32}
     made = (
         x.new_empty((rows, -(-classes // 64) * 64 if packed else classes)),
         x.new_empty((rows, x.shape[1])),
-        x.new_empty(rows, **number),
-        x.new_empty(rows, **number),
+        x.new_empty(rows, dtype=torch.float32),
+        x.new_empty(rows, dtype=torch.float32),
         arrays.target.new_empty(rows),
         arrays.target.new_empty(rows),
         x.new_empty((), dtype=torch.int32),

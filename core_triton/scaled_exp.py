@@ -153,9 +153,7 @@ def scaled_exp(
         gradients are 0.
     """
     with on_device(problem.input.device):
-        _, *results = _run(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
-    loss, found, gradients = results
-    return loss, found, gradients
+        return _run(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)[1:]
 
 
 def save_rows(
@@ -173,7 +171,14 @@ def save_rows(
     only_input = NeedsGrad(needs_grad.d_input, False, False)
     with on_device(x.device):
         rows, loss, found, gradients = _run(
-            problem, only_input, statistics=statistics, reduce=False, hook=None, d_input=None, saved_e=e, entropy=entropy
+            problem,
+            only_input,
+            statistics=statistics,
+            reduce=False,
+            hook=None,
+            d_input=None,
+            saved_e=e,
+            entropy=entropy,
         )
     saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input)
     if e is not None:
@@ -378,9 +383,9 @@ def _store_exponentials(
     """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
     The sums (blocks, n) are at the start of `scratch`. If the largest logits are needed, those of each class block
-    follow, then the sums for the entropy. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
-    The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
-    nothing to do. Rows after the active ones may be left unchanged.
+    follow, then the sums for the entropy. Row blocks whose sums leave the range are computed again with reference
+    exponents from their largest logits. The host does not know which blocks these are, so the repair kernel is always
+    launched. If there are none, it has nothing to do. Rows after the active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None

@@ -394,9 +394,7 @@ def save_rows(
     classes, dtype, spec = problem.classes, problem.input.dtype, problem.spec
     head = needs_grad.d_weight or needs_grad.d_bias
 
-    def stored(
-        problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, e: Array
-    ) -> Array:
+    def stored(problem: Problem, d_logits: Array, x: Array, vocab_chunk: Slice, scale: Array | None, e: Array) -> Array:
         if vocab_chunk.fresh is not None:
             d_logits = jnp.where(vocab_chunk.fresh, d_logits, vocab_chunk.of(e, axis=1))
         return vocab_chunk.put(e, d_logits, axis=1)
@@ -412,7 +410,7 @@ def save_rows(
         coefficients = row_math.loss_coefficients(
             spec, part.lse, target, row_weight, row_weight, problem.class_weight, classes
         )
-        # A row of NaN has a zero gradient if its upstream gradient is 0. So it is saved as zeros, and the NaN is in rho.
+        # A row of NaN must have a zero gradient if its upstream gradient is 0: its zeros are saved, and rho is NaN.
         lost = (row_weight != 0) & ~row_math.finite(part.lse, coefficients)
         rho = jnp.where(lost, jnp.nan, 1.0)
         if dtype == jnp.float16:

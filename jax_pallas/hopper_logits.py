@@ -291,8 +291,9 @@ def exponentials(
         stored=jnp.bfloat16 if stores else None,
         interpret=interpret,
     )
-    of_targets = (found[name] for name in OF_TARGETS)
-    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *of_targets, found.get("sums_exp_log"))
+    target_exp, target_logit = (found[name] for name in OF_TARGETS)
+    sums = found["sums"], found.get("tops"), target_exp, target_logit, found.get("sums_exp_log")
+    return Exponentials(found.get("out"), *sums)
 
 
 class StatisticsSwitches(NamedTuple):

@@ -177,7 +177,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
         raise ValueError(
             f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and a {w.dtype} "
             f"head of {key.classes} classes in {vocab} rows of {hidden}, the kernels of {key.implementation!r} have no "
-            "exponentials from which an upstream gradient can be factored out"
+            "exponentials that an upstream gradient is a factor of"
         )
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
@@ -230,7 +230,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
-        d_weight_starts = key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts = (
+            key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        )
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK
         )

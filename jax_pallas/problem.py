@@ -121,7 +121,7 @@ class SavedRows(NamedTuple):
     Fields are None if not needed.
     """
 
-    # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk of rows.
+    # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk.
     e: Any
     unit_d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
     rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN

@@ -34,7 +34,7 @@ def entropies(
     problem: Problem, rows: CallRows, place: Array, size: int, found: Exponentials, repaired: Repaired
 ) -> Array:
     """Returns the entropies of a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`, 0 for rows of
-    row_weight 0: (26), (27)."""
+    row_weight 0: (41)."""
     assert found.tops is not None
     assert found.sums_exp_log is not None
     row = jnp.arange(size, dtype=jnp.int32)

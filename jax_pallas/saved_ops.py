@@ -4,10 +4,10 @@ The upstream gradients of the rows are unknown in the forward pass, so `ops.row_
 logits again in the backward pass. But an upstream gradient is a factor of its row: MATH.md (39), (40). So the forward
 pass can compute the gradients for upstream gradients of 1 up to this factor, for as many rows as `saved_budget` holds:
 
-    forward rule    loss and d_input of the first S rows, their exponentials are kept     2 matmuls   `_saved_losses`
-                    loss of the other rows                                                1 matmul
-    backward rule   d_input times the upstream gradients; d_weight of the first S rows    1 matmul    `_saved_gradients`
-                    d_input and d_weight of the other rows, from recomputed logits        3 matmuls
+    forward rule    loss and d_input of the first S rows; keeps their exponentials  2 matmuls  `_saved_losses`
+                    loss of the other rows                                          1 matmul
+    backward rule   d_input times the upstream gradients; d_weight of these S rows  1 matmul   `_saved_gradients`
+                    d_input and d_weight of the other rows, from logits again       3 matmuls
 
 If a gradient of the entropy or of lse arrives, what was kept is not used. The backward pass is then that of
 `ops.log_probs`.
@@ -34,18 +34,18 @@ from linear_ce.chunking import SavedRowCount, choose_saved_rows
 
 def saved_rows(options: Options, arrays: Arrays, needs_grad: NeedsGrad) -> SavedRowCount:
     """Returns which rows of a call are saved: the first ones."""
-    x = options.named(arrays)["input"]
-    return _count(*x.shape, options.classes, x.dtype.itemsize, needs_grad, options.saved_budget)
+    return _count(options.named(arrays)["input"], options.classes, needs_grad, options.saved_budget)
 
 
-def _count(tokens: int, hidden: int, classes: int, itemsize: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+def _count(x: Array, classes: int, needs_grad: NeedsGrad, budget: int) -> SavedRowCount:
+    tokens, hidden = x.shape
     if is_symbolic(tokens):
         raise ValueError(f"saved_budget must be 0 where the number of tokens is symbolic, got {budget}")
     return choose_saved_rows(
         tokens=tokens,
         hidden=hidden,
         classes=classes,
-        itemsize=itemsize,
+        itemsize=x.dtype.itemsize,
         d_input=needs_grad.d_input,
         d_head=needs_grad.d_weight or needs_grad.d_bias,
         budget=budget if any(needs_grad) else 0,
@@ -62,7 +62,7 @@ def explained_plan(
 ) -> ExecutionPlan:
     """Returns the plan of the rows that are saved, or that of the backward pass if no row is saved."""
     x = problem.input
-    saved = _count(*x.shape, problem.classes, x.dtype.itemsize, needs_grad, saved_budget)
+    saved = _count(x, problem.classes, needs_grad, saved_budget)
     if saved.rows:
         problem = replace(problem, input=jax.ShapeDtypeStruct((saved.rows, x.shape[1]), x.dtype))  # pyright: ignore[reportArgumentType]
     stage = "saved_rows" if saved.rows else "row_gradients"
@@ -143,8 +143,8 @@ def _of_upstream(options: Options, kept: Any, d_loss: Array) -> Any:
 def _saved_losses(
     static: tuple[Options, NeedsGrad, bool], *arrays: Array, platform: str | None = None
 ) -> tuple[Array, RowStatistics, SavedRows]:
-    """The forward pass: returns the weighted loss of each row (N,), the statistics, with the entropy or not, and what is
-    kept of the first rows."""
+    """The forward pass: returns the weighted loss of each row (N,), the statistics, perhaps with the entropy, and what
+    is kept of the first rows."""
     options, needs_grad, entropy = static
     rows = saved_rows(options, arrays, needs_grad).rows
     first, others = _of_rows(options, arrays, slice(0, rows)), _of_rows(options, arrays, slice(rows, None))

@@ -208,7 +208,9 @@ def check_saved_budget(saved_budget: int, reduction: Reduction) -> int:
     if budget < 0:
         raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
     if budget and reduction != "none":
-        raise ValueError(f'saved_budget needs reduction "none", got reduction {reduction!r}: the other reductions save no rows')
+        raise ValueError(
+            f'saved_budget needs reduction "none", got reduction {reduction!r}: the other reductions save no rows'
+        )
     return budget
 
 

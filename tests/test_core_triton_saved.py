@@ -46,7 +46,8 @@ def budget_of(rows: int, arrays: dict[str, Any]) -> int:
 FLOAT32 = [
     case
     for case in cases()
-    if case.dtype == "float32" and (case.function == "log_probs" or (case.function, case.spec.reduction) == ("loss", "none"))
+    if case.dtype == "float32"
+    and (case.function == "log_probs" or (case.function, case.spec.reduction) == ("loss", "none"))
 ]
 
 
@@ -73,13 +74,17 @@ def test_float16_cases_are_within_their_budgets(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.5, "vocab_size": 45, "memory_budget": 2**18}])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 4.0, "logit_scale": 0.5, "vocab_size": 45, "memory_budget": 2**18}]
+)
 def test_a_part_of_the_rows_is_saved(function: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     arrays = problem(700, dtype=dtype)
     arrays["target"] %= 45
     arrays["target"][::7] = -100
     budget = budget_of(600, arrays)
-    assert core_triton.explain(arrays["input"], arrays["linear_weight"], reduction="none", saved_budget=budget).plan.saved
+    assert core_triton.explain(
+        arrays["input"], arrays["linear_weight"], reduction="none", saved_budget=budget
+    ).plan.saved
     want, got = (gradients(function, arrays, **options, saved_budget=saved_budget) for saved_budget in (0, budget))
     step = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
     for one, other in zip(got, want, strict=True):
@@ -150,7 +155,10 @@ def test_memory_is_within_both_budgets(function: str, n: int, dtype: torch.dtype
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_second_backward_repeats_the_first(function: str, n: int, dtype: torch.dtype) -> None:
     arrays = problem(n, dtype=dtype)
-    losses, upstream = results(function, arrays, saved_budget=budget_of(min(n, 520), arrays)), torch.linspace(-1.0, 2.0, n)
+    losses, upstream = (
+        results(function, arrays, saved_budget=budget_of(min(n, 520), arrays)),
+        torch.linspace(-1.0, 2.0, n),
+    )
     first = [g.clone() for g in torch.autograd.grad(losses, leaves(arrays), upstream, retain_graph=True)]
     for gradient in torch.autograd.grad(losses, leaves(arrays), upstream, retain_graph=True):
         gradient.zero_()  # a caller's change to a gradient must not affect the next one
@@ -164,7 +172,10 @@ def test_rows_that_do_not_count_change_nothing(function: str) -> None:
     arrays = problem(13, bias=True)
     upstream = torch.linspace(0.5, 2.0, 13)
     kept = [row for row in range(13) if row not in (1, 4, 7)]
-    only = {name: one[kept].detach().requires_grad_(name == "input") if name in ("input", "target") else one for name, one in arrays.items()}
+    only = {
+        name: one[kept].detach().requires_grad_(name == "input") if name in ("input", "target") else one
+        for name, one in arrays.items()
+    }
     want = gradients(function, only, upstream[kept], saved_budget=ALL)
     with torch.no_grad():
         arrays["input"][1] = torch.nan
@@ -186,7 +197,8 @@ def test_a_gradient_of_entropy_or_lse_uses_the_other_backward_pass(wanted: tuple
 
     def call(saved_budget: int) -> tuple[Tensor, ...]:
         found = core_triton.linear_log_probs(**arrays, saved_budget=saved_budget)
-        return torch.autograd.grad(sum((getattr(found, name) * upstream).sum() for name in wanted), leaves(arrays))
+        value = torch.stack([getattr(found, name) * upstream for name in wanted]).sum()
+        return torch.autograd.grad(value, leaves(arrays))
 
     with mock.patch.object(saved_ops, "run_saved_gradients") as run:
         got = call(ALL)
@@ -247,7 +259,9 @@ def test_kernels_without_such_exponentials_refuse_the_budget(dtype: torch.dtype,
     x, w = torch.empty(8, 64, dtype=dtype, device="meta"), torch.empty(1000, 64, dtype=dtype, device="meta")
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing, "device": "h100"}
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=f"saved_budget must be 0 here: with {name} input, label_smoothing {smoothing}"):
+    with pytest.raises(
+        ValueError, match=f"saved_budget must be 0 here: with {name} input, label_smoothing {smoothing}"
+    ):
         core_triton.explain(x, w, saved_budget=ALL, **options)
     assert core_triton.explain(x, w, saved_budget=ALL, implementation="chunked", **options).plan.saved
 
@@ -275,11 +289,11 @@ def test_saved_rows_compile_without_graph_breaks(function: str, n: int) -> None:
 @pytest.mark.parametrize("needs_grad", [(True, True, True), (True, False, False), (False, True, False)])
 def test_opcheck(entropy: bool, needs_grad: tuple[bool, bool, bool]) -> None:
     arrays = problem()
-    tensors = arrays["input"], arrays["linear_weight"], arrays["linear_bias"], arrays["target"], None
+    tensors = ops.Arrays(**arrays, class_weight=None)
     options = ops.Options(False, -100, 0.0, 0.0, None, 1.0, 50, 2**20, "chunked", ALL)
     call = (*tensors, None, None, *options, False, entropy, *needs_grad)
     torch.library.opcheck(torch.ops.linear_ce.saved_losses.default, call)
-    plain = ops.Arrays(*(one.detach() if isinstance(one, Tensor) else one for one in tensors))
+    plain = ops.Arrays(**{name: one.detach() for name, one in arrays.items()}, class_weight=None)
     weights = ops.TokenWeights(None, None)
     found = saved_ops.run_saved_losses(plain, weights, options, False, entropy, NeedsGrad(*needs_grad))
     assert found.losses.row_weight is not None

@@ -111,10 +111,11 @@ def exponentials(
     of all blocks together."""
     target = jnp.full(ROWS, -1, jnp.int32) if target is None else target
     found = kernels.exponentials(problem.x, problem.w, bias, jnp.asarray(ref_exponent), target, start, **options)
-    top = None if found.tops is None else found.tops.max(0)
-    exp_log = None
-    if found.sums_exp_log is not None:
-        exp_log = (found.sums_exp_log + (found.tops - top) * found.sums).sum(0)
+    top = exp_log = None
+    if found.tops is not None:
+        top = found.tops.max(0)
+        if found.sums_exp_log is not None:
+            exp_log = (found.sums_exp_log + (found.tops - top) * found.sums).sum(0)
     return found.e, found.sums.sum(0), top, found.target_exp[0], found.target_logit[0], exp_log
 
 

@@ -1,4 +1,4 @@
-"""Tests the rows that jax_pallas saves for the backward pass: gradients, matmuls, memory, errors and transformations."""
+"""Tests the rows that jax_pallas saves for the backward pass: gradients, matmuls, memory, errors, transformations."""
 
 from dataclasses import replace
 from typing import Any
@@ -152,9 +152,12 @@ def test_memory_is_within_both_budgets(function: str, n: int) -> None:
     kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull_back)) - sum(one.nbytes for one in operands)
     assert 0.8 * saved_budget < kept <= saved_budget + 6 * 4 * n  # the results, and the row weights
     # The results of the forward pass, which are kept, are no temporaries.
-    for call, arguments in ((forward, operands), (lambda pull_back, upstream: pull_back(upstream), (pull_back, losses))):
-        used = jax.jit(call).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
-        assert used <= memory_budget
+    for call, arguments in (
+        (forward, operands),
+        (lambda pull_back, upstream: pull_back(upstream), (pull_back, losses)),
+    ):
+        compiled: Any = jax.jit(call).lower(*arguments).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes <= memory_budget
 
 
 @pytest.mark.parametrize("function", ["none", pytest.param("log_probs", marks=pytest.mark.slow)])
@@ -214,13 +217,19 @@ def test_vmap(function: str, axis: str) -> None:
     head = arrays["linear_weight"]
 
     def grads(x: Array, y: Array, w: Array) -> Any:
-        return gradients(function, {"input": x, "target": y, "linear_weight": w}, transform=lambda f: f, saved_budget=ALL)
+        return gradients(
+            function, {"input": x, "target": y, "linear_weight": w}, transform=lambda f: f, saved_budget=ALL
+        )
 
     heads = jnp.stack([head, 2 * head, head / 2])
     w, in_axis = (head, None) if axis == "rows" else (heads, 0)
     got = jax.vmap(grads, (0, 0, in_axis))(rows["input"], rows["target"], w)
     for i in range(batch):
-        of_i = {"input": rows["input"][i], "target": rows["target"][i], "linear_weight": head if axis == "rows" else heads[i]}
+        of_i = {
+            "input": rows["input"][i],
+            "target": rows["target"][i],
+            "linear_weight": head if axis == "rows" else heads[i],
+        }
         assert_close(jax.tree.map(lambda one, i=i: one[i], got), gradients(function, of_i))
 
 
@@ -251,17 +260,24 @@ def test_bad_saved_budgets_are_named() -> None:
                 results(function, arrays, saved_budget=value)
     with pytest.raises(ValueError, match="saved_budget needs reduction \"none\", got reduction 'mean'"):
         jax_pallas.linear_cross_entropy(**arrays, saved_budget=1)
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, 8), "float32"), jax.ShapeDtypeStruct((n,), "int32")
+
+    def symbolic(x: Array, y: Array) -> Any:
+        return gradients("none", {**arrays, "input": x, "target": y}, upstream=y * 1.0, saved_budget=ALL)
+
     with pytest.raises(ValueError, match="saved_budget must be 0 where the number of tokens is symbolic"):
-        (n,) = jax.export.symbolic_shape("n")
-        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in (((n, 8), "float32"), ((n,), "int32"))]
-        call = lambda x, y: gradients("none", {**arrays, "input": x, "target": y}, upstream=y * 1.0, saved_budget=ALL)  # noqa: E731
-        jax.export.export(jax.jit(call))(*shapes)
+        jax.export.export(jax.jit(symbolic))(*shapes)
+
+
+def shapes_of(n: int, d: int, v: int, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct((n, d), dtype), jax.ShapeDtypeStruct((v, d), dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"saved_budget": 2**30}])
 def test_explain_says_what_is_saved(options: dict[str, int]) -> None:
-    x, w = (jax.ShapeDtypeStruct((rows, 2048), jnp.bfloat16) for rows in (16384, 128256))
-    given = {"saved_budget": 2**35, **options}
+    x, w = shapes_of(16384, 2048, 128256, "bfloat16")
+    given: dict[str, Any] = {"saved_budget": 2**35, **options}
     explained = jax_pallas.explain(x, w, reduction="none", device="h100", **given)
     line = dict(line.split(": ", 1) for line in str(explained).splitlines())["saved"]
     assert ("3.75 matmuls" if options else "3 matmuls") in line
@@ -271,8 +287,10 @@ def test_explain_says_what_is_saved(options: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("dtype", "smoothing"), [("float16", 0.0), ("float32", 0.0), ("bfloat16", 0.1)])
 def test_kernels_without_such_exponentials_refuse_the_budget(dtype: str, smoothing: float) -> None:
-    x, w = (jax.ShapeDtypeStruct((rows, 64), dtype) for rows in (8, 1024))
+    x, w = shapes_of(8, 64, 1024, dtype)
     options: dict[str, Any] = {"reduction": "none", "label_smoothing": smoothing, "saved_budget": ALL}
-    with pytest.raises(ValueError, match=f"saved_budget must be 0 here: with {dtype} input, label_smoothing {smoothing}"):
+    with pytest.raises(
+        ValueError, match=f"saved_budget must be 0 here: with {dtype} input, label_smoothing {smoothing}"
+    ):
         jax_pallas.explain(x, w, implementation="pallas_triton", **options)
     assert jax_pallas.explain(x, w, implementation="chunked", **options).plan.saved
