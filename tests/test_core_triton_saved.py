@@ -81,6 +81,8 @@ def test_a_part_of_the_rows_is_saved(function: str, dtype: torch.dtype, options:
     arrays = problem(700, dtype=dtype)
     arrays["target"] %= 45
     arrays["target"][::7] = -100
+    if function == "none":
+        options = options | {"token_weight": torch.linspace(-0.5, 2.0, 700)}
     budget = budget_of(600, arrays)
     assert core_triton.explain(
         arrays["input"], arrays["linear_weight"], reduction="none", saved_budget=budget
