@@ -458,7 +458,7 @@ SMOOTHING = (
     Mutation("jax_pallas/smoothing.py", "factor = self._factor() / classes", "factor = self._factor()", JAX_SMOOTHING),
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
-SAVED_KERNELS = tests("core_triton_interpreted", "saved or edges-bfloat16")
+SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
 JAX_SAVED = tests("jax_pallas_saved", "not kernels and not explain")
 SAVED_ROWS = (
     Mutation("core_triton/chunked.py", "torch.where(lost, torch.nan, 1.0)", "torch.where(lost, 0.0, 1.0)", SAVED),
