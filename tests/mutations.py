@@ -459,7 +459,7 @@ SMOOTHING = (
 )
 SAVED = tests("core_triton_saved", "not compile and not opcheck")
 SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
-JAX_SAVED = tests("jax_pallas_saved", "not kernels and not explain")
+JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
 SAVED_ROWS = (
     Mutation("core_triton/chunked.py", "torch.where(lost, torch.nan, 1.0)", "torch.where(lost, 0.0, 1.0)", SAVED),
     Mutation(
@@ -501,14 +501,14 @@ SAVED_ROWS = (
         "jax_pallas/saved_kernels.py",
         "lost = rho != rho",
         "lost = rho == 1",
-        tests("jax_pallas_saved", "kernels_are_within"),
+        JAX_SAVED,
     ),
     Mutation("jax_pallas/saved_kernels.py", "tops - top)", "tops)", tests("jax_pallas_saved", "kernels_are_within")),
     Mutation("jax_pallas/kernels.py", "logits - logits.max(1)[:, None]", "logits", PALLAS),
     Mutation(
         "jax_pallas/hopper_logits.py",
-        'carried["sums_exp_log"] + moved',
-        "moved",
+        '+= carried["sums_exp_log"] + moved',
+        "+= moved",
         tests("jax_pallas_hopper_logits", "test_exponentials"),
     ),
 )
