@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from core_triton.ampere_common import MMA, Steps, multiply_tile, store_tile
-from core_triton.gluon_common import quarters
+from core_triton.gluon_common import add_exp_log, quarters
 from core_triton.hopper_logits import Head, masked, to_logits
 from core_triton.kernels import LOG2_E, NOT_SPECIALIZED, SUM_LIMIT, Active, TileBlocks, launch_tiles, slope, tile_of
 from core_triton.launch import At
@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    sum_ptr, max_ptr, sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_V: gl.constexpr, BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -57,6 +57,8 @@ def exponentials_kernel(
     any_target = gl.max(owns.to(gl.int32), 0) != 0
     total = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
     top = gl.full([BLOCK_N], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    if sum_exp_log_ptr is not None:
+        sum_exp_log = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))
     pieces = quarters(raw, MMA)
     for i in gl.static_range(4):
         columns = column + i * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, MMA))
@@ -64,9 +66,11 @@ def exponentials_kernel(
         logits = masked(logits, columns, column, classes, BLOCK_V)
         if any_target:  # few tiles have any
             store_target_logits(target_logit_ptr, logits, row_ids, columns, place)
-        if STATISTICS:
-            top = gl.maximum(top, gl.max(logits, 1))
         exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
+        if sum_exp_log_ptr is not None:
+            sum_exp_log, top = add_exp_log(sum_exp_log, total, top, logits, exponentials)
+        if STATISTICS and sum_exp_log_ptr is None:
+            top = gl.maximum(top, gl.max(logits, 1))
         total += gl.sum(exponentials, 1)
         if STORES:
             if HAS_SOFTCAP:
@@ -78,6 +82,8 @@ def exponentials_kernel(
     gl.store(flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
     if STATISTICS:
         gl.store(max_ptr + out, top, mask=inside)
+    if sum_exp_log_ptr is not None:
+        gl.store(sum_exp_log_ptr + out, sum_exp_log, mask=inside)
 
 
 @gluon.jit
@@ -100,6 +106,7 @@ def exponentials(
     flag: At,
     sums: At,
     tops: At | None,
+    sums_exp_log: At | None,
     target_logit: At,
     e: Tensor | None,
 ) -> None:
@@ -117,6 +124,6 @@ def exponentials(
     }
     n_by_v, n_by_d, v_by_d = (tile.block_n, tile.block_v), (tile.block_n, tile.block_d), (tile.block_v, tile.block_d)
     blocks = TileBlocks(n_by_d, v_by_d, n_by_v, constexprs, pointers=True, programs=None)
-    pointers = target, ref_exponent, flag, sums, tops, target_logit
+    pointers = target, ref_exponent, flag, sums, tops, sums_exp_log, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, blocks)

@@ -78,6 +78,7 @@ def choose_chunked(
     itemsize: int,
     weight_itemsize: int,
     gradients_in_forward: bool,
+    saves: bool = False,
     float16: bool,
     softcap: bool,
     entropy: bool,
@@ -92,6 +93,8 @@ def choose_chunked(
 
     Args:
         gradients_in_forward: plan A: the gradients are computed with the loss, from kept logits if they fit.
+        saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
+            may have few rows.
         budget: bytes.
         tokens, ...: of `workspace_model`.
 
@@ -119,7 +122,8 @@ def choose_chunked(
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
+        few = itemsize == 4 or saves
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=few)
     return choose_chunks(recomputing, tokens, classes, budget)
 
 

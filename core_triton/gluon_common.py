@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from core_triton.kernels import NO_PROBABILITY
+
 
 @gluon.jit
 def active_rows(count_ptr, start, least, rows):
@@ -32,3 +34,13 @@ def quarters(tile, layout: gl.constexpr):
         gl.convert_layout(third, layout, assert_trivial=True),
         gl.convert_layout(fourth, layout, assert_trivial=True),
     )
+
+
+@gluon.jit
+def add_exp_log(sum_exp_log, total, top, logits, exponentials):
+    """Adds a quarter to the sums of exponentials times logits, less the largest logit so far: (26), but for a power of
+    two. total and top are those of the quarters before. Returns the sums and the largest logits."""
+    higher = gl.maximum(top, gl.max(logits, 1))
+    moved = gl.where(top == float("-inf"), 0.0, top - higher)
+    shifted = gl.maximum(logits - gl.expand_dims(higher, 1), NO_PROBABILITY)  # finite: times an exponential of 0
+    return sum_exp_log + moved * total + gl.sum(exponentials * shifted, 1), higher

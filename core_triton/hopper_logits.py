@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from core_triton import tile_config
-from core_triton.gluon_common import active_rows, quarters
+from core_triton.gluon_common import active_rows, add_exp_log, quarters
 from core_triton.hopper_common import (
     LOAD_REGISTERS,
     MULTIPLY_REGISTERS,
@@ -102,6 +102,7 @@ class ExponentialsIO(NamedTuple):
     flag_ptr: Any
     sum_ptr: Any
     max_ptr: Any
+    sum_exp_log_ptr: Any
     target_logit_ptr: Any
     hit_ptr: Any
 
@@ -180,6 +181,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         ref_exponent = gl.load(io.ref_exponent_ptr + row_ids, mask=inside, other=0.0)
         total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         top = gl.full([HALF], float("-inf"), gl.float32, gl.SliceLayout(1, quarter))
+        if io.sum_exp_log_ptr is not None:
+            sum_exp_log = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, quarter))
         pieces = quarters(raw, quarter)
         for i in gl.static_range(4):
             first = column + i * WIDTH
@@ -190,8 +193,10 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
                 target, owns = targets_of(io.target_ptr, row_ids, first, sizes, WIDTH)
                 store_target_logits(io.target_logit_ptr, logits, row_ids, columns, target, owns)
             exponentials = gl.exp2(logits * LOG2_E - gl.expand_dims(ref_exponent, 1))
+            if io.sum_exp_log_ptr is not None:
+                sum_exp_log, top = add_exp_log(sum_exp_log, total, top, logits, exponentials)
             total += gl.sum(exponentials, 1)
-            if switches.statistics:
+            if switches.statistics and io.sum_exp_log_ptr is None:
                 top = gl.maximum(top, gl.max(logits, 1))
             if switches.stores:
                 if switches.has_softcap:
@@ -205,6 +210,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
         gl.store(io.flag_ptr + row_block + gl.zeros_like(row_ids), 1, mask=lost)
         if switches.statistics:
             gl.store(io.max_ptr + out, top, mask=inside)
+        if io.sum_exp_log_ptr is not None:
+            gl.store(io.sum_exp_log_ptr + out, sum_exp_log, mask=inside)
     if switches.stores:
         for i in gl.static_range(4):
             store_done(e_desc, buffers, done, WHICH, i)
@@ -213,8 +220,8 @@ def exponentials_warpgroup(ring, e_desc, buffers, io, head, sizes, tiling, switc
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
-    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr,
-    hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, group, scale, softcap,
+    x_desc, w_desc, e_desc, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, sum_exp_log_ptr,
+    target_logit_ptr, hit_ptr, count_ptr, start, least, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: gl.constexpr, STATISTICS: gl.constexpr, W_BY_CLASS: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr, BLOCK_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -224,7 +231,9 @@ def exponentials_kernel(
     sizes = Sizes(first_class, rows, active_rows(count_ptr, start, least, rows), hidden, classes, group)
     tiling: gl.constexpr = Tiling(W_BY_CLASS, BLOCK_V)
     switches: gl.constexpr = ExponentialsSwitches(HAS_BIAS, HAS_SOFTCAP, STORES, STATISTICS)
-    io = ExponentialsIO(target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, target_logit_ptr, hit_ptr)
+    io = ExponentialsIO(
+        target_ptr, ref_exponent_ptr, flag_ptr, sum_ptr, max_ptr, sum_exp_log_ptr, target_logit_ptr, hit_ptr
+    )
     ring = make_ring(x_desc, w_desc, STAGES)
     buffers = ring.a  # never used where nothing is stored
     if STORES:
@@ -252,12 +261,13 @@ def exponentials(
     flag: At,
     sums: At,
     tops: At | None,
+    sums_exp_log: At | None,
     target_logit: At,
     e: Tensor | None,
     hit: At | None,
 ) -> None:
     """Launches `exponentials_kernel`."""
-    pointers = target, ref_exponent, flag, sums, tops, target_logit, hit, *active
+    pointers = target, ref_exponent, flag, sums, tops, sums_exp_log, target_logit, hit, *active
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 

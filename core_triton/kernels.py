@@ -44,6 +44,7 @@ PLACES = [
     "ticket_ptr",
     "sum_ptr",
     "max_ptr",
+    "sum_exp_log_ptr",
     "target_logit_ptr",
 ]
 
@@ -274,10 +275,18 @@ def store_target_logit(
     tl.store(target_logit_ptr + row_ids, tl.sum(tl.where(here, logits, 0.0), 1), mask=owns)
 
 
+@triton.jit
+def store_sum_exp_log(place, logits, exponentials, inside):
+    """Writes the sums of exponentials times logits, less the largest logit of each row of the tile: (25), but for a
+    power of two."""
+    shifted = tl.where(exponentials == 0, 0.0, logits - tl.max(logits, 1)[:, None])
+    tl.store(place, tl.sum(exponentials * shifted, 1), mask=inside)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def exponentials_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, flag_ptr,
-    sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    sum_ptr, max_ptr, sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
     STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -286,8 +295,9 @@ def exponentials_kernel(
 
     Reads x (rows, D), w (V, D) or (D, V), ref_exponent (rows,) float32 and target (rows,) int64. Writes sum (class
     blocks, rows), and target_logit (rows,) of rows whose target minus `first_class` is among these classes. With STORES
-    writes e (rows, V), times the cap's slope: (31). With STATISTICS writes max (class blocks, rows). Sets flag (row
-    blocks,) int32 where a sum is not below SUM_LIMIT: the reference exponent is too low.
+    writes e (rows, V), times the cap's slope: (31). With STATISTICS writes max (class blocks, rows). Writes sum_exp_log
+    (class blocks, rows) of `store_sum_exp_log`, if not None. Sets flag (row blocks,) int32 where a sum is not below
+    SUM_LIMIT: the reference exponent is too low.
     """
     row_blocks, class_blocks = tl.cdiv(rows, BLOCK_N), tl.cdiv(classes, BLOCK_V)
     for tile in tl.range(tl.program_id(0), row_blocks * class_blocks, tl.num_programs(0), flatten=True):
@@ -310,6 +320,8 @@ def exponentials_kernel(
         tl.store(flag_ptr + row_block + tl.zeros_like(row_ids), 1, mask=inside & ~(total < SUM_LIMIT))
         if STATISTICS:
             tl.store(max_ptr + out, tl.max(logits, 1), mask=inside)
+        if sum_exp_log_ptr is not None:
+            store_sum_exp_log(sum_exp_log_ptr + out, logits, exponentials, inside)
         # The target's logit must be one of the logits that are summed. Then the loss is the logarithm of a ratio that
         # is never below 1.
         store_target_logit(target_logit_ptr, target_ptr, first_class, logits, row_ids, column, inside, classes, BLOCK_V)
@@ -331,11 +343,12 @@ def exponentials(
     flag: At,
     sums: At,
     tops: At | None,
+    sums_exp_log: At | None,
     target_logit: At,
     e: Tensor | None,
 ) -> None:
     """Launches `exponentials_kernel`. It computes all rows, also those that are not active."""
-    pointers = target, ref_exponent, flag, sums, tops, target_logit
+    pointers = target, ref_exponent, flag, sums, tops, sums_exp_log, target_logit
     switches = {"STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(exponentials_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem))
 
@@ -354,7 +367,8 @@ def flagged(flag_ptr, row_blocks):
 @triton.jit(do_not_specialize=NOT_SPECIALIZED, do_not_specialize_on_alignment=PLACES)
 def repair_kernel(
     x_matrix, x_stride, w_matrix, w_stride, e_matrix, e_stride, bias_ptr, target_ptr, ref_exponent_ptr, top_ptr,
-    flag_ptr, ticket_ptr, sum_ptr, max_ptr, target_logit_ptr, first_class, rows, hidden, classes, group, scale, softcap,
+    flag_ptr, ticket_ptr, sum_ptr, max_ptr, sum_exp_log_ptr, target_logit_ptr, first_class, rows, hidden, classes,
+    group, scale, softcap,
     FINDS: tl.constexpr, REDOES: tl.constexpr, STORES: tl.constexpr, STATISTICS: tl.constexpr, W_BY_CLASS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -362,7 +376,7 @@ def repair_kernel(
     """Recomputes the flagged row blocks, in halves, with reference exponents from their largest logits: (30).
 
     The FINDS step computes their logits and raises top (rows,), initially -inf, to the largest. The REDOES step
-    recomputes the logits and writes what `exponentials_kernel` writes (e, sum, max and target_logit) and the new
+    recomputes the logits and writes what `exponentials_kernel` writes (e, sum, max, ...) and the new
     ref_exponent (rows,). One launch does both steps. Programs take tile numbers from ticket (2,) int32, initially 0, so
     all tiles of the first step are taken before the first tile of the second step. A program with a tile of the second
     step waits until the first step is complete. It never waits for a program that has not started. Most chunks have no
@@ -405,6 +419,8 @@ def repair_kernel(
                 tl.store(ref_exponent_ptr + row_ids, ref_exponent, mask=inside)
                 exponentials = tl.exp2(logits * LOG2_E - ref_exponent[:, None])
                 tl.store(sum_ptr + out, tl.sum(exponentials, 1), mask=inside)
+                if sum_exp_log_ptr is not None:
+                    store_sum_exp_log(sum_exp_log_ptr + out, logits, exponentials, inside)
                 if STORES:
                     if HAS_SOFTCAP:
                         exponentials = tl.where(exponentials == 0, 0.0, exponentials * slope(logits, softcap))
@@ -433,13 +449,14 @@ def repair(
     ticket: At,
     sums: At,
     tops: At | None,
+    sums_exp_log: At | None,
     target_logit: At,
     e: Tensor | None,
     finds: bool,
     redoes: bool,
 ) -> None:
     """Launches `repair_kernel`."""
-    pointers = target, ref_exponent, top, flag, ticket, sums, tops, target_logit
+    pointers = target, ref_exponent, top, flag, ticket, sums, tops, sums_exp_log, target_logit
     switches = {"FINDS": finds, "REDOES": redoes, "STORES": e is not None, "STATISTICS": tops is not None}
     launch_tiles(repair_kernel, problem, x, w, vocab_chunk, (e,), pointers, switches, _blocks(problem, repair=True))
 

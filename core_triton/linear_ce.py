@@ -11,6 +11,9 @@ and its denominator into one weight for each row (`row_math.row_weights`). This 
     token loss, scalar reduction            `token_loss`, scaled backward               plan A, 3 matmuls
     token loss, reduction="none"            `token_loss_rows`, as reduction "none"      4 matmuls, 2 with a frozen head
 
+With a `saved_budget`, losses of rows and log-probabilities run a function of `saved_ops.py`: 3 matmuls for the rows
+that it holds.
+
 The files of a call, in order: this one, `ops.py` (`token_ops.py` for a token loss), `plan.py`, then `scaled_exp.py` (or
 `chunked.py` with `recompute.py`, or with `stored_logits.py` for float32), then the file of a kernel with its launcher:
 `hopper_logits.py`, `hopper_gradients.py`, `ampere_logits.py`, `ampere_gradients.py`, `kernels.py`, `row_kernels.py`,
@@ -28,7 +31,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
-from core_triton import ops, token_hook, token_ops
+from core_triton import ops, saved_ops, token_hook, token_ops
 from core_triton.grad_into import check_grad_into
 from core_triton.plan import DeviceInfo, ExecutionPlan, Stage
 from core_triton.problem import NeedsGrad, Problem
@@ -44,6 +47,7 @@ from linear_ce.spec import (
     check_choice,
     check_memory_budget,
     check_normalizer,
+    check_saved_budget,
 )
 
 IMPLEMENTATIONS = ("triton", "triton_sm80", "chunked")
@@ -108,6 +112,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
@@ -142,6 +147,9 @@ def linear_cross_entropy(
         vocab_size: number of classes. The rows of linear_weight past it are padding: they have no probability and a
             zero gradient.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four.
         implementation: "triton", "triton_sm80", "chunked", or None for the best on this device (`explain` returns
             which). A named implementation never falls back to another. "triton_sm80" runs, on newer GPUs too,
             the kernels that "triton" runs on compute capability 8.x.
@@ -195,8 +203,8 @@ def linear_cross_entropy(
     """
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = _spec(reduction, *options)
-    vectors = linear_bias, weight, token_weight, normalizer
-    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    given = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
     return _shaped(_loss(call, statistics=False).loss, target)
 
 
@@ -217,6 +225,7 @@ def linear_cross_entropy_with_stats(
     logit_scale: float = 1.0,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
@@ -241,8 +250,8 @@ def linear_cross_entropy_with_stats(
     """
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = _spec(reduction, *options)
-    vectors = linear_bias, weight, token_weight, normalizer
-    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    given = linear_bias, weight, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
     loss, *found = _loss(call, statistics=True)
     row_weight, lse, target_logit, top = found
     assert row_weight is not None
@@ -274,6 +283,7 @@ def linear_log_probs(
     vocab_size: int | None = None,
     ignore_index: int = -100,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
@@ -286,6 +296,9 @@ def linear_log_probs(
     Args:
         grad_into: (V, D) float32 buffer, contiguous. The backward pass adds the gradient of linear_weight to it.
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -302,10 +315,13 @@ def linear_log_probs(
     Source:
         linear_ce/MATH.md (19)-(22); entropy from running sums: (25)-(27).
     """
-    spec = _spec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    vectors = linear_bias, None, None, None
-    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
-    found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
+    spec = _spec("none", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
+    given = linear_bias, None, None, None
+    call = _prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into, saved_budget)
+    if call.options.saved_budget:
+        found = saved_ops.log_probs(call.arrays, call.options)
+    else:
+        found = _run(ops.log_probs, call.arrays, call.options, grad_into=call.grad_into)
     return LogProbs(*(result.reshape(target.shape) for result in (found.log_prob, found.entropy, found.lse)))
 
 
@@ -402,8 +418,8 @@ def linear_token_loss(
             head_precision=head_precision,
         )
     spec = _spec(reduction, ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
-    vectors = linear_bias, None, token_weight, normalizer
-    call = _prepare(spec, input, linear_weight, target, *vectors, memory_budget, implementation, grad_into)
+    given = linear_bias, None, token_weight, normalizer
+    call = _prepare(spec, input, linear_weight, target, *given, memory_budget, implementation, grad_into)
     flat = _check_per_token(token_loss, per_token, target)
     run = token_ops.token_loss_rows if reduction == "none" else token_ops.token_loss
     found = _run(run, call.arrays, call.weights, call.options, token_loss, flat, grad_into=call.grad_into)
@@ -481,6 +497,7 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Tensor | None = None,
     head_precision: HeadPrecision | None = None,
@@ -494,8 +511,8 @@ def explain(
         input: (..., D).
         linear_weight: (V, D).
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
-            given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
+            head_precision: as given to the call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the tensors may be on any device. None is the plan of input's device.
 
@@ -535,7 +552,12 @@ def explain(
     stage: Stage = "losses"
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
-    plan = ops.plan_for(problem, stage, budget, name, NeedsGrad(gradients, gradients, False), device=gpu)
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    given = {"grad_into": grad_into is not None, "head_precision": head_precision}
+    if check_saved_budget(saved_budget, reduction, **given) and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, name, needs_grad, gpu)
+    else:
+        plan = ops.plan_for(problem, stage, budget, name, needs_grad, device=gpu)
     return Explanation(*_choose(input.device, implementation, gpu), plan)
 
 
@@ -624,6 +646,7 @@ def _prepare(
     memory_budget: int | None,
     implementation: str | None,
     grad_into: Tensor | None,
+    saved_budget: int = 0,
 ) -> _Call:
     """Checks every argument and flattens the leading axes."""
     compiling = torch.compiler.is_compiling()
@@ -684,6 +707,9 @@ def _prepare(
             budget,
             chosen,
             spec.splits_head,
+            check_saved_budget(
+                saved_budget, spec.reduction, grad_into=grad_into is not None, head_precision=spec.head_precision
+            ),
         ),
         check_grad_into(grad_into, input, linear_weight),
     )
@@ -758,9 +784,10 @@ def _shaped(loss: Tensor, target: Tensor) -> Tensor:
 
 def _loss(call: _Call, *, statistics: bool) -> ops.Losses:
     """Runs what the call needs."""
+    if call.options.saved_budget:
+        return saved_ops.losses(call.arrays, call.weights, call.options, statistics=statistics)
     reduce = call.spec.reduction != "none"
-    given = call.arrays, call.weights, call.options
-    return _run(ops.loss, *given, statistics=statistics, reduce=reduce, grad_into=call.grad_into)
+    return _run(ops.loss, *call[1:4], statistics=statistics, reduce=reduce, grad_into=call.grad_into)
 
 
 def _run(function: Callable[..., Any], *arguments: Any, grad_into: Tensor | None, **options: Any) -> Any:

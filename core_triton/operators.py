@@ -32,8 +32,17 @@ from core_triton.ops import (
     run_row_gradients,
     scale,
 )
-from core_triton.problem import Gradients, NeedsGrad
+from core_triton.problem import NOTHING_SAVED, Gradients, NeedsGrad, SavedRows
 from core_triton.row_math import Coefficients, RowStatistics
+from core_triton.saved_ops import (
+    SavedCall,
+    SavedLosses,
+    SavedRowLosses,
+    dispatched,
+    fake_saved_rows,
+    run_saved_gradients,
+    run_saved_losses,
+)
 from core_triton.token_losses import Named
 from core_triton.token_ops import (
     TokenCall,
@@ -152,6 +161,37 @@ def _token_loss_fake(
     )
 
 
+def _saved_losses_fake(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, entropy: bool, needs_grad: NeedsGrad
+) -> SavedLosses:
+    found = _fake_losses(arrays, statistics=statistics, backward=True)
+    return SavedLosses(found, _fake_rows(arrays) if entropy else None, fake_saved_rows(arrays, options, needs_grad))
+
+
+def _saved_gradients_op(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return run_saved_gradients(arrays, options, factor, row_weight, lse, saved, needs_grad)
+
+
+def _saved_gradients_fake(
+    arrays: Arrays,
+    options: Options,
+    factor: Tensor,
+    row_weight: Tensor,
+    lse: Tensor,
+    saved: SavedRows,
+    needs_grad: NeedsGrad,
+) -> Gradients:
+    return _fake_gradients(arrays, needs_grad)
+
+
 def _fake_rows(arrays: Arrays) -> Tensor:
     return torch.empty_like(arrays.target, dtype=torch.float32)
 
@@ -206,6 +246,18 @@ def _log_probs_autograd(arrays: Arrays, options: Options, needs_grad: NeedsGrad)
         return run_log_probs(arrays, options, needs_grad)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.linear_ce.log_probs(*arrays, *options, *needs_grad)
+
+
+def _saved_losses_autograd(
+    arrays: Arrays, weights: TokenWeights, options: Options, statistics: bool, entropy: bool, needs_grad: NeedsGrad
+) -> SavedLosses:
+    call = SavedCall(arrays, weights, options, statistics, entropy, needs_grad)
+    if any(arrays.needs_grad()):
+        *found, entropies = SavedRowLosses.apply(call, *arrays.differentiated())  # pyright: ignore[reportGeneralTypeIssues]
+        return SavedLosses(Losses(*found), entropies, NOTHING_SAVED)  # autograd has saved them
+    if is_eager(arrays):
+        return run_saved_losses(*call)
+    return dispatched(call)
 
 
 def _token_loss_autograd(
@@ -280,4 +332,6 @@ _register("log_probs", run_log_probs, _log_probs_fake, _log_probs_autograd)
 _register("gradients", _gradients_op, _gradients_fake)
 _register("row_gradients", _row_gradients_op, _row_gradients_fake)
 _register("token_loss", _token_loss_op, _token_loss_fake, _token_loss_autograd)
+_register("saved_losses", run_saved_losses, _saved_losses_fake, _saved_losses_autograd)
+_register("saved_gradients", _saved_gradients_op, _saved_gradients_fake)
 _register("scaled", _scaled_op, _scaled_fake)

@@ -8,17 +8,16 @@ mode, it is an operator of `operators.py`, which is one node of a graph.
     `log_probs`           plan C for log-probabilities
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, wraps
-from importlib.util import find_spec
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from core_triton import chunked, row_math
+from core_triton.device import library_settings, triton_obstacle
 from core_triton.grad_into import AddsOnce
 from core_triton.plan import DeviceInfo, ExecutionPlan, PlanKey, Stage, make_plan
 from core_triton.problem import NO_GRADIENTS, Gradients, NeedsGrad, Problem, layout_of, plan_of
@@ -47,6 +46,9 @@ class Arrays(NamedTuple):
     def differentiated(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self[:3]
 
+    def of_rows(self, rows: slice) -> "Arrays":
+        return self._replace(input=self.input[rows], target=self.target[rows])
+
 
 class TokenWeights(NamedTuple):
     """The arguments of `row_math.row_weights` besides the targets and the class weights."""
@@ -68,6 +70,7 @@ class Options(NamedTuple):
     memory_budget: int
     implementation: str
     splits_head: bool
+    saved_budget: int  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
 
     def spec(self) -> LossSpec:
         reduction = "mean" if self.mean else "sum"
@@ -296,14 +299,8 @@ class RowLogProbs(torch.autograd.Function):
                 return None, None, None, None
             upstream = torch.where(row_weight != 0, -d_log_prob, 0.0)  # of the negative log-likelihood
             return None, *_row_gradients(arrays, options, upstream, lse, needs_grad, into)
-        d_log_prob, d_entropy, d_lse = (
-            torch.zeros_like(lse) if one is None else one for one in (d_log_prob, d_entropy, d_lse)
-        )
-        row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
-        coefficients = row_math.log_prob_coefficients(
-            entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
-        )
-        return None, *_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, into)
+        cotangents = d_log_prob, d_entropy, d_lse
+        return None, *log_prob_gradients(arrays, options, entropy, lse, row_weight, cotangents, needs_grad, into)
 
 
 def _only_first_differentiable(ctx: Any, found: Losses) -> None:
@@ -338,6 +335,25 @@ def _gradients(
         return run_gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
     found = torch.ops.linear_ce.gradients(*arrays, *options, row_weight, lse, *coefficients, *needs_grad)
     return _in_place(Gradients, found, needs_grad)
+
+
+def log_prob_gradients(
+    arrays: Arrays,
+    options: Options,
+    entropy: Tensor,
+    lse: Tensor,
+    row_weight: Tensor,
+    cotangents: tuple[Tensor | None, Tensor | None, Tensor | None],
+    needs_grad: NeedsGrad,
+    grad_into: Tensor | None = None,
+) -> Gradients:
+    """Plan C's backward pass for the cotangents of log_prob, entropy and lse, (N,) each."""
+    d_log_prob, d_entropy, d_lse = (torch.zeros_like(lse) if one is None else one for one in cotangents)
+    row_weight = torch.where((d_log_prob != 0) | (d_entropy != 0) | (d_lse != 0), row_weight, 0.0)
+    coefficients = row_math.log_prob_coefficients(
+        entropy, arrays.target, d_log_prob, d_entropy, d_lse, options.vocab_size
+    )
+    return _gradients(arrays, options, row_weight, lse, coefficients, needs_grad, grad_into)
 
 
 PIECE_BYTES = 2**24  # near the size of an L2 cache, and few launches for a large gradient
@@ -469,7 +485,7 @@ def plan_a(
         grad_into=grad_into,
     )
     plan, pair = plan_of(problem), None
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, gradients = _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
         else:
@@ -510,7 +526,7 @@ def plan_b(
     """Runs plan B. Returns the loss, () with `reduce`, and the statistics."""
     problem = _problem("losses", arrays, options, row_weight, NO_GRADIENTS, statistics=statistics, vectors=vectors)
     plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         if plan.path == "scaled_exp":
             loss, found, _ = _scaled_exp(problem, NO_GRADIENTS, statistics=statistics, reduce=reduce)
         else:
@@ -554,11 +570,17 @@ def _losses_there(*, statistics: bool, backward: bool) -> tuple[bool, ...]:
 
 
 def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     from core_triton.scaled_exp import scaled_exp  # Triton is not on every machine that has PyTorch
 
-    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+    return scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)
 
 
 def _recorded(
@@ -582,14 +604,19 @@ def run_log_probs(arrays: Arrays, options: Options, needs_grad: NeedsGrad) -> Lo
     row_weight = compute_row_weights(arrays, TokenWeights(None, None), options)
     if any(needs_grad):  # raises if the backward pass could not run
         _problem("gradients", arrays, options, row_weight, needs_grad, entropy=True)
-    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
-    plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
-        found: RowStatistics = chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
+    found = statistics_with_entropy(arrays, options, row_weight)
     assert found.entropy is not None
     assert found.nll is not None
     log_prob = 0.0 - found.nll  # never -0.0
     return LogProbs(log_prob, found.entropy, found.lse, row_weight if any(needs_grad) else None)
+
+
+def statistics_with_entropy(arrays: Arrays, options: Options, row_weight: Tensor) -> RowStatistics:
+    """Runs plan B without the loss."""
+    problem = _problem("statistics", arrays, options, row_weight, NO_GRADIENTS, entropy=True)
+    plan = plan_of(problem)
+    with library_settings(plan, arrays.input):
+        return chunked.statistics(_tiles(plan), problem, plan.chunk_config, True)
 
 
 def run_row_gradients(
@@ -603,19 +630,32 @@ def run_row_gradients(
     """Plan C's backward pass for losses of rows. Where plan A with scaled exponentials can run, it runs again, with
     `upstream` as the row weights: it computes the logits once and stores exponentials in place of d_logits."""
 
-    def run() -> tuple[Tensor | None, ...]:
-        problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
-        plan = plan_of(problem)
-        with _library_settings(plan, arrays.input):
-            if plan.path == "scaled_exp":
-                return _scaled_exp(problem, needs_grad, statistics=False, reduce=False)[2]
-            coefficients = row_math.loss_coefficients(
-                problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
-            )
-            return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad)
+    def run() -> Gradients:
+        return plan_c(arrays, options, upstream, lse, needs_grad, None, grad_into)
 
     weights = TokenWeights(upstream, lse)
     return Gradients(*_recorded(("row_gradients", needs_grad), arrays, weights, options, run, grad_into))
+
+
+def plan_c(
+    arrays: Arrays,
+    options: Options,
+    upstream: Tensor,
+    lse: Tensor,
+    needs_grad: NeedsGrad,
+    d_input: Tensor | None,
+    grad_into: Tensor | None = None,
+) -> Gradients:
+    """Runs plan C's backward pass for losses of rows. Writes d_input to `d_input` if that is not None."""
+    problem = _problem("row_gradients", arrays, options, upstream, needs_grad, grad_into=grad_into)
+    plan = plan_of(problem)
+    with library_settings(plan, arrays.input):
+        if plan.path == "scaled_exp":
+            return _scaled_exp(problem, needs_grad, statistics=False, reduce=False, d_input=d_input)[2]
+        coefficients = row_math.loss_coefficients(
+            problem.spec, lse, arrays.target, upstream, arrays.class_weight, problem.classes
+        )
+        return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse, coefficients, needs_grad, d_input)
 
 
 def run_gradients(
@@ -631,7 +671,7 @@ def run_gradients(
     entropy = coefficients.beta is not None
     problem = _problem("gradients", arrays, options, row_weight, needs_grad, entropy=entropy, grad_into=grad_into)
     plan = plan_of(problem)
-    with _library_settings(plan, arrays.input):
+    with library_settings(plan, arrays.input):
         coefficients = coefficients.map(Tensor.contiguous)
         return chunked.gradients(_tiles(plan), problem, plan.chunk_config, lse.contiguous(), coefficients, needs_grad)
 
@@ -728,19 +768,6 @@ def _tiles(plan: ExecutionPlan) -> chunked.Tiles:
     return KERNEL_TILES
 
 
-@cache
-def triton_obstacle(device: torch.device) -> str | None:
-    """Returns why the Triton kernels do not run on a device, or None."""
-    if device.type != "cuda":
-        return f"no kernel for {device.type} devices"
-    if find_spec("triton") is None:
-        return "Triton is not installed"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the kernels need compute capability 8.0, the device has {major}.{minor}"
-    return None
-
-
 def is_eager(arrays: Arrays) -> bool:
     """Whether the arrays are plain tensors and no dispatch mode is active."""
     plain = (Tensor, torch.nn.Parameter)
@@ -749,34 +776,6 @@ def is_eager(arrays: Arrays) -> bool:
 
 def _modes() -> int:
     return torch._C._len_torch_dispatch_stack()
-
-
-def _library_settings(plan: ExecutionPlan, input: Tensor) -> Any:
-    """Returns a context in which PyTorch's matmuls use the dtypes of their operands and accumulate in float32.
-
-    It disables autocast. It also disables reduced-precision reductions: by default PyTorch lets cuBLAS add the parts of
-    a split GEMM in 16 bits. The input's GPU is current, so that kernels between the matmuls are launched there.
-    """
-    if not plan.uses_library:
-        return nullcontext()
-    if plan.path == "chunked":
-        return _exact_matmuls(input, nullcontext())
-    from core_triton.launch import on_device  # Triton is not on every machine that has PyTorch
-
-    return _exact_matmuls(input, on_device(input.device))
-
-
-@contextmanager
-def _exact_matmuls(input: Tensor, device: Any) -> Iterator[None]:
-    switches = torch.backends.cuda.matmul
-    before = switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction
-    kind = "cpu" if input.device.type == "meta" else input.device.type  # autocast does not support the meta device
-    try:
-        switches.allow_bf16_reduced_precision_reduction = switches.allow_fp16_reduced_precision_reduction = False
-        with torch.autocast(kind, enabled=False), device:
-            yield
-    finally:
-        switches.allow_bf16_reduced_precision_reduction, switches.allow_fp16_reduced_precision_reduction = before
 
 
 # Calls of operators, which return a list of the results that are not None.

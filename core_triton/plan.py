@@ -12,12 +12,12 @@ from core_triton import tile_config
 from core_triton.chunk_config import choose_chunked, choose_stored
 from core_triton.tile_config import DInputTiling, ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 
 Path = Literal["scaled_exp", "recompute", "stored_logits", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -113,6 +113,7 @@ class ExecutionPlan:
         memory_budget: bytes.
         matmuls: which of "logits", "d_input" and "d_weight" are computed: `matmuls_of`.
         smooths: whether the mean row of the head is computed, a small matmul of cuBLAS.
+        saved: which rows of the call the forward pass saves for the backward pass; None if no row.
     """
 
     implementation: str
@@ -133,6 +134,7 @@ class ExecutionPlan:
     memory_budget: int
     matmuls: tuple[str, ...]
     smooths: bool = False
+    saved: SavedRowCount | None = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -172,6 +174,8 @@ class ExecutionPlan:
             library="cuBLAS" if self.path != "chunked" else "PyTorch",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
+            saved=self.saved,
+            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
         )
 
 
@@ -199,7 +203,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
@@ -212,12 +217,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage == "loss_and_gradients",
+            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+            saves=key.stage == "saved_rows",
             float16=x.dtype == "float16",
             softcap=key.softcap,
             entropy=key.entropy,
             d_input=key.d_input,
-            d_weight=key.d_weight,
+            d_weight=key.d_weight and key.stage != "saved_rows",
             upcasts=x.dtype != "float32" and key.device.type != "cuda",
             grad_into=key.grad_into,
             splits_head=key.splits_head,
@@ -233,7 +239,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             tokens=tokens,
             hidden=hidden,
             classes=key.classes,
-            stores=key.stage == "loss_and_gradients",
+            stores=key.stage in ("loss_and_gradients", "saved_rows"),
             d_input=key.d_input,
             second=key.d_input or key.d_weight or key.d_bias,
             copies_head=not w.gemm_compatible(),
@@ -263,12 +269,17 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     scaled_exp = (not key.label_smoothing or smoothing_is_linear(key)) and (
         key.stage == "losses"
         or (
-            key.stage == "loss_and_gradients"
+            key.stage in ("loss_and_gradients", "saved_rows")
             and x.dtype == "bfloat16"
             # Rows of exponentials would be too long for the kernels' int32 offsets.
             and not (pointers and tile_config.padded(key.classes) >= tile_config.MAX_STRIDE)
         )
     )
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+        raise ValueError(
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and "
+            f"{key.classes} classes, the kernels have no exponentials that an upstream gradient is a factor of"
+        )
     if scaled_exp:
         # Triton's interpreter, which runs the kernels on other devices, cannot run those in Gluon.
         ampere = pointers and key.device.type == "cuda"
@@ -285,7 +296,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 hidden=padded_hidden,
                 classes=key.classes,
                 d_input=key.d_input,
-                d_weight=key.d_weight,
+                d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=d_weight_kernel,
                 adds_in_l2=d_weight_kernel and hopper,
                 block_v=tile.block_v,
@@ -304,10 +315,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             itemsize=x.itemsize,
             block_v=tile.block_v,
             stores=needs_grad,
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             d_input=key.d_input,
             holds=holds_rows,
             needs_cast=casts_head,
-            statistics=key.statistics,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=key.statistics or key.stage == "saved_rows",
+            entropy=key.entropy or key.stage == "saved_rows",
             tiling=tiling,
             splits_head=key.splits_head,
             copied=key.copied_bytes + (key.label_smoothing != 0) * (16 * hidden + 20 * key.classes),

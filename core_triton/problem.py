@@ -110,6 +110,9 @@ class Gradients(NamedTuple):
     d_bias: Tensor | None  # (V,), linear_bias's dtype
 
 
+NOTHING_COMPUTED = Gradients(None, None, None)
+
+
 class NeedsGrad(NamedTuple):
     """Which gradients a call computes. The others take no time and no memory."""
 
@@ -119,6 +122,25 @@ class NeedsGrad(NamedTuple):
 
 
 NO_GRADIENTS = NeedsGrad(False, False, False)
+
+
+class SavedRows(NamedTuple):
+    """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
+
+    Fields are None if not needed. The last four are in the order of the packed rows (`scaled_exp.PackedRows`), and None
+    if the rows are not packed.
+    """
+
+    e: Tensor | None  # (S, K or more), input's dtype: the exponentials F, or d_logits for an upstream gradient of 1
+    unit_d_input: Tensor | None  # (S, D), input's dtype, for an upstream gradient of 1
+    rho: Tensor | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
+    theta: Tensor | None  # (S,) float32, the targets' terms, for an upstream gradient of 1
+    packed_target: Tensor | None  # (S,) int64
+    order: Tensor | None  # (S,) int64
+    count: Tensor | None  # () int32
+
+
+NOTHING_SAVED = SavedRows(*[None] * 7)
 
 
 def float32_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -163,9 +185,20 @@ class ClassSum:
     """A gradient of the head, summed over chunks: in a separate float32 buffer if `float32_sum`, else in the result.
     With `into` it is added to that float32 tensor, and there is no result."""
 
-    def __init__(self, like: Tensor, classes: int, *, float32_sum: bool, into: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        like: Tensor,
+        classes: int,
+        *,
+        float32_sum: bool,
+        into: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> None:
+        """With `total`, a gradient of other rows, the sum begins with it."""
         self.adds = into is not None
-        self.total = torch.empty_like(like, memory_format=torch.contiguous_format) if into is None else into
+        self.total = into if total is None else total
+        if self.total is None:
+            self.total = torch.empty_like(like, memory_format=torch.contiguous_format)
         self.sum = self.total[:classes].float() if float32_sum and into is None else self.total[:classes]
 
     def put(self, vocab_chunk: slice, summand: Tensor, *, first: bool) -> None:
@@ -204,14 +237,22 @@ class GradientSums:
         needs_grad: NeedsGrad,
         *,
         float32_sum: bool,
+        d_input: Tensor | None = None,
+        others: Gradients = NOTHING_COMPUTED,
         grad_into: Tensor | None = None,
     ) -> None:
-        self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
-        self.d_weight = ClassSum(w, classes, float32_sum=float32_sum, into=grad_into) if needs_grad.d_weight else None
+        """`d_input`: where d_input is written, if not to a new tensor. `others`: gradients of the head by other rows,
+        to which those of these rows are added."""
+        self.d_input = d_input
+        if needs_grad.d_input and d_input is None:
+            self.d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self.d_weight = None
+        if needs_grad.d_weight:
+            self.d_weight = ClassSum(w, classes, float32_sum=float32_sum, into=grad_into, total=others.d_weight)
         self.d_bias = None
         if needs_grad.d_bias:
             assert b is not None
-            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32)
+            self.d_bias = ClassSum(b, classes, float32_sum=b.dtype != torch.float32, total=others.d_bias)
 
     def result(self, *, empty: bool) -> Gradients:
         return Gradients(

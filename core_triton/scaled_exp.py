@@ -36,12 +36,24 @@ from core_triton import (
     input_grad,
     kernels,
     row_kernels,
+    saved_kernels,
     target_grad,
     tile_config,
 )
 from core_triton.kernels import Active
 from core_triton.launch import At, cdiv, on_device
-from core_triton.problem import ClassSum, Gradients, NeedsGrad, Problem, add_matmul, halves, operand, plan_of
+from core_triton.problem import (
+    NOTHING_SAVED,
+    ClassSum,
+    Gradients,
+    NeedsGrad,
+    Problem,
+    SavedRows,
+    add_matmul,
+    halves,
+    operand,
+    plan_of,
+)
 from core_triton.row_math import RowStatistics
 from core_triton.smoothing import Smoothing
 from core_triton.tile_config import ScaledExpConfig
@@ -118,7 +130,13 @@ def _half_tiles(problem: Problem, rows: int) -> int:
 
 
 def scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool = False, hook: TokenHook | None = None
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool = False,
+    hook: TokenHook | None = None,
+    d_input: Tensor | None = None,
 ) -> tuple[Tensor, RowStatistics, Gradients]:
     """Runs plan A, or plan B if no gradient is needed: (29)-(33).
 
@@ -128,6 +146,7 @@ def scaled_exp(
 
     Args:
         hook: a token loss in place of the cross-entropy, for plan A without class weights and z-loss.
+        d_input: where d_input is written, if not to a new tensor.
 
     Returns:
         The weighted loss of each row (N,), or their sum () with `reduce`; the statistics of the rows, with the largest
@@ -135,12 +154,98 @@ def scaled_exp(
         gradients are 0.
     """
     with on_device(problem.input.device):
-        return _scaled_exp(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook)
+        return _run(problem, needs_grad, statistics=statistics, reduce=reduce, hook=hook, d_input=d_input)[1:]
 
 
-def _scaled_exp(
-    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, reduce: bool, hook: TokenHook | None
-) -> tuple[Tensor, RowStatistics, Gradients]:
+def save_rows(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, entropy: bool
+) -> tuple[Tensor, RowStatistics, SavedRows]:
+    """Runs plan A for upstream gradients of 1, without the gradients of the head and without label smoothing.
+
+    Returns:
+        The weighted loss of each row (N,); the statistics, with the entropy if `entropy`; and what `saved_gradients`
+        needs.
+    """
+    x, e = problem.input, None
+    if needs_grad.d_weight or needs_grad.d_bias:
+        e = x.new_empty((len(x), tile_config.padded(problem.classes)))
+    only_input = NeedsGrad(needs_grad.d_input, False, False)
+    with on_device(x.device):
+        rows, loss, found, gradients = _run(
+            problem,
+            only_input,
+            statistics=statistics,
+            reduce=False,
+            hook=None,
+            d_input=None,
+            saved_e=e,
+            entropy=entropy,
+        )
+    saved = NOTHING_SAVED._replace(e=e, unit_d_input=gradients.d_input)
+    if e is not None:
+        saved = saved._replace(
+            rho=rows.rho, theta=rows.theta, packed_target=rows.target, order=rows.order, count=rows.count
+        )
+    return loss, found, saved
+
+
+def saved_gradients(
+    problem: Problem, saved: SavedRows, factor: Tensor, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42).
+
+    Args:
+        problem: that of `save_rows`.
+        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+    """
+    if saved.e is None or not (needs_grad.d_weight or needs_grad.d_bias):
+        return others
+    assert saved.order is not None
+    assert saved.count is not None
+    plan, x, b, classes = plan_of(problem), problem.input, problem.linear_bias, problem.classes
+    config, first = plan.scaled_exp_config, others.d_weight is None and others.d_bias is None
+    d_weight, d_bias = None, None
+    if needs_grad.d_weight:
+        d_weight = ClassSum(problem.linear_weight, classes, float32_sum=False, total=others.d_weight)
+    if needs_grad.d_bias:
+        d_bias = problem.row_weight.new_empty(classes) if others.d_bias is None else others.d_bias[:classes].float()
+    with on_device(x.device):
+        rows = saved_kernels.multiply_rows(saved, factor)
+        hidden = tile_config.padded_hidden(x.shape[1], x.itemsize)
+        scaled = (x.new_empty if hidden == x.shape[1] else x.new_zeros)((config.rows, hidden))
+        for chunk in problem.chunks(config.rows):
+            n, starts = chunk.stop - chunk.start, first and chunk.start == 0
+            e, chunk_x = saved.e[chunk, :classes], scaled[:n]
+            rho = At(rows.rho, chunk.start)
+            if d_weight is not None:
+                saved_kernels.pick_rows(x, chunk_x, order=At(saved.order, chunk.start), factor=rho)
+                active = Active(saved.count, chunk.start, int(starts))
+                _add_d_weight(problem, e, chunk_x, active, d_weight, first=starts)
+            if d_bias is not None:
+                row_kernels.add_class_sums(d_bias, e, rho, first=starts)
+        total = None if d_weight is None else d_weight.sum
+        found = target_grad.sort_by_target(rows.target, saved.order, rows.theta, saved.count, classes)
+        target_grad.add_targets(x, *found, saved.count, classes, d_weight=total, d_bias=d_bias)
+        if d_weight is not None and first and classes < len(d_weight.total):
+            row_kernels.zero(d_weight.total[classes:])
+        if d_bias is not None:
+            assert b is not None
+            d_bias = row_kernels.class_gradient(d_bias, b)
+    return Gradients(None, None if d_weight is None else d_weight.total, d_bias)
+
+
+def _run(
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    *,
+    statistics: bool,
+    reduce: bool,
+    hook: TokenHook | None,
+    d_input: Tensor | None,
+    saved_e: Tensor | None = None,
+    entropy: bool = False,
+) -> tuple[PackedRows, Tensor, RowStatistics, Gradients]:
+    """Runs `scaled_exp`. The exponentials of all rows go to `saved_e` (N, padded K) if that is not None."""
     plan = plan_of(problem)
     config = plan.scaled_exp_config
     smoothing = Smoothing.of(problem, config.head_rows)
@@ -148,13 +253,18 @@ def _scaled_exp(
         problem = smoothing.problem
     x, w, b = problem.input, problem.linear_weight, problem.linear_bias
     (tokens, hidden), classes = x.shape, problem.classes
-    d_input = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_grad.d_input else None
+    if needs_grad.d_input and d_input is None:
+        d_input = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_weight = ClassSum(w, classes, float32_sum=False, into=problem.grad_into) if needs_grad.d_weight else None
     d_bias = problem.row_weight.new_empty(classes) if needs_grad.d_bias else None
     if d_bias is not None and not tokens:
         d_bias.zero_()
-    rows = pack_rows(problem, config.rows, statistics=statistics)
-    stored = x.new_empty((config.rows, tile_config.padded(classes))) if any(needs_grad) else None
+    # The entropy is computed from the largest logits.
+    rows = pack_rows(problem, config.rows, statistics=statistics or entropy)
+    entropy_out = torch.empty_like(problem.row_weight) if entropy else None
+    stored = saved_e
+    if stored is None and any(needs_grad):
+        stored = x.new_empty((config.rows, tile_config.padded(classes)))
     scratch = problem.row_weight.new_empty(config.scratch)
     # The packed rows of the input, with zeros in rows that do not contribute, later multiplied by rho. They are in the
     # memory of d_input, or in a buffer of one chunk.
@@ -174,10 +284,15 @@ def _scaled_exp(
             _pick(problem, rows, start, n, chunk_x[:, :hidden])
         if problem.spec.splits_head:  # a row again for the second half of the head
             chunk_x[:, hidden : 2 * hidden] = chunk_x[:, :hidden]
-        e = None if stored is None else stored[:n, :classes]
+        e = None
+        if stored is not None:
+            e = stored[:n, :classes] if saved_e is None else stored[chunk, :classes]
         # cuBLAS's GEMM adds all rows of the chunk to d_weight, so none of them may be NaN.
-        least = n if d_weight is not None and not plan.d_weight_kernel else int(first)
-        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, Active(rows.count, start, least))
+        least = int(first or saved_e is not None)
+        if (d_weight is not None or saved_e is not None) and not plan.d_weight_kernel:
+            least = n
+        active = Active(rows.count, start, least)
+        _store_exponentials(problem, config, rows, chunk, chunk_x, e, scratch, active, entropy=entropy)
         row_weight = At(rows.row_weight, start)
         if hook is not None:
             row_weight = _weights_of_token_loss(problem, config, rows, chunk, scratch, hook)
@@ -185,6 +300,10 @@ def _scaled_exp(
             smoothing.add_rows(chunk_x[:, :hidden], row_weight, first=first)
         scaled_x = None if d_weight is None else chunk_x
         _finish_rows(problem, config, rows, chunk, scratch, row_weight=row_weight, e=e, x=scaled_x)
+        if entropy_out is not None:
+            _store_entropy(config, rows, chunk, scratch, entropy_out)
+        if saved_e is not None and e is not None:
+            saved_kernels.clear(e, At(rows.rho, start))
         if smoothing is not None:
             smoothing.add_to_rows(
                 n,
@@ -227,8 +346,8 @@ def _scaled_exp(
     if reduce or d_input is not None:
         total = row_kernels.finish_call(row_weight, d_input, loss if reduce else None)
         loss = loss if total is None else total
-    found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, None)
-    return loss, found, gradients
+    found = RowStatistics(rows.lse_out, rows.target_logit_out, None, rows.top_out, None, entropy_out)
+    return rows, loss, found, gradients
 
 
 def _pick(problem: Problem, rows: PackedRows, start: int, n: int, result: Tensor) -> None:
@@ -263,13 +382,15 @@ def _store_exponentials(
     e: Tensor | None,
     scratch: Tensor,
     active: Active,
+    *,
+    entropy: bool,
 ) -> None:
     """Writes a chunk's exponentials e (n, K), if not None, their sums over each class block, and the targets' logits.
 
     The sums (blocks, n) are at the start of `scratch`. If the largest logits are needed, those of each class block
-    follow. Row blocks whose sums leave the range are computed again with reference exponents from their largest logits.
-    The host does not know which blocks these are, so the repair kernel is always launched. If there are none, it has
-    nothing to do. Rows after the active ones may be left unchanged.
+    follow, then the sums for the entropy. Row blocks whose sums leave the range are computed again with reference
+    exponents from their largest logits. The host does not know which blocks these are, so the repair kernel is always
+    launched. If there are none, it has nothing to do. Rows after the active ones may be left unchanged.
     """
     plan, n, start = plan_of(problem), len(x), chunk.start
     assert plan.tile is not None
@@ -283,6 +404,7 @@ def _store_exponentials(
             "flag": At(rows.flag, number),
             "sums": At(scratch, place),
             "tops": None if rows.top_out is None else At(scratch, config.blocks * n + place),
+            "sums_exp_log": At(scratch, 2 * config.blocks * n + place) if entropy else None,
             "target_logit": At(rows.target_logit, start),
             "e": None if e is None else e[:, vocab_chunk],
         }
@@ -348,6 +470,24 @@ def _finish_rows(
         lse_out=rows.lse_out,
         target_logit_out=rows.target_logit_out,
         top_out=rows.top_out,
+    )
+
+
+def _store_entropy(
+    config: ScaledExpConfig, rows: PackedRows, chunk: slice, scratch: Tensor, entropy_out: Tensor
+) -> None:
+    """Writes the entropies of a chunk's packed rows from the sums in `scratch`."""
+    n, start = chunk.stop - chunk.start, chunk.start
+    saved_kernels.entropies(
+        n,
+        config.blocks,
+        sums=At(scratch, 0),
+        tops=At(scratch, config.blocks * n),
+        sums_exp_log=At(scratch, 2 * config.blocks * n),
+        ref_exponent=At(rows.ref_exponent, start),
+        row_weight=At(rows.row_weight, start),
+        order=At(rows.order, start),
+        entropy_out=entropy_out,
     )
 
 

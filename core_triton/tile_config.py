@@ -236,10 +236,12 @@ def choose_scaled_exp(
     itemsize: int,
     block_v: int,
     stores: bool,
+    saves: bool = False,
     d_input: bool,
     holds: bool,
     needs_cast: bool,
     statistics: bool,
+    entropy: bool = False,
     tiling: DInputTiling | None,
     splits_head: bool = False,
     copied: int = 0,
@@ -257,10 +259,12 @@ def choose_scaled_exp(
         itemsize: of the input's dtype.
         block_v: classes of a tile.
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         d_input: d_input is computed.
         holds: the memory of d_input holds the chunk's rows of the input.
         needs_cast: the head is cast to the input's dtype, one vocabulary chunk at a time.
         statistics: the largest logits are computed.
+        entropy: the entropies are computed, from the largest logits.
         tiling: of the kernel that computes d_input; None if cuBLAS computes it.
         splits_head: the head is the sum of two matrices, side by side in `hidden` columns.
         copied: bytes of the contiguous copies of strided vectors.
@@ -280,6 +284,7 @@ def choose_scaled_exp(
     fixed = 92 * tokens + 4 * classes + 12288 + copied  # rows' numbers, each array from a multiple of 512; d_bias
     # `scaled_exp.PackedRows.hit`: the half tiles of all chunks. Those of a chunk of 65 rows, for example, are not full.
     fixed += (3 * -(-tokens // (ROW_BLOCK // 2)) + 2) * -(-classes // block_v)
+    in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES + CAST_BYTES * needs_cast)
 
     @cache
@@ -300,9 +305,10 @@ def choose_scaled_exp(
         d_input_scratch = d_input_elements(rows, tile_rows, splits_tiles) if d_input else 0
         vocab_chunks, tail = divmod(classes, head_rows)
         blocks = vocab_chunks * -(-head_rows // block_v) - (-tail // block_v)
-        scratch = max((1 + statistics) * blocks * rows, d_input_scratch)
+        scratch = max((1 + (statistics or entropy) + entropy) * blocks * rows, d_input_scratch)
         size = fixed + itemsize * hidden * head_rows * needs_cast
-        size += rows * itemsize * (padded(classes) * stores + hidden * (not holds)) + 4 * scratch
+        # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
+        size += rows * itemsize * (padded(classes) * in_workspace + hidden * (saves or not holds)) + 4 * scratch
         return ScaledExpConfig(rows, d_input_rows, splits_tiles, head_rows, blocks, scratch, size)
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -331,7 +337,7 @@ def choose_scaled_exp(
             lambda rows: (config(rows, *choice) for choice in choices),
             tokens=tokens,
             least_rows=least_rows,
-            chunks=max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+            chunks=max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
             enough=enough,
             budget=budget,
             call=call,

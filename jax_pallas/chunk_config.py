@@ -4,6 +4,8 @@ budget.
 It determines speed and memory. It changes results only by rounding.
 """
 
+from dataclasses import replace
+
 from linear_ce.chunking import ChunkConfig, WorkspaceModel, choose_chunks, choose_plan_a
 
 
@@ -72,6 +74,7 @@ def choose_chunked(
     itemsize: int,
     weight_itemsize: int,
     gradients_in_forward: bool,
+    saves: bool = False,
     float16: bool,
     softcap: bool,
     entropy: bool,
@@ -85,6 +88,8 @@ def choose_chunked(
 
     Args:
         gradients_in_forward: plan A: the gradients are computed with the loss, from kept logits if they fit.
+        saves: d_logits are saved for the backward pass. d_weight then has no time in common with the logits, so chunks
+            may have few rows.
         budget: bytes.
         tokens, ...: of `workspace_model`.
 
@@ -93,7 +98,7 @@ def choose_chunked(
     """
 
     def model(*, keeps_logits: bool) -> WorkspaceModel:
-        return workspace_model(
+        counted = workspace_model(
             tokens=tokens,
             hidden=hidden,
             classes=classes,
@@ -108,8 +113,11 @@ def choose_chunked(
             grad_into=grad_into,
             splits_head=splits_head,
         )
+        of_chunk = itemsize * classes * saves  # d_logits of a chunk's rows, before they are among those of all rows
+        return replace(counted, per_row=counted.per_row + of_chunk)
 
     recomputing = model(keeps_logits=False)
     if gradients_in_forward:
-        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=itemsize == 4)
+        few = itemsize == 4 or saves
+        return choose_plan_a(model(keeps_logits=True), recomputing, tokens, classes, budget, float32=few)
     return choose_chunks(recomputing, tokens, classes, budget)

@@ -54,6 +54,8 @@ STATIC = ("rows", "classes", "vocab_axis", "logit_scale", "softcap", "interpret"
 
 OF_TARGETS = ("target_exps", "target_logits")
 
+LEAST_LOGIT = -1e30  # in place of -inf, where a difference would be NaN
+
 
 def logits_kernel(kernel: LogitsKernel, x_ref: Any, w_ref: Any, scalar_ref: Any, *rest: Any) -> None:
     """Runs an epilogue on every tile of x @ w.
@@ -196,12 +198,14 @@ class ExponentialsSwitches(NamedTuple):
         logit_scale, softcap: of the logits.
         stores: the exponentials.
         largest: the rows' largest logits.
+        entropy: the sums of the exponentials times the logits less the largest logits.
     """
 
     logit_scale: float
     softcap: float | None
     stores: bool
     largest: bool
+    entropy: bool
 
 
 def exponentials_epilogue(
@@ -215,6 +219,14 @@ def exponentials_epilogue(
     if switches.largest:
         top = half.masked(capped, piece, -jnp.inf).max(1)
         found["tops"] = top if carried is None else jnp.maximum(carried["tops"], top)
+    if switches.entropy:  # pieces are merged as vocabulary chunks are: (26)
+        shift = jnp.maximum(found["tops"], LEAST_LOGIT)
+        # Past the last class the values are 0 and the logits finite.
+        shifted = capped - lax.broadcast_in_dim(shift, capped.shape, (0,))
+        found["sums_exp_log"] = (values * jnp.maximum(shifted, NO_PROBABILITY)).sum(1)
+        if carried is not None:
+            moved = jnp.maximum(carried["tops"] - shift, NO_PROBABILITY)
+            found["sums_exp_log"] += carried["sums_exp_log"] + moved * carried["sums"]
     half.put_last(piece, found)
     logits = found["target_logits"] = target_logits_of(half, piece, capped, carried)
     store_targets(half, piece, lambda: jnp.exp2(logits * LOG2_E - half.by_row["ref_exponent"]), logits)
@@ -223,7 +235,7 @@ def exponentials_epilogue(
     return found, values if ratio is None else half.masked(values * (1.0 - jnp.square(ratio)), piece, 0.0)
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest"))  # chunks of one size are lowered once
+@partial(jax.jit, static_argnames=(*STATIC, "stores", "largest", "entropy"))  # chunks of one size are lowered once
 def exponentials(
     x: Array,
     w: Array,
@@ -240,6 +252,7 @@ def exponentials(
     softcap: float | None,
     stores: bool,
     largest: bool,
+    entropy: bool = False,
     interpret: bool = False,
 ) -> Exponentials:
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
@@ -255,17 +268,19 @@ def exponentials(
         rows, classes, vocab_axis, logit_scale, softcap: static arguments.
         stores: whether the exponentials are stored.
         largest: whether the largest logits are computed.
+        entropy: whether the sums for the entropy are computed, with the largest logits.
         interpret: whether the kernel runs in Pallas' interpreter, on a CPU.
     """
     tiles = Tiles(rows, x.shape[1], classes, vocab_axis)
     by_row = {"ref_exponent": tiles.by_row(ref_exponent, jnp.inf)}  # no row: zeros
     operands = {"bias": tiles.by_column(bias, 0), "places": places, "target": tiles.by_row(target, -1)}
-    results = dict.fromkeys(["sums", *["tops"] * largest], tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
+    by_block = ["sums", *["tops"] * largest, *["sums_exp_log"] * entropy]
+    results = dict.fromkeys(by_block, tiles.by_block) | dict.fromkeys(OF_TARGETS, tiles.by_place)
     if stores:
         results["out"] = jax.ShapeDtypeStruct((cdiv(rows, 8) * 8, padded(classes)), jnp.bfloat16)
     found = launch_tiles(
         "exponentials",
-        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, largest)),
+        partial(exponentials_epilogue, ExponentialsSwitches(logit_scale, softcap, stores, largest, entropy)),
         tiles,
         x,
         w,
@@ -276,7 +291,9 @@ def exponentials(
         stored=jnp.bfloat16 if stores else None,
         interpret=interpret,
     )
-    return Exponentials(found.get("out"), found["sums"], found.get("tops"), *(found[name] for name in OF_TARGETS))
+    target_exp, target_logit = (found[name] for name in OF_TARGETS)
+    sums = found["sums"], found.get("tops"), target_exp, target_logit, found.get("sums_exp_log")
+    return Exponentials(found.get("out"), *sums)
 
 
 class StatisticsSwitches(NamedTuple):

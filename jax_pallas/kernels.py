@@ -156,6 +156,7 @@ class ExponentialsIO(NamedTuple):
     top_ref: Any  # (class blocks, rows)
     target_exp_ref: Any  # (1, rows)
     target_logit_ref: Any  # (1, rows)
+    sum_exp_log_ref: Any  # (class blocks, rows)
 
 
 def exponential(logits: Array, reference: Array) -> Array:
@@ -181,6 +182,10 @@ def store_exponentials(
     at_targets(part, load(io.target_ref, first_row + part.row, mask=part.inside), part.logits, put_target)
     exponentials = part.only_seen(exponential(part.logits, reference[:, None]))
     store(io.sum_ref, *part.by_block, values=exponentials.sum(1), mask=part.inside)
+    if io.sum_exp_log_ref is not None:
+        logits = part.only_seen(part.logits, -jnp.inf)
+        shifted = lax.max(logits - logits.max(1)[:, None], jnp.float32(NO_PROBABILITY))  # times an exponential of 0
+        store(io.sum_exp_log_ref, *part.by_block, values=(exponentials * shifted).sum(1), mask=part.inside)
     if io.e_ref is not None:
         if matmul.softcap is not None:
             exponentials = part.only_seen(exponentials * slope(part.logits, matmul.softcap))
@@ -203,6 +208,7 @@ def exponentials_kernel(
 def exponentials(
     x: Array, w: Array, bias: Array | None, ref_exponent: Array, target: Array, start: Array | int, *, rows: int,
     classes: int, vocab_axis: int, logit_scale: float, softcap: float | None, stores: bool, largest: bool,
+    entropy: bool = False,
 ) -> Exponentials:  # fmt: skip
     """Returns scaled exponentials of rows' logits, by block of classes: (29), (31).
 
@@ -212,15 +218,15 @@ def exponentials(
         bias, ref_exponent: at least (classes,) float32, or None; (rows,) float32 integers.
         target: (rows,) int32 classes, -1 for none. Each target's summand and logit are returned, in one place.
         start: a number, or an int32 scalar of the device; the arguments after it are static.
-        stores, largest: whether the exponentials, the largest logits are computed.
+        stores, largest, entropy: whether the exponentials, the largest logits, the sums for the entropy are computed.
     """
-    crowded = (stores and softcap is not None) or unaligned(w.shape[1], vocab_axis)
+    crowded = (stores and softcap is not None) or entropy or unaligned(w.shape[1], vocab_axis)
     tile = triton_tile(x.dtype.itemsize, crowded=crowded)
     matmul = Matmul(rows, classes, vocab_axis, logit_scale, softcap, tile, ranged=False)
     by_block = jax.ShapeDtypeStruct((matmul.class_blocks, rows), jnp.float32)
     stored = jax.ShapeDtypeStruct((rows, padded(classes)), jnp.bfloat16) if stores else None
     of_target = jax.ShapeDtypeStruct((1, rows), jnp.float32)
-    results = stored, by_block, by_block if largest else None, of_target, of_target
+    results = stored, by_block, by_block if largest else None, of_target, of_target, by_block if entropy else None
     return Exponentials(
         *matmul.run(exponentials_kernel, (start,), (x, w, bias, ref_exponent, target), results, matmul.tiles)
     )
@@ -247,7 +253,7 @@ def repair_kernel(
     `exponentials_kernel` writes. Both launches are one kernel, which is compiled once. Programs take turns at the
     tiles. Most chunks have no flag, and then there is nothing to do.
     """
-    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-5:]
+    matmul, (top_ref, e_ref, *results) = repair.matmul, rest[-7:]
     first_row, first_flag, launch_step = scalars_ref[1], scalars_ref[2], scalars_ref[3]
     program = pl.program_id(0)
 
@@ -263,8 +269,11 @@ def repair_kernel(
         @pl.when(launch_step == REDOES)
         def _redo() -> None:
             ref_exponent = repaired_ref_exponent(load(top_ref, at, mask=part.inside))
-            sum_ref, target_exp_ref, target_logit_ref = results
-            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref)
+            sum_ref, target_exp_ref, target_logit_ref, sum_exp_log_ref, block_top_ref = results
+            io = ExponentialsIO(target_ref, e_ref, sum_ref, None, target_exp_ref, target_logit_ref, sum_exp_log_ref)
+            if block_top_ref is not None:
+                block_top = part.only_seen(part.logits, -jnp.inf).max(1)
+                store(block_top_ref, *part.by_block, values=block_top, mask=part.inside)
             store_exponentials(matmul, part, ref_exponent, io, first_row)
 
     def step(index: Any, _: None) -> None:
@@ -278,7 +287,7 @@ def repair_kernel(
 
 
 def repair(
-    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None
+    problem: Problem, x: Array, rows: CallRows, place: Array, size: int, e: Array | None, *, entropy: bool = False
 ) -> tuple[CallRows, Array | None, Repaired]:
     """Launches `repair_kernel` twice, for a chunk of `size` rows at place (4,) of `row_kernels.join_blocks`."""
     spec, bias = problem.spec, problem.linear_bias
@@ -287,7 +296,8 @@ def repair(
     static_args = Repair(matmul, min(matmul.tiles, REPAIR_PROGRAMS))
     bias = None if bias is None else bias.astype(jnp.float32)
     of_target = jax.ShapeDtypeStruct((1, size), jnp.float32)
-    made = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32), of_target, of_target
+    by_block = jax.ShapeDtypeStruct((matmul.class_blocks, size), jnp.float32)
+    made = by_block, of_target, of_target, *[by_block if entropy else None] * 2
     for step in (FINDS, REDOES):
         scalars = jnp.stack([place[FIRST_OF_X], place[FIRST_ROW], place[FIRST_FLAG], jnp.int32(step)])
         operands = scalars, x, problem.linear_weight, bias, rows.target, rows.flag, rows.top, e

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from jax_pallas import elementwise, launch, ops, row_math
+from jax_pallas import elementwise, launch, ops, row_math, saved_ops
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.plan import ExecutionPlan, Stage
 from jax_pallas.problem import NeedsGrad, Problem
@@ -41,6 +41,7 @@ from linear_ce.spec import (
     check_choice,
     check_memory_budget,
     check_normalizer,
+    check_saved_budget,
 )
 
 IMPLEMENTATIONS = (*launch.NAMES, "chunked")
@@ -107,6 +108,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
@@ -153,6 +155,10 @@ def linear_cross_entropy(
         vocab_axis: which axis of linear_weight is the vocabulary. 1 is the kernel layout of Flax. The head is never
             transposed in memory.
         memory_budget: bytes of workspace besides inputs and gradients; None is 512 MiB.
+        saved_budget: bytes that reduction "none" may keep from the forward pass to the backward pass, besides input and
+            results: about `2 * (V + D)` for a row with a 16-bit input. If they hold all rows, the gradients take three
+            matmuls in place of four. If they hold a part of at least 512 rows, the other rows take four. It must be 0
+            with grad_into and with head_precision "float32".
         implementation: "mosaic" (NVIDIA Hopper, 16 bits), "pallas_triton" (NVIDIA GPUs of compute capability 8.0 and
             later; on a CPU in Pallas' interpreter) or "chunked" (any device); None for the best on each platform that
             the call is lowered for (`explain` returns which). A named implementation never falls back to another.
@@ -201,7 +207,9 @@ def linear_cross_entropy(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = LossSpec(reduction, *options)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=False)
     loss, *_, total = _loss(call)
     return _with_total(loss.reshape(call.leading) if spec.reduction == "none" else loss, total)
 
@@ -224,6 +232,7 @@ def linear_cross_entropy_with_stats(
     vocab_size: int | None = None,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
@@ -249,7 +258,9 @@ def linear_cross_entropy_with_stats(
     options = ignore_index, label_smoothing, z_loss_weight, softcap, logit_scale, vocab_size, head_precision
     spec = LossSpec(reduction, *options)
     arrays = (input, linear_weight, target, linear_bias, weight, token_weight, grad_into, normalizer)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=True)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=True)
     loss, lse, target_logit, top, total = _loss(call)
     lse, target_logit, top = map(jax.lax.stop_gradient, (lse, target_logit, top))
     contributes = call.row_weight != 0
@@ -279,6 +290,7 @@ def linear_log_probs(
     ignore_index: int = -100,
     vocab_axis: int = 0,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     head_precision: HeadPrecision | None = None,
 ) -> LogProbs:
@@ -289,6 +301,9 @@ def linear_log_probs(
 
     Args:
         input: as all other arguments, see `linear_cross_entropy`.
+
+        saved_budget: bytes that may be kept from the forward pass to the backward pass. They save a matmul if no
+            gradient of entropy and lse is needed; otherwise what was kept is not used.
 
     Returns:
         `LogProbs(log_prob, entropy, lse)`, each (...,) float32; rows of `ignore_index` give 0 and have zero gradients.
@@ -308,8 +323,10 @@ def linear_log_probs(
     """
     spec = LossSpec("sum", ignore_index, 0.0, 0.0, softcap, logit_scale, vocab_size, head_precision)
     arrays = (input, linear_weight, target, linear_bias, None, None, None, None)
-    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, statistics=False)
-    results = ops.log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
+    saved_budget = check_saved_budget(saved_budget, "none", grad_into=False, head_precision=head_precision)
+    call = _prepare(spec, arrays, vocab_axis, memory_budget, implementation, saved_budget, statistics=False)
+    log_probs = (saved_ops if saved_budget else ops).log_probs
+    results = log_probs(call.options, *call.arrays) if call.tokens != 0 else (jnp.zeros(0, jnp.float32),) * 3
     return LogProbs(*(result.reshape(call.leading) for result in results))
 
 
@@ -481,6 +498,7 @@ def explain(
     softcap: float | None = None,
     vocab_size: int | None = None,
     memory_budget: int | None = None,
+    saved_budget: int = 0,
     implementation: str | None = None,
     grad_into: Array | None = None,
     head_precision: HeadPrecision | None = None,
@@ -496,8 +514,8 @@ def explain(
         linear_weight: (V, D), or (D, V) with vocab_axis 1.
         vocab_axis: as given to the call.
         gradients: whether the gradients of input and linear_weight are computed.
-        reduction, label_smoothing, softcap, vocab_size, memory_budget, implementation, grad_into, head_precision: as
-            given to the call.
+        reduction, label_smoothing, softcap, vocab_size, memory_budget, saved_budget, implementation, grad_into,
+            head_precision: as given to the call. For log-probabilities, pass reduction "none".
         device: the plan is that of this GPU: "a100", "h100", "h200", "l40s" or "rtx4090". The machine needs no GPU, and
             the arrays may be on any device. None is the plan of input's device.
 
@@ -542,7 +560,13 @@ def explain(
     if gradients:
         stage = "row_gradients" if reduction == "none" else "loss_and_gradients"
     budget = check_memory_budget(memory_budget)
-    plan = ops.plan_for(problem, stage, budget, chosen.name, NeedsGrad(gradients, gradients, False), info)
+    needs_grad = NeedsGrad(gradients, gradients, False)
+    into = grad_into is not None
+    saved_budget = check_saved_budget(saved_budget, reduction, grad_into=into, head_precision=head_precision)
+    if saved_budget and gradients:
+        plan = saved_ops.explained_plan(problem, budget, saved_budget, chosen.name, needs_grad, info)
+        return Explanation(*chosen, plan)
+    plan = ops.plan_for(problem, stage, budget, chosen.name, needs_grad, info)
     return Explanation(*chosen, plan)
 
 
@@ -601,6 +625,7 @@ def _prepare(
     vocab_axis: int,
     memory_budget: int | None,
     implementation: str | None,
+    saved_budget: int = 0,
     *,
     statistics: bool,
 ) -> _Call:
@@ -654,6 +679,7 @@ def _prepare(
         has_bias=named["linear_bias"] is not None,
         has_class_weight=class_weight is not None,
         statistics=statistics,
+        saved_budget=saved_budget,
         has_grad_into=named["grad_into"] is not None,
     )
     flat_arrays = options.arrays(
@@ -709,8 +735,10 @@ def _loss(call: _Call) -> tuple[Array, Array, Array, Array, Array | None]:
     if call.tokens == 0:
         empty = jnp.zeros(0, jnp.float32)
         return jnp.zeros((), jnp.float32) if scalar else empty, empty, empty, empty, call.grad_into
-    run = ops.loss_and_gradients if scalar else ops.row_losses
-    loss, lse, target_logit, top, *totals = run(call.options, *call.arrays)
+    row_losses = (saved_ops if call.options.saved_budget else ops).row_losses
+    loss, lse, target_logit, top, *totals = (ops.loss_and_gradients if scalar else row_losses)(
+        call.options, *call.arrays
+    )
     return loss, lse, target_logit, top, totals[0] if totals else None
 
 

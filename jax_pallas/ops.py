@@ -68,6 +68,7 @@ class Options:
     has_bias: bool
     has_class_weight: bool
     statistics: bool  # the largest logits are computed; without they may be inf
+    saved_budget: int = 0  # 0 but for losses of rows and log-probabilities: `saved_ops.py`
     has_grad_into: bool = False
 
     @property

@@ -13,13 +13,13 @@ from jax_pallas.chunk_config import choose_chunked
 from jax_pallas.launch import DeviceInfo
 from jax_pallas.tile_config import ScaledExpConfig, TileConfig
 from linear_ce import chunk_cost
-from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, describe_plan
+from linear_ce.chunking import LEAST_ROW_GRADIENTS, ChunkConfig, SavedRowCount, describe_plan
 from linear_ce.cost_coefficients import COEFFICIENTS
 from linear_ce.gpus import gpu_named
 
 Path = Literal["scaled_exp", "recompute", "chunked"]
 
-Stage = Literal["loss_and_gradients", "losses", "statistics", "row_gradients", "gradients"]
+Stage = Literal["loss_and_gradients", "losses", "statistics", "saved_rows", "row_gradients", "gradients"]
 
 
 class MatrixLayout(NamedTuple):
@@ -73,6 +73,7 @@ class ExecutionPlan:
         gpu: name in `linear_ce.gpus.GPUS` of the GPU, or of the one that stands for it.
         d_weight_starts: whether the kernel that adds to d_weight also writes it first. That saves compiling another
             kernel, 1.5 s.
+        saved: which rows of the call the forward pass saves for the backward pass; None if no row.
     """
 
     implementation: str
@@ -89,6 +90,7 @@ class ExecutionPlan:
     d_weight_kernel: bool
     gpu: str
     d_weight_starts: bool = False
+    saved: SavedRowCount | None = None
 
     @property
     def chunk_config(self) -> ChunkConfig:
@@ -117,6 +119,8 @@ class ExecutionPlan:
             library="XLA",
             workspace=self.chunks.bytes,
             budget=self.memory_budget,
+            saved=self.saved,
+            saves_logits=self.path == "scaled_exp" or self.chunk_config.keeps_logits,
         )
 
 
@@ -141,7 +145,8 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     """Returns the plan of a call.
 
     Raises:
-        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can.
+        ValueError: memory_budget cannot hold the smallest chunk. The message names the smallest budget that can. Or the
+            stage is "saved_rows", and the kernels of the call store nothing that can be saved.
     """
     if key.stage == "row_gradients":
         return _plan_a_again(key) or make_plan(key._replace(stage="gradients"))
@@ -155,12 +160,13 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             weight_itemsize=w.itemsize,
-            gradients_in_forward=key.stage == "loss_and_gradients",
+            gradients_in_forward=key.stage in ("loss_and_gradients", "saved_rows"),
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             float16=x.dtype == "float16",
             softcap=key.softcap,
             entropy=key.entropy,
             d_input=key.d_input,
-            d_weight=key.d_weight,
+            d_weight=key.d_weight and key.stage != "saved_rows",
             grad_into=key.grad_into,
             splits_head=key.splits_head,
             budget=key.memory_budget,
@@ -181,9 +187,15 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
     scaled_exp = (
         not casts_head
         and (not key.label_smoothing or smoothing_is_linear(key))
-        and (key.stage == "losses" or (key.stage == "loss_and_gradients" and stores))
+        and (key.stage == "losses" or (key.stage in ("loss_and_gradients", "saved_rows") and stores))
         and (key.stage == "losses" or x.dtype == "bfloat16")
     )
+    if key.stage == "saved_rows" and (key.label_smoothing or not scaled_exp):
+        raise ValueError(
+            f"saved_budget must be 0 here: with {x.dtype} input, label_smoothing {key.label_smoothing} and a {w.dtype} "
+            f"head of {key.classes} classes in {vocab} rows of {hidden}, the kernels of {key.implementation!r} have no "
+            "exponentials that an upstream gradient is a factor of"
+        )
     # Vocabulary chunks are multiples of 64 classes, so in a (D, V) head they begin where TMA can read.
     vocab_chunks_in_place = not casts_head and (key.vocab_axis == 0 or key.classes % 64 == 0)
     needs_grad = key.d_input or key.d_weight or key.d_bias
@@ -204,7 +216,7 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
                 hidden=hidden,
                 classes=key.classes,
                 d_input=key.d_input,
-                d_weight=key.d_weight,
+                d_weight=key.d_weight and key.stage != "saved_rows",
                 d_weight_kernel=multiplies,
                 adds_in_l2=multiplies,
                 block_v=tile.block_v,
@@ -221,9 +233,12 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             classes=key.classes,
             itemsize=x.itemsize,
             stores=needs_grad,
+            saves=key.stage == "saved_rows" and (key.d_weight or key.d_bias),
             holds=key.d_input or not needs_grad,
             d_bias=key.d_bias,
-            statistics=key.statistics,
+            # Both passes have the chunks of saved rows, and the second does not know what the first computed.
+            statistics=key.statistics or key.stage == "saved_rows",
+            entropy=key.stage == "saved_rows",
             block_v=tile.block_v,
             hopper=hopper,
             scratch=scratch,
@@ -232,7 +247,9 @@ def make_plan(key: PlanKey) -> ExecutionPlan:
             budget=key.memory_budget,
         )
         # All chunks have the same kernels, and no tile of d_weight lies past the classes, where it must become zeros.
-        d_weight_starts = multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        d_weight_starts = (
+            key.stage != "saved_rows" and multiplies and key.d_weight and tokens > chunks.rows == chunks.last_rows
+        )
         d_weight_starts &= not key.grad_into
         d_weight_starts &= tile_config.cdiv(key.classes, tile_config.CLASS_BLOCK) == tile_config.cdiv(
             vocab, tile_config.CLASS_BLOCK

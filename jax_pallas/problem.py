@@ -123,6 +123,19 @@ class NeedsGrad(NamedTuple):
 NO_GRADIENTS = NeedsGrad(False, False, False)
 
 
+class SavedRows(NamedTuple):
+    """What a forward pass keeps of the first S rows of a call, whose upstream gradients it does not know: MATH.md (41).
+
+    Fields are None if not needed.
+    """
+
+    # (S, K or more), input's dtype: d_logits for an upstream gradient of 1, or the exponentials F of each chunk.
+    e: Any
+    unit_d_input: Array | None  # (S, D), input's dtype, for an upstream gradient of 1
+    rho: Array | None  # (S,) float32, factors of the rows of e; NaN where a row of e has zeros in place of NaN
+    theta: Array | None  # (S,) float32, the targets' terms, for an upstream gradient of 1; None where e has them
+
+
 def float32_matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Returns the matmul of a and b, contracted over one axis of each, in float32 with float32 accumulation.
 

@@ -58,6 +58,8 @@ class Exponentials(NamedTuple):
         target_exp: the targets' exponentials, before they are rounded, (places, rows or more) float32, undefined where
             there is no target.
         target_logit: the targets' logits, likewise.
+        sums_exp_log: sums of the exponentials times the logits less `tops`, (class blocks, rows or more) float32; None
+            if not computed.
     """
 
     e: Array | None
@@ -65,6 +67,7 @@ class Exponentials(NamedTuple):
     tops: Array | None
     target_exp: Array
     target_logit: Array
+    sums_exp_log: Array | None = None
 
 
 class TargetPlaces(NamedTuple):
@@ -94,6 +97,8 @@ class Repaired(NamedTuple):
     sums: Any  # (class blocks, rows)
     target_exp: Any  # (1, rows)
     target_logit: Any  # (1, rows)
+    sums_exp_log: Any = None  # (class blocks, rows)
+    tops: Any = None  # (class blocks, rows)
 
 
 def chunk_flags(chunk_rows: int) -> int:
@@ -329,7 +334,8 @@ def finish_rows(
     if places is not None:
         of_targets, place = places.places, jnp.concatenate([place, places.index[None]])
     static_args = FinishRows(spec.z_loss_weight, spec.logit_scale, spec.softcap)
-    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *repaired
+    of_repaired = repaired.sums, repaired.target_exp, repaired.target_logit
+    of_chunk = *joined, found.target_exp, found.target_logit, of_targets, *of_repaired
     of_call = rows.target, rows.row_weight, rows.ref_exponent, rows.top, rows.flag, problem.class_weight
     written = rows.loss, rows.lse, rows.target_logit, rows.largest, rows.theta, found.e, x
     rho = None if found.e is None else jax.ShapeDtypeStruct((size,), jnp.float32)

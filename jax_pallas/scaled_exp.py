@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jax_pallas import kernels, row_kernels, target_grad, tile_config
-from jax_pallas.problem import Gradients, NeedsGrad, Problem, float32_matmul, plan_of
+from jax_pallas import kernels, row_kernels, saved_kernels, target_grad, tile_config
+from jax_pallas.problem import Gradients, NeedsGrad, Problem, SavedRows, float32_matmul, plan_of
 from jax_pallas.row_kernels import CallRows, Exponentials, Joined, Repaired, TargetPlaces
 from jax_pallas.row_math import RowStatistics
 from jax_pallas.slicing import Slice, over_chunks
@@ -61,12 +61,74 @@ def scaled_exp(problem: Problem, needs_grad: NeedsGrad, *, statistics: bool) -> 
     """
     smoothing = Smoothing.of(problem)
     whole = problem if smoothing is None else smoothing.problem
-    rows, gradients, _ = _run(whole, needs_grad, None, smoothing, statistics=statistics)
+    rows, gradients, _ = _run(whole, needs_grad, None, smoothing, None, statistics=statistics)
     loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
     if smoothing is not None:
         loss = smoothing.losses(loss, target_logit)
     largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
     return loss, RowStatistics(lse, target_logit, None, largest, None, None), gradients
+
+
+def save_rows(
+    problem: Problem, needs_grad: NeedsGrad, *, statistics: bool, entropy: bool
+) -> tuple[Array, RowStatistics, SavedRows]:
+    """Runs plan A for upstream gradients of 1, without the gradients of the head and without label smoothing.
+
+    Returns:
+        The weighted loss of each row (N,); the statistics, with the entropy if `entropy`; and what `saved_gradients`
+        needs.
+    """
+    head = needs_grad.d_weight or needs_grad.d_bias
+    needs_grad = NeedsGrad(needs_grad.d_input, False, False)
+    saves = Saves(e=head, entropy=entropy)
+    rows, gradients, found = _run(problem, needs_grad, None, None, saves, statistics=statistics or entropy)
+    loss, lse, target_logit = (array[: problem.tokens] for array in (rows.loss, rows.lse, rows.target_logit))
+    largest = jnp.full_like(lse, jnp.inf) if rows.largest is None else rows.largest[: problem.tokens]
+    e, rho, entropies = ([*parts] for parts in zip(*found, strict=True))
+    of_call = RowStatistics(lse, target_logit, None, largest, None, jnp.concatenate(entropies) if entropy else None)
+    saved = SavedRows(None, gradients.d_input, None, None)
+    if head:
+        assert rows.theta is not None
+        saved = saved._replace(e=tuple(e), rho=jnp.concatenate(rho), theta=rows.theta[: problem.tokens])
+    return loss, of_call, saved
+
+
+def saved_gradients(
+    problem: Problem, saved: SavedRows, factor: Array, needs_grad: NeedsGrad, others: Gradients
+) -> Gradients:
+    """Returns the gradients of the head by saved rows, added to those by other rows: (42).
+
+    Args:
+        problem: that of `save_rows`.
+        factor: (N,) the upstream gradients, 0 in rows that do not contribute.
+    """
+    if saved.e is None or saved.rho is None or saved.theta is None:
+        return others
+    config, b = plan_of(problem).scaled_exp_config, problem.linear_bias
+    rho, theta = (jnp.where(factor == 0, 0.0, factor * array) for array in (saved.rho, saved.theta))
+    _, d_weight, d_bias = others
+    if needs_grad.d_weight and d_weight is None:  # overwritten by the first chunk
+        d_weight = lax.empty(problem.linear_weight.shape, problem.input.dtype)
+    if needs_grad.d_bias:
+        d_bias = jnp.zeros(problem.classes) if d_bias is None else d_bias[: problem.classes].astype(jnp.float32)
+    for start, e in zip(range(0, problem.tokens, config.rows), saved.e, strict=True):
+        chunk = Slice(start, min(config.rows, problem.tokens - start), None)
+        of_rows = chunk.of(rho)[:, None]
+        if d_bias is not None:
+            of_bias = jnp.where(of_rows == 0, 0.0, e[: chunk.size, : problem.classes].astype(jnp.float32) * of_rows)
+            d_bias = d_bias + of_bias.sum(0)
+        if d_weight is not None:
+            x = jnp.where(of_rows == 0, 0.0, chunk.of(problem.input).astype(jnp.float32) * of_rows)
+            past = config.kernel_rows(chunk.size) - chunk.size
+            x = jnp.pad(x.astype(problem.input.dtype), ((0, past), (0, 0)))
+            first = start == 0 and others.d_weight is None
+            d_weight, x = lax.optimization_barrier((d_weight, x))  # chunks one after the other
+            d_weight = _add_d_weight(problem, chunk, e, x, 0, d_weight, first=first)
+    target = jnp.where((problem.target >= 0) & (problem.target < problem.classes), problem.target, -1)
+    d_weight, d_bias = _add_targets(problem, target.astype(jnp.int32), theta, theta, d_weight, d_bias)
+    if d_bias is not None and b is not None:
+        d_bias = jnp.zeros_like(b).at[: problem.classes].set(d_bias.astype(b.dtype))
+    return Gradients(None, d_weight, d_bias)
 
 
 def token_loss_and_gradients(problem: Problem, needs_grad: NeedsGrad, hook: TokenHook) -> tuple[TokenRows, Gradients]:
@@ -75,21 +137,42 @@ def token_loss_and_gradients(problem: Problem, needs_grad: NeedsGrad, hook: Toke
     Returns:
         The results of all rows, and the gradients of the sum of their losses.
     """
-    _, gradients, found = _run(problem, needs_grad, hook, None, statistics=False)
+    _, gradients, found = _run(problem, needs_grad, hook, None, None, statistics=False)
     assert found is not None
     return found._replace(d_closure=jax.tree.map(lambda chunks: chunks.sum(0), found.d_closure)), gradients
 
 
+class Saves(NamedTuple):
+    """What `save_rows` computes besides d_input."""
+
+    e: bool
+    entropy: bool
+
+
+class SavedChunk(NamedTuple):
+    """What is saved of a chunk; None if not needed."""
+
+    e: Array | None  # (rows or more, padded), zeros in rows whose rho is NaN
+    rho: Array | None  # (rows,)
+    entropy: Array | None  # (rows,)
+
+
 def _run(
-    problem: Problem, needs_grad: NeedsGrad, hook: TokenHook | None, smoothing: Smoothing | None, *, statistics: bool
-) -> tuple[CallRows, Gradients, TokenRows | None]:
-    """Returns the rows of the call, the gradients and, with a token loss, its results, in which the gradients of the
-    closure (chunks, ...) are those of each chunk."""
+    problem: Problem,
+    needs_grad: NeedsGrad,
+    hook: TokenHook | None,
+    smoothing: Smoothing | None,
+    saves: Saves | None,
+    *,
+    statistics: bool,
+) -> tuple[CallRows, Gradients, Any]:
+    """Returns the rows of the call, the gradients and the results of chunks: with a token loss those of `TokenRows`, in
+    which the gradients of the closure (chunks, ...) are those of each chunk; with `saves` the list of `SavedChunk`."""
     config, tokens = plan_of(problem).scaled_exp_config, problem.tokens
     target, row_weight = _call_rows(problem)
     if hook is not None:  # until `_call_token_loss` replaces them
         row_weight = (row_weight != 0).astype(jnp.float32)
-    chunks = -(-tokens // config.rows)
+    chunks, gradients = -(-tokens // config.rows), any(needs_grad) or (saves is not None and saves.e)
     rows, held = row_kernels.pick(
         problem,
         target,
@@ -98,12 +181,12 @@ def _run(
         chunk_rows=config.rows,
         holds=needs_grad.d_input,
         largest=statistics,
-        gradients=any(needs_grad),
+        gradients=gradients,
     )
     places = _call_places(problem, target, chunks)
 
-    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, TokenRows | None]:
-        return _chunk(problem, carry, chunk, places, hook, smoothing, first=first, gradients=any(needs_grad))
+    def body(carry: Carry, chunk: Slice, *, first: bool) -> tuple[Carry, Any]:
+        return _chunk(problem, carry, chunk, places, hook, smoothing, saves, first=first, gradients=gradients)
 
     carry = Carry(rows, held, None, jnp.zeros(problem.classes, jnp.float32) if needs_grad.d_bias else None)
     if needs_grad.d_weight:
@@ -113,10 +196,18 @@ def _run(
         carry = carry._replace(d_weight=sums)
     # XLA's GEMM adds to d_weight in place only inside a loop.
     unrolls = needs_grad.d_input and plan_of(problem).d_weight_kernel
-    carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+    if saves is None:
+        carry, found = over_chunks(body, carry, tokens, config.rows, unrolls=unrolls)
+    else:  # the chunks' exponentials stay where they are written
+        found = []
+        for start in range(0, tokens, config.rows):
+            carry, one = body(carry, Slice(start, min(config.rows, tokens - start), None), first=start == 0)
+            carry, one = lax.optimization_barrier((carry, one))
+            found.append(one)
     rows, d_weight, d_bias = carry.rows, carry.d_weight, carry.d_bias
     if d_weight is not None or d_bias is not None:
-        d_weight, d_bias = _add_targets(problem, rows, d_weight, d_bias)
+        assert rows.theta is not None
+        d_weight, d_bias = _add_targets(problem, rows.target, rows.row_weight, rows.theta, d_weight, d_bias)
         if smoothing is not None:
             d_weight, d_bias = smoothing.add_to_head(d_weight, d_bias)
     if d_bias is not None and problem.linear_bias is not None:
@@ -183,11 +274,12 @@ def _chunk(
     places: Array | None,
     hook: TokenHook | None,
     smoothing: Smoothing | None,
+    saves: Saves | None,
     *,
     first: bool,
     gradients: bool,
-) -> tuple[Carry, TokenRows | None]:
-    """Computes one chunk of rows. Returns the carry and, with a token loss, its results for the chunk."""
+) -> tuple[Carry, Any]:
+    """Computes one chunk of rows. Returns the carry and, with a token loss or `saves`, its results for the chunk."""
     config, rows = plan_of(problem).scaled_exp_config, carry.rows
     size = config.kernel_rows(chunk.size)
     if carry.held is not None:
@@ -200,8 +292,9 @@ def _chunk(
     numbers = chunk.start, first_flag, start, size  # FIRST_ROW, FIRST_FLAG, FIRST_OF_X, SIZE
     place = jnp.stack([jnp.asarray(number, jnp.int32) for number in numbers])
     chunk_places = _target_places(problem, rows.target, chunk, size, places)
+    entropy = saves is not None and saves.entropy
     rows, found, joined, repaired = _store_exponentials(
-        problem, rows, chunk, size, place, x, chunk_places, stores=gradients
+        problem, rows, chunk, size, place, x, chunk_places, stores=gradients, entropy=entropy
     )
     of_tokens = None
     if hook is not None:
@@ -216,6 +309,16 @@ def _chunk(
         theta = smoothing.add_to_theta(chunk.of(rows.theta), chunk.of(rows.row_weight))
         rows = rows._replace(theta=chunk.put(rows.theta, theta))
     carry = carry._replace(rows=rows)
+    if saves is not None:
+        of_tokens = SavedChunk(None, None, None)
+        if entropy:
+            entropies = saved_kernels.entropies(problem, rows, place, size, found, repaired)
+            of_tokens = of_tokens._replace(entropy=entropies[: chunk.size])
+        if saves.e:
+            assert e is not None
+            assert rho is not None
+            e = saved_kernels.clear(e, rho)
+            of_tokens = of_tokens._replace(e=e, rho=rho[: chunk.size])
     if e is None or rho is None:
         return carry, of_tokens
     carry = _add_gradients(problem, carry, chunk, e, x if scaled is None else scaled, start, rho, first=first)
@@ -258,6 +361,7 @@ def _store_exponentials(
     places: TargetPlaces | None,
     *,
     stores: bool,
+    entropy: bool,
 ) -> tuple[CallRows, Exponentials, Joined, Repaired]:
     """Returns a chunk's exponentials e (n, padded(K)), if stored, their sums, and the targets' logits and summands.
 
@@ -272,6 +376,7 @@ def _store_exponentials(
     part = Slice(chunk.start, size, None)
     arrays = x, problem.linear_weight, bias, part.of(rows.ref_exponent), part.of(rows.target)
     options = {**static_args(problem, size, problem.classes), "stores": stores, "largest": rows.largest is not None}
+    options["entropy"] = entropy
     if places is None:
         found = kernels.exponentials(*arrays, place[row_kernels.FIRST_OF_X], **options)
     else:
@@ -281,7 +386,7 @@ def _store_exponentials(
         in_chunk = in_chunk[: 2 * tile_config.cdiv(size, ROW_BLOCK)]
         found = hopper_logits.exponentials(*arrays, in_chunk, place[row_kernels.FIRST_OF_X], **options)
     rows, joined = row_kernels.join_blocks(rows, place, size, found.sums, found.tops)
-    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e)
+    rows, e, repaired = kernels.repair(problem, x, rows, place, size, found.e, entropy=entropy)
     return rows, found._replace(e=e), joined, repaired
 
 
@@ -363,13 +468,15 @@ def target_rows(problem: Problem, column: Array) -> Array:
 
 
 def _add_targets(
-    problem: Problem, rows: CallRows, d_weight: Array | None, d_bias: Array | None
+    problem: Problem,
+    target: Array,
+    row_weight: Array,
+    theta: Array,
+    d_weight: Array | None,
+    d_bias: Array | None,
 ) -> tuple[Array | None, Array | None]:
     """Adds theta * input to the targets' rows of d_weight, theta to d_bias: (33)."""
-    assert rows.theta is not None
-    target, row, theta = target_grad.sort_by_target(
-        rows.target, rows.row_weight, rows.theta, problem.tokens, problem.classes
-    )
+    target, row, theta = target_grad.sort_by_target(target, row_weight, theta, problem.tokens, problem.classes)
     if d_weight is not None:
         d_weight = target_grad.add_targets(
             d_weight, problem.input, target, row, theta, classes=problem.classes, vocab_axis=problem.vocab_axis

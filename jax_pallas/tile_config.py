@@ -259,9 +259,11 @@ def choose_scaled_exp(
     classes: int,
     itemsize: int,
     stores: bool,
+    saves: bool = False,
     holds: bool,
     d_bias: bool,
     statistics: bool,
+    entropy: bool = False,
     block_v: int,
     hopper: bool,
     scratch: Callable[[int, int], int],
@@ -279,9 +281,11 @@ def choose_scaled_exp(
         classes: K.
         itemsize: of the input's dtype.
         stores: the exponentials are stored, for gradients. Otherwise `PARTIAL_BYTES` are enough.
+        saves: they are saved for the backward pass, in memory that is not workspace. It computes d_weight.
         holds: the chunk's rows of the input are in the memory of d_input or of the input.
         d_bias: d_bias is computed.
         statistics: the largest logits are computed.
+        entropy: the entropies are computed, from the largest logits.
         block_v: classes of a tile of logits.
         hopper: the matmul kernels are those for sm_90. TMA reads zeros past the last row and ignores stores there.
         scratch: (rows, most) -> bytes that the gradient matmuls of a chunk take in addition to the exponentials.
@@ -299,20 +303,23 @@ def choose_scaled_exp(
     # Rows' numbers but for the sorted ones, which come when the exponentials are gone; d_bias, in float32 and as it is
     # returned.
     fixed = (32 + 4 * statistics) * tokens + 8 * classes * d_bias + 4096
+    in_workspace = stores and not saves
     enough = budget if stores else min(budget, fixed + PARTIAL_BYTES)
     blocks, again = cdiv(classes, block_v), cdiv(classes, REPAIR_TILE.block_v)
 
     def config(rows: int) -> ScaledExpConfig:
         padded_rows = -(-rows // ROW_BLOCK) * ROW_BLOCK
         # Sums of blocks, and largest logits; then, in their place, those of the blocks that are done again.
-        sums = (4 * max((1 + statistics) * blocks, again) + TARGET_BYTES * hopper + 32) * padded_rows
+        partial = max((1 + (statistics or entropy) + entropy) * blocks, (1 + entropy) * again)
+        sums = (4 * partial + TARGET_BYTES * hopper + 32) * padded_rows
         chunks = cdiv(tokens, rows)
         places = 4 * blocks * 2 * cdiv(rows, ROW_BLOCK) * (chunks if chunks <= CALL_PLACES else 1) * hopper
         size = fixed + places + second_d_weight * (chunks == 2)
-        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * stores + rows * hidden * (not holds))
+        # The backward pass copies the rows of the input, and multiplies them by their upstream gradients.
+        size += itemsize * (-(-rows // 8) * 8 * padded(classes) * in_workspace + rows * hidden * (saves or not holds))
         most = max(0, min(budget // D_INPUT_FRACTION, budget - size))
         last = (tokens - 1) % rows + 1
-        last_rows = rows if hopper and (rows - last) * COMPILED_FRACTION <= tokens else last
+        last_rows = rows if hopper and not saves and (rows - last) * COMPILED_FRACTION <= tokens else last
         return ScaledExpConfig(rows, last_rows, most, size + max(sums, scratch(rows, most)))
 
     def d_input_of(rows: int, found: ScaledExpConfig) -> chunk_cost.DInput | None:
@@ -336,7 +343,7 @@ def choose_scaled_exp(
         lambda rows: (config(rows),),
         tokens=tokens,
         least_rows=least_rows,
-        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * stores // budget)),
+        chunks=1 if tokens == least_rows else max(1, -(-tokens * itemsize * padded(classes) * in_workspace // budget)),
         enough=enough,
         budget=budget,
         call=call,

@@ -224,6 +224,27 @@ def check_memory_budget(memory_budget: int | None) -> int:
     return budget
 
 
+def check_saved_budget(
+    saved_budget: int, reduction: Reduction, *, grad_into: bool, head_precision: HeadPrecision | None
+) -> int:
+    """Returns the bytes that may be kept for the backward pass; raises TypeError or ValueError if it is not an int of 0
+    or more, or not 0 where the reduction or another option admits no saved rows. `grad_into` is whether it is given."""
+    budget = _integer("saved_budget", saved_budget)
+    if budget < 0:
+        raise ValueError(f"saved_budget must not be negative (bytes), got {budget}")
+    if budget and grad_into:
+        raise ValueError(f"saved_budget must be 0 with grad_into: saved rows are not added to it, got {budget}")
+    if budget and head_precision == "float32":
+        raise ValueError(
+            f'saved_budget must be 0 with head_precision "float32": rows of a split head are not saved, got {budget}'
+        )
+    if budget and reduction != "none":
+        raise ValueError(
+            f'saved_budget needs reduction "none", got reduction {reduction!r}: the other reductions save no rows'
+        )
+    return budget
+
+
 def check_choice[T: str](name: str, value: object, choices: Sequence[T]) -> T:
     """Returns `value` if it is one of `choices`; raises ValueError naming the argument, the choices and the value."""
     if value not in choices:

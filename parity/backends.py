@@ -136,6 +136,8 @@ def options_of(case: Case, implementation: str | None) -> dict[str, Any]:
         "memory_budget": case.memory_budget,
         "implementation": implementation,
     }
+    if case.saved_budget:
+        options["saved_budget"] = case.saved_budget
     if case.function != "log_probs":
         options["reduction"] = spec.reduction
     if spec.splits_head:

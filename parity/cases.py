@@ -70,6 +70,7 @@ class Case:
     logit_std: float = 2.0
     vocab_axis: int = 0  # 1: the head reaches JAX as (D, V), and PyTorch as a transposed view
     tight_memory: bool = False
+    saved_budget: int = 0  # bytes
     upstream: Literal["one", "random"] = "one"
     unused: tuple[str, ...] = ()  # results of log_probs that nothing is computed from: their upstream gradients are 0
     with_stats: bool = True
@@ -343,6 +344,9 @@ _ONE = ("float32",)
 _BF16 = ("bfloat16",)
 _16_BITS = ("float16", "bfloat16")
 _CAPPED = LossSpec("sum", softcap=3.0, logit_scale=0.7, z_loss_weight=0.1)
+# A shape whose exponentials the kernels of both frameworks store, and a budget that holds all rows. One for 512 rows.
+_SAVED: dict[str, Any] = {"hidden": 64, "vocab": 640, "upstream": "random", "saved_budget": 2**24}
+_PART: dict[str, Any] = {**_SAVED, "lead": (640,), "saved_budget": 2**12 + 512 * (32 + 2 * (64 + 640))}
 _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("empty-mean", {"lead": (0,), "has_bias": True}, _TWO),
     ("empty-sum", {"lead": (0,), "spec": _SUM}, _ONE),
@@ -486,6 +490,22 @@ _LOSS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("head_split-empty", {**_SPLIT, "lead": (0,)}, _BF16),
     ("hidden64-head_split-logits80", {**_SPLIT, "hidden": 64, "vocab": 640, "logit_std": 40.0}, _BF16),
     ("hidden64-grad_into-frozen", {**_INTO, "hidden": 64, "frozen": ("input",), "has_bias": True}, _BF16),
+    (
+        "saved",
+        {**_SAVED, "has_bias": True, "ignored": "some", "token_weight": "signed"}
+        | {"spec": LossSpec("none", z_loss_weight=0.01), "poison": ("ignored_rows",)},
+        _BF16,
+    ),
+    (
+        "saved-softcap",
+        {**_SAVED, "vocab_axis": 1, "has_class_weight": True, "spec": LossSpec("none", softcap=5.0, logit_scale=0.7)},
+        _BF16,
+    ),
+    ("saved-nan", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("input_nan",)}, _BF16),
+    ("saved-range", {**_SAVED, "spec": _NONE, "has_bias": True, "poison": ("target_range",)}, _BF16),
+    ("saved-tight", {**_SAVED, "spec": _NONE, "has_bias": True, "lead": (600,), "tight_memory": True}, _BF16),
+    ("saved-part", {**_PART, "spec": _NONE, "has_bias": True, "ignored": "some"}, _BF16),
+    ("saved-frozen_input", {**_SAVED, "spec": _NONE, "has_bias": True, "frozen": ("input",)}, _BF16),
 )
 _LOG_PROB: dict[str, Any] = {"unused": ("entropy", "lse")}
 _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
@@ -517,6 +537,13 @@ _LOG_PROBS_EDGES: tuple[tuple[str, dict[str, Any], Sequence[str]], ...] = (
     ("log_prob-frozen_weight", {**_LOG_PROB, "hidden": 64, "frozen": ("linear_weight",)}, _BF16),
     ("entropy", {"unused": ("log_prob", "lse")}, _TWO),
     ("head_split", {**_SPLIT, "has_bias": True, "ignored": "some"}, _BF16),
+    ("saved", {**_SAVED, **_LOG_PROB, "has_bias": True, "ignored": "some", "poison": ("ignored_rows",)}, _BF16),
+    ("saved-softcap", {**_SAVED, **_LOG_PROB, "vocab_axis": 1, "spec": LossSpec(softcap=5.0)}, _BF16),
+    ("saved-logits80", {**_SAVED, **_LOG_PROB, "logit_std": 40.0}, _BF16),
+    ("saved-range", {**_SAVED, **_LOG_PROB, "poison": ("target_range",)}, _BF16),
+    ("saved-part", {**_PART, **_LOG_PROB}, _BF16),
+    ("saved-entropy", {**_SAVED}, _BF16),  # a gradient of the entropy: what was saved is not used
+    ("saved-frozen_weight", {**_SAVED, **_LOG_PROB, "frozen": ("linear_weight",)}, _BF16),
 )
 _CLIP = {"token_loss": "ppo_clip"}
 _KL = {"token_loss": "grpo-k3"}

@@ -1,8 +1,8 @@
 """Compiles the JAX loss for a GPU that is not present. Prints the temporaries and launches, one JSON line per program.
 
 test_jax_pallas_gpu_compile.py runs it in a subprocess as `python compile_for_gpu.py TARGET.pbtxt PROGRAMS`. PROGRAMS is
-a JSON list of dicts with the keys mode ("train", "none", "eval", "token_loss" or "grad_into"), n, d, v, vocab_axis
-and implementation.
+a JSON list of dicts with the keys mode ("train", "none", "saved", "eval", "token_loss" or "grad_into"), n, d, v,
+vocab_axis and implementation.
 """
 
 import json
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_pallas import linear_cross_entropy, linear_token_loss, token_losses
+from jax_pallas import linear_cross_entropy, linear_log_probs, linear_token_loss, token_losses
 
 
 def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, implementation: str) -> Any:
@@ -41,6 +41,16 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
         loss = partial(linear_cross_entropy, linear_weight=w, target=y, grad_into=into, **options)
         return jax.value_and_grad(loss, has_aux=True)(x)
 
+    def saved(x: jax.Array, w: jax.Array, y: jax.Array, d_loss: jax.Array) -> Any:
+        options: dict[str, Any] = {"vocab_axis": vocab_axis, "implementation": implementation}
+
+        def log_prob(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = linear_log_probs(x, w, y, saved_budget=2**34, **options)
+            return found.log_prob, found.entropy
+
+        log_probs, vjp, entropy = jax.vjp(log_prob, x, w, has_aux=True)
+        return log_probs, entropy, vjp(d_loss)
+
     head = (v, d) if vocab_axis == 0 else (d, v)
     donated: tuple[int, ...] = ()
     arguments = [shape((n, d), jnp.bfloat16), shape(head, jnp.bfloat16), shape((n,), jnp.int32)]
@@ -52,8 +62,8 @@ def compiled(mesh: Any, mode: str, n: int, d: int, v: int, vocab_axis: int, impl
             jax.value_and_grad(token_loss, argnums=(0, 1)),
             [*arguments, *[shape((n,), jnp.float32)] * 2],
         )
-    elif mode == "none":
-        function, arguments = none, [*arguments, shape((n,), jnp.float32)]
+    elif mode in ("none", "saved"):
+        function, arguments = {"none": none, "saved": saved}[mode], [*arguments, shape((n,), jnp.float32)]
     elif mode == "grad_into":
         function, arguments, donated = grad_into, [*arguments, shape(head, jnp.float32)], (3,)
     with jax.set_mesh(mesh):

@@ -662,6 +662,45 @@ def run_views(dtype: str) -> None:
         say(name=f"strides {w.stride()}, smoothing {smoothing}", used={"difference": 100 * max(differences) / 1e-6})
 
 
+# Rows that are saved for the backward pass.
+
+
+def run_saved() -> None:
+    """A row of NaN and one without a class change nothing if their upstream gradients are 0. A second backward pass
+    repeats the first. The entropies of several class blocks are those of `chunked`."""
+    made = problem(40, 24, 300, dtype=torch.bfloat16)
+    upstream = torch.linspace(-1.0, 2.0, 40)
+    kept = [row for row in range(40) if row not in (1, 4, 7)]
+    results = []
+    for rows in (kept, list(range(40))):
+        arrays = {name: one[rows] if name in ("input", "target") else one for name, one in made.items()}
+        arrays = {name: one.detach().clone() for name, one in arrays.items()}
+        of_rows = upstream[rows].clone()
+        if len(rows) == 40:
+            arrays["input"][1], arrays["input"][4] = float("nan"), float("nan")
+            arrays["target"][1], arrays["target"][7] = -100, 300
+            of_rows[1], of_rows[4], of_rows[7] = float("nan"), 0.0, 0.0
+        for name in ("input", "linear_weight", "linear_bias"):
+            arrays[name].requires_grad_()
+        options = {"saved_budget": 2**24, "implementation": Running.implementation}
+        log_prob, entropy, _ = core_triton.linear_log_probs(**arrays, **options)
+        if len(rows) < 40:
+            with torch.no_grad():
+                exact = core_triton.linear_log_probs(**arrays, implementation="chunked").entropy
+            say(name="entropy", used={"entropy": 100 * error(entropy.detach().numpy(), exact.numpy()) / 1e-6})
+        first = torch.autograd.grad(log_prob, leaves(arrays), of_rows, retain_graph=True)
+        first = [one.clone() for one in first]
+        second = torch.autograd.grad(log_prob, leaves(arrays), of_rows)
+        torch.testing.assert_close(list(second), first, rtol=0, atol=0)
+        d_input, *d_head = first
+        results.append([d_input[[rows.index(row) for row in kept]], *d_head])
+    used = {
+        str(i): 100 * error(a.float().numpy(), b.float().numpy()) / 4e-3
+        for i, (a, b) in enumerate(zip(*results, strict=True))
+    }
+    say(name="saved", used=used)
+
+
 def run_sm80(name: str, *arguments: Any) -> None:
     """A program with the kernels for compute capability 8.x."""
     with mock.patch.object(Running, "implementation", "triton_sm80"):
@@ -681,6 +720,7 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "rows": run_rows,
     "stored": run_stored,
     "scale": run_scale,
+    "saved": run_saved,
     "views": run_views,
     "sm80": run_sm80,
 }

@@ -517,9 +517,64 @@ HEAD_FLOAT32 = (
         "jax_pallas/chunked.py", "d_rows.reshape(len(d_rows), 2, -1).sum(1)", "d_rows[:, : x.shape[1] // 2]", JAX_SPLIT
     ),
 )
+SAVED = tests("core_triton_saved", "not compile and not opcheck")
+SAVED_KERNELS = tests("core_triton_interpreted", "saved_rows")
+JAX_SAVED = tests("jax_pallas_saved", "rows_that_do or part_of")
+SAVED_ROWS = (
+    Mutation("core_triton/chunked.py", "torch.where(lost, torch.nan, 1.0)", "torch.where(lost, 0.0, 1.0)", SAVED),
+    Mutation(
+        "core_triton/chunked.py", "torch.full_like(lse, 2.0**-FLOAT16", "torch.full_like(lse, 2.0**FLOAT16", SAVED
+    ),
+    Mutation("core_triton/chunked.py", "chunk.start == 0 and not started", "chunk.start == 0", SAVED),
+    Mutation("core_triton/saved_ops.py", "factor * row_weight, 0.0)[others]", "factor, 0.0)[others]", SAVED),
+    Mutation("core_triton/saved_ops.py", "torch.where(row_weight != 0, d_loss, 0.0)", "d_loss", SAVED),
+    Mutation("core_triton/saved_ops.py", "not (in_place and rows == tokens)", "not (rows == tokens)", SAVED),
+    Mutation(
+        "core_triton/saved_ops.py", "if d_entropy is not None or d_lse is not None", "if d_lse is not None", SAVED
+    ),
+    Mutation(
+        "linear_ce/chunking.py",
+        "rows -= rows % SAVED_ROWS_MULTIPLE",
+        "rows -= 0",
+        tests("chunking", "saved_rows"),
+    ),
+    Mutation("core_triton/kernels.py", "logits - tl.max(logits, 1)[:, None]", "logits", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "block_top - top[None, :]", "block_top", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "total / summand", "total", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "if rho != rho", "if rho == 1", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "tl.where(theta == 0, -1, target)", "target", SAVED_KERNELS),
+    Mutation("core_triton/saved_kernels.py", "tl.where(factor == 0, 0.0, rho * factor)", "rho * factor", SAVED_KERNELS),
+    Mutation("jax_pallas/chunked.py", "jnp.where(lost, jnp.nan, 1.0)", "jnp.where(lost, 0.0, 1.0)", JAX_SAVED),
+    Mutation(
+        "jax_pallas/chunked.py",
+        "if vocab_chunk.fresh is not None:\n                e = ",
+        "if False:\n                e = ",
+        JAX_SAVED,
+    ),
+    Mutation(
+        "jax_pallas/saved_ops.py",
+        'factor = jnp.where(options.named(arrays)["row_weight"] != 0, d_loss, 0.0)',
+        "factor = d_loss",
+        JAX_SAVED,
+    ),
+    Mutation(
+        "jax_pallas/saved_kernels.py",
+        "lost = rho != rho",
+        "lost = rho == 1",
+        JAX_SAVED,
+    ),
+    Mutation("jax_pallas/saved_kernels.py", "tops - top)", "tops)", tests("jax_pallas_saved", "kernels_are_within")),
+    Mutation("jax_pallas/kernels.py", "logits - logits.max(1)[:, None]", "logits", PALLAS),
+    Mutation(
+        "jax_pallas/hopper_logits.py",
+        '+= carried["sums_exp_log"] + moved',
+        "+= moved",
+        tests("jax_pallas_hopper_logits", "test_exponentials"),
+    ),
+)
 MUTATIONS = (
     *(*TRITON_KERNELS, *TORCH_ROWS, *LAUNCHES, *CONTRACT, *JAX_ROWS, *PALLAS_KERNELS, *TOKEN_LOSSES),
-    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32),
+    *(*ROW_GRADIENTS, *STORED_LOGITS, *SMOOTHING, *HEAD_FLOAT32, *SAVED_ROWS),
 )
 NOTHING_RAN = 5  # pytest's exit status if no test was selected
 

@@ -37,6 +37,9 @@ OF_JAX = (
 # The edge cases of token losses that backends with kernels or compiled programs run. Tests of token losses have more.
 OF_TOKEN_LOSSES = ("token_loss-nan_ignored-mean", "token_loss-target_range-mean", "token_loss-tight-mean")
 
+# The edge cases of saved rows that the interpreted kernels run. tests/test_*_saved.py have more.
+OF_SAVED_ROWS = ("saved", "saved-nan", "saved-part", "log_probs-saved-logits80")
+
 # Cases with sharp logits: one computes gradients in the forward pass, one in the backward pass. Their standard
 # deviations differ.
 QUICK_SHARP = frozenset({"sharp8-mean-bf16-n123", "sharp3.5-none-bf16-padded-bias-axis1-tight-nostats-n123"})
@@ -67,6 +70,8 @@ def is_left_out(implementation: str, edge: str) -> bool:
     """Returns whether the quick suite omits an edge because another case covers it."""
     if "token_loss" in edge:
         return edge.removeprefix("edge-") not in OF_TOKEN_LOSSES
+    if "saved" in edge:
+        return implementation == "jax-chunked" or edge.removeprefix("edge-") not in OF_SAVED_ROWS
     if "hidden64" in edge:  # for the Hopper kernels, which run only on a GPU
         return implementation == "jax-chunked" or not edge.endswith("hidden64")
     if implementation == "jax-chunked":

@@ -46,6 +46,7 @@ def operator_arguments(
         2**20,  # memory_budget
         "chunked",
         False,  # splits_head
+        0,  # saved_budget
     )
     return tensors, weights, options
 

@@ -217,6 +217,11 @@ def test_passes_over_stored_logits_of_several_blocks(results: Results) -> None:
     assert_within_budget(results)
 
 
+@pytest.mark.parametrize("program", [quick("saved")])
+def test_saved_rows_that_do_not_count(results: Results) -> None:
+    assert_within_budget(results)
+
+
 @pytest.mark.parametrize("program", [quick("scale")])
 def test_scale_kernel(results: Results) -> None:
     assert len(results) == 12  # three dtypes times four factors

@@ -28,7 +28,7 @@ from core_triton import token_losses as named_losses
 from core_triton.plan import MatrixLayout, Stage
 from core_triton.problem import Gradients, NeedsGrad, Problem
 from core_triton.row_math import Coefficients
-from core_triton.scaled_exp import scaled_exp
+from core_triton.scaled_exp import save_rows, saved_gradients, scaled_exp
 from linear_ce.spec import LossSpec
 
 DEFAULT = 512 * 2**20
@@ -89,6 +89,10 @@ class Call(NamedTuple):
             problem, stage, budget, self.implementation, stage_needs_grad, statistics=statistics, entropy=entropy
         )
         problem = replace(problem, plan=plan)
+        if stage == "saved_rows":
+            saved = save_rows(problem, needs_grad, statistics=statistics, entropy=entropy)[2]
+            head = saved_gradients(problem, saved, problem.row_weight, needs_grad, Gradients(None, None, None))
+            return saved.unit_d_input, *head[1:]
         if plan.path == "scaled_exp":
             return tuple(scaled_exp(problem, stage_needs_grad, statistics=statistics)[2])
         if stage == "loss_and_gradients":
@@ -117,6 +121,8 @@ STAGES: dict[str, tuple[Stage, bool, bool]] = {
     "eval-stats": ("losses", False, True),
     "entropy": ("statistics", True, False),
     "rows": ("row_gradients", False, False),
+    "saved": ("saved_rows", True, False),
+    "saved-stats": ("saved_rows", False, True),
     "none": ("gradients", False, False),
     "log_probs": ("gradients", True, False),
 }
@@ -138,6 +144,9 @@ CALLS = {
     "train-head32": Call("train", "llama3-8b", head=torch.float32),
     "train-fp16": Call("train", "llama3-8b", torch.float16),
     "train-fp32": Call("train", "llama3-8b", torch.float32, bias=True, softcap=30.0, smoothing=0.1),
+    "saved": Call("saved", "gemma2-2b", bias=True, softcap=30.0),
+    "saved-plain": Call("saved", "llama3-8b"),
+    "saved-transposed": Call("saved", "qwen2.5-0.5b", transposed=True),
     "none": Call("none", "llama3-8b"),
     "none-transposed": Call("none", "llama3-8b", transposed=True),
     "eval": Call("eval", "qwen2.5-0.5b"),
@@ -421,7 +430,7 @@ def test_every_kernel_is_launched(arch: int) -> None:
         (launch.kernel.__module__, launch.kernel.__name__) for name in LAUNCHING for launch in launches(arch, name)
     }
     modules = {"core_triton.kernels", "core_triton.row_kernels", "core_triton.target_grad", "core_triton.stored_logits"}
-    modules.add("core_triton.token_kernels")
+    modules |= {"core_triton.saved_kernels", "core_triton.token_kernels"}
     if arch == 90:
         modules |= {"core_triton.hopper_logits", "core_triton.hopper_gradients", "core_triton.input_grad"}
     if arch < 90:

@@ -206,6 +206,16 @@ def test_a_token_loss_launches_little_more_and_fits(shape: tuple[int, int]) -> N
     assert found["launches"] <= plain["launches"] + 30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("implementation", "target"), [("mosaic", "h200"), ("pallas_triton", "a100")])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_saved_rows_are_not_copied(implementation: str, target: str, axis: int, tmp_path: Path) -> None:
+    n, (d, v) = 8192, QWEN
+    found = compile_all([("saved", n, d, v, axis)], target, implementation, tmp_path)
+    check(found, {"saved": DEFAULT_MEMORY_BUDGET + 2 * n * (v + d + 64)})
+    check_kernels(tmp_path)
+
+
 def check_copies(kept: Path, *names: str) -> None:
     """Fails where one of these kernels, for an A100, does not copy the next operands while it multiplies.
 

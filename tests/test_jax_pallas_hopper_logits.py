@@ -135,8 +135,9 @@ def close(found: Array, expected: np.ndarray, tolerance: float) -> None:
 
 
 def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None = None, **options: Any) -> Any:
-    """Returns e, and the sums, largest logits and target values of all blocks together."""
+    """Returns e, and the sums, largest logits, target values and sums for the entropy of all blocks together."""
     options = {"stores": True, "largest": True, **options}
+    options["entropy"] = options["largest"]
     bias = drawn["bias"] if call.bias else None
     target = jnp.full(call.rows, -1, jnp.int32) if target is None else target
     places = hopper_logits.chunk_places(target, call.classes, call.rows, 1)[0]
@@ -154,8 +155,12 @@ def run_exponentials(call: Call, drawn: dict[str, Array], target: Array | None =
     row = jnp.arange(call.rows)
     place = places[row // HALF, target.clip(0) // hopper_common.BLOCK_V].clip(0)
     of_target = (jnp.where(target >= 0, value[place, row], 0.0) for value in (found.target_exp, found.target_logit))
-    top = None if found.tops is None else found.tops.max(0)[: call.rows]
-    return found.e, found.sums.sum(0)[: call.rows], top, *of_target
+    top = exp_log = None
+    if found.tops is not None:
+        top = found.tops.max(0)
+        exp_log = (found.sums_exp_log + (found.tops - top) * found.sums).sum(0)[: call.rows]
+        top = top[: call.rows]
+    return found.e, found.sums.sum(0)[: call.rows], top, *of_target, exp_log
 
 
 def check_targets(
@@ -181,6 +186,7 @@ def test_exponentials(name: str) -> None:
     close(sums, exponentials.sum(1), FLOAT32)
     close(tops, logits.max(1), FLOAT32)
     check_targets(target, (of_target[0], of_target[1]), exponentials, logits)
+    close(of_target[2], (exponentials * (logits - logits.max(1)[:, None])).sum(1), FLOAT32)
     assert e.shape == (cdiv(call.rows, 8) * 8, padded(call.classes))
     assert e.dtype == jnp.bfloat16
     close(e[: call.rows, : call.classes], exponentials * call.slope(logits), 2.0**-8)

@@ -151,6 +151,27 @@ def test_label_smoothing_without_a_softcap_is_linear_beside_another_loss() -> No
     np.testing.assert_allclose(base.d_bias + d_bias, want.d_bias, rtol=1e-10, atol=1e-13)
 
 
+def test_saved_rows_give_the_gradients_and_the_entropy() -> None:
+    spec, blocks = LossSpec("none", softcap=4.0, logit_scale=0.6), (slice(0, 4), slice(4, 9), slice(9, V))
+    arrays, d_loss = problem(17), np.random.default_rng(17).standard_normal(N)
+    z, y, x, w = logits_of(arrays, spec), arrays["target"], arrays["input"], arrays["linear_weight"]
+    want, found = reference_loss(**arrays, spec=spec, d_loss=d_loss), reference_log_probs(**arrays, spec=spec)
+    row, k = np.arange(N), np.round(z.max(axis=1) * np.log2(np.e)) + 3
+    e, slope = np.exp2(z * np.log2(np.e) - k[:, None]), 1 - (z / 4.0) ** 2
+    f, rho = e * slope * (np.arange(V) != y[:, None]), 1 / e.sum(axis=1)
+    theta = (e[row, y] * rho - 1) * slope[row, y]
+    d_input = spec.logit_scale * (rho[:, None] * (f @ w) + theta[:, None] * w[y])  # (41)
+    d_weight = f.T @ ((d_loss * rho)[:, None] * x)  # (42)
+    np.add.at(d_weight, y, (d_loss * theta)[:, None] * x)
+    np.testing.assert_allclose(d_loss[:, None] * d_input, want.d_input, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(spec.logit_scale * d_weight, want.d_weight, rtol=1e-10, atol=1e-13)
+    q, m = np.array([[np.sum(e[:, a], 1), np.max(z[:, a], 1)] for a in blocks]).transpose(1, 0, 2)
+    t = np.array([np.sum(e[:, a] * (z[:, a] - m_a[:, None]), 1) for a, m_a in zip(blocks, m, strict=True)])
+    top, total = m.max(0), q.sum(0)
+    entropy = np.log(total / np.exp2(top * np.log2(np.e) - k)) - (t + (m - top) * q).sum(0) / total  # (43)
+    np.testing.assert_allclose(entropy, found.entropy, rtol=1e-12)
+
+
 def test_powers_of_two_of_a_row_cancel() -> None:
     rng = np.random.default_rng(16)
     d_raw, x, w = rng.standard_normal((N, V)), rng.standard_normal((N, 5)), rng.standard_normal((V, 5))
